@@ -1,10 +1,10 @@
-//! Measures a fixed amount of work that does not use our code, so its time depends only on the
-//! processor and its other load. Results of different machines and times are divided by this time
-//! before they are compared.
+//! Measures the time of a fixed amount of work that uses no code of Sempa. This time depends only
+//! on the processor and on other load of the machine. Results of different machines and times are
+//! divided by this time before they are compared.
 
 use divan::{Bencher, black_box};
 
-/// Number of steps of the computation. Each step needs the result of the previous one.
+/// Number of steps of the computation. Each step needs the result of the previous step.
 const STEP_COUNT: u64 = 10_000;
 /// Number of bytes that are copied in addition to the computation. The copy fits the first-level
 /// cache.

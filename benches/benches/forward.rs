@@ -19,14 +19,15 @@ use two_host_daemon::{Daemon, frame, remote_task};
 const TASK_COUNTS: [usize; 3] = [2, 32, 512];
 /// Payload sizes of the frames, in bytes.
 const PAYLOAD_SIZES: [usize; 2] = [64, 60 << 10];
-/// Payload size in bytes for benchmarks whose path does not read the payload, so that their time
-/// does not depend on the size.
+/// Payload size in bytes for benchmarks of paths that do not read the payload. The time of these
+/// paths does not depend on the size.
 const SMALL_PAYLOAD_BYTES: usize = 64;
-/// Number of unmeasured frames at the start. They make the daemon create its table entries and the
-/// stream of the pair.
+/// Number of unmeasured frames at the start. These frames make the daemon create its table entries
+/// and the stream of the pair.
 const WARM_UP_FRAME_COUNT: usize = 100;
 
-/// Counts allocations. `bench micro` fails if the forwarding path allocates.
+/// Counts allocations. `bench micro` fails if the forwarding path allocates more often than
+/// permitted.
 #[global_allocator]
 static ALLOCATIONS: AllocProfiler = AllocProfiler::system();
 
@@ -44,7 +45,7 @@ fn data_frame(sender_and_receiver: (Tid, Tid), payload_bytes: usize) -> Bytes {
     )
 }
 
-/// Measures calls of `operation`, after [`WARM_UP_FRAMES`] calls that are not measured.
+/// Measures calls of `operation`, after [`WARM_UP_FRAME_COUNT`] calls that are not measured.
 fn warm_up_and_measure<T>(bencher: Bencher, mut operation: impl FnMut() -> T) {
     (0..WARM_UP_FRAME_COUNT).for_each(|_| drop(operation()));
     bencher
@@ -52,7 +53,7 @@ fn warm_up_and_measure<T>(bencher: Bencher, mut operation: impl FnMut() -> T) {
         .bench_local(operation);
 }
 
-/// Measures how a daemon handles `event`.
+/// Measures the time from the event that `event` returns to the first output of `daemon`.
 ///
 /// # Panics
 /// `is_expected` does not accept the daemon's first output.
@@ -118,7 +119,8 @@ fn a_frame_from_another_host(bencher: Bencher, task_count: usize) {
     });
 }
 
-/// Measures a frame from the task's socket to the stream of its pair.
+/// Measures the path of a frame from the event of the task's socket to the stream of the pair of
+/// tasks.
 #[divan::bench(args = PAYLOAD_SIZES)]
 fn queued_to_another_host(bencher: Bencher, payload_bytes: usize) {
     let (mut daemon, mut sender) = (Daemon::new(1), BenchSender::default());
@@ -143,7 +145,8 @@ fn queued_to_another_host(bencher: Bencher, payload_bytes: usize) {
     );
 }
 
-/// Measures a frame from the stream of its pair to the output for the task's socket.
+/// Measures the path of a frame from the stream of the pair of tasks to the output for the task's
+/// socket.
 #[divan::bench(args = PAYLOAD_SIZES)]
 fn unqueued_from_another_host(bencher: Bencher, payload_bytes: usize) {
     let (mut daemon, mut sender, mut receiver) = (

@@ -8,7 +8,7 @@ use divan::{Bencher, black_box};
 use pvm3 as _;
 use std::ffi::{c_char, c_double, c_float, c_int, c_long, c_short, c_uint, c_ulong, c_ushort};
 
-/// Number of items of one call.
+/// Number of items that one call packs or unpacks.
 const ITEM_COUNT: usize = 1000;
 /// The values of `PvmDataDefault` and `PvmDataRaw`.
 const ENCODINGS: [c_int; 2] = [0, 1];
@@ -71,14 +71,14 @@ macro_rules! types {
             let items: Vec<$t> = vec![$value; ITEM_COUNT];
             let packed = || {
                 PackedBuffer::pack_new(encoding, || {
-                    // SAFETY: `items` contains `ITEMS` items.
+                    // SAFETY: `items` contains `ITEM_COUNT` items.
                     assert_eq!(unsafe { $pk(items.as_ptr(), ITEM_COUNT as c_int, 1) }, 0);
                 })
             };
             let mut place = items.clone();
             bencher.counter(ItemsCount::new(ITEM_COUNT)).with_inputs(packed).bench_local_refs(|packed| {
                 packed.select_for_unpack();
-                // SAFETY: `place` has room for `ITEMS` items.
+                // SAFETY: `place` has room for `ITEM_COUNT` items.
                 assert_eq!(unsafe { $upk(black_box(&mut place).as_mut_ptr(), ITEM_COUNT as c_int, 1) }, 0);
             });
         }
@@ -88,7 +88,7 @@ macro_rules! types {
             let items: Vec<$t> = vec![$value; ITEM_COUNT];
             bencher.counter(ItemsCount::new(ITEM_COUNT)).bench_local(|| {
                 make_empty_send_buffer(encoding);
-                // SAFETY: `items` contains `ITEMS` items.
+                // SAFETY: `items` contains `ITEM_COUNT` items.
                 assert_eq!(unsafe { $pk(black_box(&items).as_ptr(), ITEM_COUNT as c_int, 1) }, 0);
             });
         }
@@ -126,7 +126,7 @@ fn pack_string(bencher: Bencher, encoding: c_int) {
 fn unpack_string(bencher: Bencher, encoding: c_int) {
     let mut text = vec![b'a' as c_char; ITEM_COUNT];
     text[ITEM_COUNT - 1] = 0;
-    let pack_buffer = || {
+    let packed_buffer = || {
         PackedBuffer::pack_new(encoding, || {
             // SAFETY: the text ends with a zero.
             assert_eq!(unsafe { pvm_pkstr(text.as_ptr()) }, 0);
@@ -134,9 +134,9 @@ fn unpack_string(bencher: Bencher, encoding: c_int) {
     };
     let mut unpacked_text = text.clone();
     bencher
-        .with_inputs(pack_buffer)
-        .bench_local_refs(|pack_buffer| {
-            pack_buffer.select_for_unpack();
+        .with_inputs(packed_buffer)
+        .bench_local_refs(|packed_buffer| {
+            packed_buffer.select_for_unpack();
             // SAFETY: `unpacked_text` has room for the text and its zero.
             let status = unsafe { pvm_upkstr(black_box(&mut unpacked_text).as_mut_ptr()) };
             assert_eq!(status, 0);

@@ -16,7 +16,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 const RECORD_SIZES: [usize; 3] = [16, 1 << 10, 64 << 10];
 /// Numbers of peers that notify a task before the task reads its doorbell.
 const NOTIFIER_COUNTS: [usize; 3] = [1, 64, 1000];
-/// Bytes of the link header before a fragment.
+/// Size in bytes of the link header that precedes each fragment.
 const LINK_HEADER_BYTES: usize = 16;
 /// Number of polls of an empty ring after which a thread yields its processor.
 const POLLS_BEFORE_YIELD: u32 = 2000;
@@ -32,7 +32,8 @@ fn create_ring_pairs() -> (RingPair, RingPair) {
     (own_pair, peer_pair)
 }
 
-/// Copies the next record to `out`. Returns false if the ring is empty.
+/// Copies the next record, without its link header, to `out` and releases the record. Returns false
+/// if the ring is empty.
 ///
 /// # Errors
 /// The ring is corrupt.
@@ -87,18 +88,18 @@ fn push_and_pop(bencher: Bencher, record_bytes: usize) {
 }
 
 /// Pins the calling thread to the first (`index` 0) or second (`index` 1) processor that the
-/// process may use. If the process may use only one processor, number 1 has no effect.
+/// process may use. If the process may use only one processor, an `index` of 1 has no effect.
 ///
 /// Without pinning, the scheduler may run two busy-waiting threads on one processor for a whole
 /// benchmark.
 fn pin_to_processor(index: usize) {
-    let allowed = sched_getaffinity(Pid::from_raw(0)).expect("the kernel says it");
-    let mut allowed_cpus =
-        (0..CpuSet::count()).filter(|cpu| allowed.is_set(*cpu).is_ok_and(|is_allowed| is_allowed));
-    let mut chosen = CpuSet::new();
+    let allowed_set = sched_getaffinity(Pid::from_raw(0)).expect("the kernel says it");
+    let mut allowed_cpus = (0..CpuSet::count())
+        .filter(|cpu| allowed_set.is_set(*cpu).is_ok_and(|is_allowed| is_allowed));
+    let mut chosen_set = CpuSet::new();
     if let Some(cpu) = allowed_cpus.nth(index) {
-        chosen.set(cpu).expect("it was in a set");
-        sched_setaffinity(Pid::from_raw(0), &chosen).expect("it may be used");
+        chosen_set.set(cpu).expect("it was in a set");
+        sched_setaffinity(Pid::from_raw(0), &chosen_set).expect("it may be used");
     }
 }
 

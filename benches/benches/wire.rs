@@ -42,7 +42,7 @@ fn frame_and_decode(bencher: Bencher, message_bytes: usize) {
 #[divan::bench(args = MESSAGE_SIZES)]
 fn link_hands_a_message_over(bencher: Bencher, message_bytes: usize) {
     let body = Bytes::from(vec![7u8; message_bytes]);
-    let tid = |local| Tid::for_task(HostId::MASTER, local).expect("a tid");
+    let tid = |local_number| Tid::for_task(HostId::MASTER, local_number).expect("a tid");
     let (mut sender, mut receiver) = (Link::new(tid(1), tid(2)), Link::new(tid(2), tid(1)));
     let mut now = Micros(0);
     for link in [&mut sender, &mut receiver] {

@@ -9,7 +9,8 @@
 //!   then with declared work of each task.
 //!
 //! The results are compared with the best assignment, which is found by exhaustive search. The
-//! tasks of the last farm are balanced from the start, so none of them may be migrated.
+//! tasks of the last farm are balanced from the start, so no task of this farm may be migrated
+//! before the first task has ended.
 
 use crate::figures::median;
 use crate::machine_info::MachineInfo;
@@ -28,7 +29,8 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-/// Share of one processor for each host of a set. The two sets together use at most twice the sum.
+/// Share of one processor for each host of a set. The two sets together use at most twice the sum
+/// of these shares.
 const PROCESSOR_SHARES: [f64; 4] = [0.1, 0.1, 0.2, 0.4];
 /// Number of tasks in the farm.
 const FARM_TASK_COUNT: usize = 12;
@@ -63,8 +65,8 @@ struct FarmRun {
     #[serde(default)]
     early_moves: usize,
     failed_moves: usize,
-    /// Starts, migrations and ends of tasks with their hosts, one element each. Times are in
-    /// seconds after the first start.
+    /// One line for each start, migration and end of a task. The lines about starts and migrations
+    /// name the hosts. Times are in seconds after the first start.
     #[serde(default)]
     course: Vec<String>,
 }
@@ -143,7 +145,8 @@ pub fn bench_balance(settings: &BalanceSettings) -> Result<bool> {
     } else {
         stored_repetitions(&results_file)?
     };
-    repetition_results.retain(|round: &Repetition| !repetition_numbers.contains(&round.number));
+    repetition_results
+        .retain(|repetition: &Repetition| !repetition_numbers.contains(&repetition.number));
     let mut machine = MachineInfo::collect(
         settings.is_own_build,
         repetition_results.len() + repetition_numbers.len(),
@@ -177,7 +180,7 @@ pub fn bench_balance(settings: &BalanceSettings) -> Result<bool> {
             number,
             settings.is_quick,
         )?);
-        repetition_results.sort_by_key(|round| round.number);
+        repetition_results.sort_by_key(|repetition| repetition.number);
         machine.update_load_after();
         let (text, table_meets_goals) = format_table(&repetition_results);
         let text = format!("{}{text}", machine.format());
@@ -211,58 +214,62 @@ fn stored_repetitions(file: &Path) -> Result<Vec<Repetition>> {
 
 fn run_repetition(
     host_sets: &[UnequalHosts; 2],
-    unit: f64,
+    unit_s: f64,
     number: usize,
-    quick: bool,
+    is_quick: bool,
 ) -> Result<Repetition> {
-    let (mut rng, (least, most)) = (Rng::new(number as u64), WORK_RANGE_MS);
-    let less = if quick { QUICK_WORK_DIVISOR } else { 1 };
+    let (mut rng, (work_min_ms, work_max_ms)) = (Rng::new(number as u64), WORK_RANGE_MS);
+    let work_divisor = if is_quick { QUICK_WORK_DIVISOR } else { 1 };
     let ms: Vec<usize> = (0..FARM_TASK_COUNT)
-        .map(|_| (least + rng.next_below(most - least)) / less)
+        .map(|_| (work_min_ms + rng.next_below(work_max_ms - work_min_ms)) / work_divisor)
         .collect();
     let units: Vec<u32> = ms
         .iter()
-        .map(|ms| ((*ms as f64 / 1e3 / unit).round() as u32).max(1))
+        .map(|ms| ((*ms as f64 / 1e3 / unit_s).round() as u32).max(1))
         .collect();
-    let work: Vec<f64> = units.iter().map(|units| f64::from(*units) * unit).collect();
+    let work_s: Vec<f64> = units
+        .iter()
+        .map(|units| f64::from(*units) * unit_s)
+        .collect();
     let hosts = PROCESSOR_SHARES.map(|share| HostCapacity {
         work_per_second: share,
         processor_count: 1.0,
     });
-    let (best, blind) = (
-        best_completion_s(&hosts, &work),
-        uninformed_completion_s(&hosts, &work),
+    let (best_s, uninformed_s) = (
+        best_completion_s(&hosts, &work_s),
+        uninformed_completion_s(&hosts, &work_s),
     );
-    eprintln!("bench balance: {work:.1?} s of work; the best assignment takes {best:.1} s");
+    eprintln!("bench balance: {work_s:.1?} s of work; the best assignment takes {best_s:.1} s");
     let even = vec![
-        ((BALANCED_WORK_MS as f64 / 1e3 / unit / less as f64).round() as u32).max(1);
+        ((BALANCED_WORK_MS as f64 / 1e3 / unit_s / work_divisor as f64).round() as u32)
+            .max(1);
         BALANCED_TASK_COUNT
     ];
-    let (in_turn, [untold, told, even]) = std::thread::scope(|scope| {
-        let in_turn = scope.spawn(|| run_farm(&host_sets[0], None, &units));
-        let ways = [(None, &units), (Some(unit), &units), (None, &even)];
-        let [untold, told, even] =
-            ways.map(|(told, units)| run_farm(&host_sets[1], Some(told), units));
+    let (round_robin_run, [undeclared_run, told, even]) = std::thread::scope(|scope| {
+        let round_robin_run = scope.spawn(|| run_farm(&host_sets[0], None, &units));
+        let farm_settings = [(None, &units), (Some(unit_s), &units), (None, &even)];
+        let [undeclared_run, told, even] =
+            farm_settings.map(|(told, units)| run_farm(&host_sets[1], Some(told), units));
         anyhow::Ok((
-            in_turn.join().expect("it does not panic")?,
-            [untold?, told?, even?],
+            round_robin_run.join().expect("it does not panic")?,
+            [undeclared_run?, told?, even?],
         ))
     })?;
     Ok(Repetition {
         number,
-        work,
-        best,
-        blind,
-        in_turn,
-        untold,
+        work: work_s,
+        best: best_s,
+        blind: uninformed_s,
+        in_turn: round_robin_run,
+        untold: undeclared_run,
         told,
         even: Some(even),
     })
 }
 
 /// Runs a farm once. If `rm_declared_unit_s` is `None`, no resource manager runs. The inner value
-/// is the number of seconds per unit of work that the tasks declare; if it is `None`, they declare
-/// nothing.
+/// is the number of seconds per unit of work that the tasks declare; if the inner value is `None`,
+/// the tasks declare no work.
 fn run_farm(
     hosts: &UnequalHosts,
     rm_declared_unit_s: Option<Option<f64>>,
@@ -340,7 +347,8 @@ fn run_farm(
     })
 }
 
-/// Returns the starts, migrations and ends of the farm's tasks in order of time, one element each.
+/// Returns one line for each start, migration and end of the farm's tasks, in order of time. Times
+/// are in seconds after the first line.
 fn course_lines(events: &[EventEntry], farm_result: &FarmResult) -> Vec<String> {
     let unit_count = |tid: &Tid| {
         farm_result

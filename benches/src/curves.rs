@@ -17,8 +17,8 @@ pub(crate) const CURVE_NAMES: [&str; 5] = ["sizes", "netpipe", "tasks", "peers",
 const FULL_REPETITION_COUNT: usize = 5;
 /// Number of repetitions of each point in a quick run.
 const QUICK_REPETITION_COUNT: usize = 1;
-/// Maximum number of bytes that are sent for one point of the size curve. It limits the number of
-/// rounds with large messages.
+/// Maximum number of bytes that are sent for one point of the size curve. This limit reduces the
+/// number of rounds with large messages.
 const POINT_BYTES_MAX: usize = 64 << 20;
 const MESSAGE_SIZES: [usize; 10] = [
     8,
@@ -61,7 +61,8 @@ const PVM_LINE_KEYS: [LineKey; 4] = [
     (System::Sempa, true),
 ];
 
-/// Measures the curve `name` on new virtual machines of PVM and Sempa.
+/// Measures the curve `name`, one of [`CURVE_NAMES`], on new virtual machines of PVM and Sempa, and
+/// the curve `sizes` also on the MPI systems. Returns the charts, and the measurements that failed.
 pub(crate) fn measure_curve(prefix: &Path, name: &str, is_quick: bool) -> Result<CurveResults> {
     let mut curves = CurveResults::default();
     if name == "hosts" {
@@ -161,7 +162,7 @@ fn system_order(
 }
 
 /// Adds a point to a line: the medians, over all repetitions, of the median and of the 99th
-/// percentile.
+/// percentile. Adds nothing if no repetition has measured the round trip.
 fn add_point(series: &mut Series, x: f64, repetitions: &[TimeSummaries]) {
     if let Some(round_trip) = combine_repetitions(repetitions, "rtt") {
         series.points.push((x, round_trip.median_us));
@@ -435,9 +436,9 @@ mod tests {
 
     #[test]
     fn every_second_repetition_reverses_order() {
-        let failed = BTreeSet::from([1]);
-        assert_eq!(system_order(3, 0, &failed), [0, 2]);
-        assert_eq!(system_order(3, 1, &failed), [2, 0]);
+        let failed_indexes = BTreeSet::from([1]);
+        assert_eq!(system_order(3, 0, &failed_indexes), [0, 2]);
+        assert_eq!(system_order(3, 1, &failed_indexes), [2, 0]);
         assert_eq!(system_order(3, 2, &BTreeSet::new()), [0, 1, 2]);
     }
 }

@@ -24,8 +24,8 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 const HOST_COUNT: usize = 4;
-/// Default number of counted logins per task. One more login precedes them; it is not counted,
-/// because caches are cold.
+/// Default number of counted logins per task. One more login precedes the counted logins. This
+/// login is not counted, because caches are cold.
 const DEFAULT_LOGIN_COUNT: usize = 5;
 /// Time limit for each wait of the benchmark.
 const WAIT_TIMEOUT: Duration = Duration::from_secs(120);
@@ -53,8 +53,8 @@ struct EvictionTimes {
     stood_still_ms: f64,
     /// Time at which the event log reported that the guests were stopped.
     stopped_ms: f64,
-    /// Duration for which the task did not run, by the task's own clock; it starts when the task
-    /// stops.
+    /// Duration for which the task did not run, by the task's own clock. The duration starts when
+    /// the task stops.
     freeze_ms: f64,
     /// Time at which the task ran on another host, by the task's own clock.
     ran_ms: f64,
@@ -218,11 +218,11 @@ fn has_memory(pid: u32) -> bool {
     command_line.is_ok_and(|command_line| !command_line.is_empty())
 }
 
-/// Computes the times of an eviction from the event log and the task's record. `memory_gone_us` is
-/// the first time at which the process had no memory, in microseconds since 1970.
+/// Computes the times of an eviction from the event log and the task's gap record. `memory_gone_us`
+/// is the first time at which the process had no memory, in microseconds since 1970.
 ///
 /// # Errors
-/// An entry is missing; the error describes it.
+/// An event or a gap is missing; the error describes it.
 fn eviction_times(
     events: &[EventEntry],
     tid: &str,
@@ -243,17 +243,18 @@ fn eviction_times(
     let (host, login_us) = login_us.ok_or("the event log has no owner")?;
     let stopped_us = event_time_us(
         "stop",
-        &|kind| matches!(kind, EventKind::GuestsPaused { host: which, .. } if *which == host),
+        &|kind| matches!(kind, EventKind::GuestsPaused { host: event_host, .. } if *event_host == host),
     )?;
     let clean_us = event_time_us(
         "clean host",
-        &|kind| matches!(kind, EventKind::HostVacated { host: which } if *which == host),
+        &|kind| matches!(kind, EventKind::HostVacated { host: event_host } if *event_host == host),
     )?;
     let arrived_us = event_time_us("end of the move", &step(Step::Arrive))?;
     let (gap_start_us, gap_end_us) =
         gap_record.find_gap(event_time_us("dump", &step(Step::Dump))?)?;
     Ok(EvictionTimes {
-        // The task may have waited for a processor since a time before the login record.
+        // The gap may begin before the login record, because the task may have waited for a
+        // processor at that time. The result is then 0.
         stood_still_ms: ms_between(login_us, gap_start_us).max(0.0),
         stopped_ms: ms_between(login_us, stopped_us),
         freeze_ms: ms_between(gap_start_us, gap_end_us),
@@ -272,8 +273,11 @@ fn format_table(sizes: &[SizeResult]) -> String {
         text.push_str(&format!("\n{mib:>6} {:>6}", visits.len()));
         for (_, select) in FIGURE_COLUMNS {
             let values: Vec<f64> = visits.iter().map(select).collect();
-            let largest = values.iter().copied().fold(f64::NAN, f64::max);
-            let cell = format!("{:.0} ({largest:.0})", median(values).unwrap_or(f64::NAN));
+            let largest_ms = values.iter().copied().fold(f64::NAN, f64::max);
+            let cell = format!(
+                "{:.0} ({largest_ms:.0})",
+                median(values).unwrap_or(f64::NAN)
+            );
             text.push_str(&format!(" {cell:>17}"));
         }
     }

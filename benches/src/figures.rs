@@ -110,9 +110,9 @@ pub(crate) fn parse_samples(output: &str) -> Result<TimeSummaries> {
     Ok(summaries)
 }
 
-/// Combines the summaries of the time `time_name` in all repetitions: computes the median of the
-/// medians, of the p99 values, and of the shortest times. Returns `None` if no repetition has the
-/// time.
+/// Combines the summaries of the time `time_name` in all repetitions: computes the sum of the
+/// counts, and the median of the medians, of the p99 values, and of the shortest times. Returns
+/// `None` if no repetition has the time.
 pub(crate) fn combine_repetitions(
     repetitions: &[TimeSummaries],
     time_name: &str,
@@ -133,7 +133,7 @@ pub(crate) fn combine_repetitions(
 }
 
 /// Returns the smallest and the largest median of the time `time_name` if the largest median
-/// exceeds the smallest one by more than the factor `factor`; otherwise `None`.
+/// exceeds the smallest median by more than the factor `factor`; otherwise `None`.
 pub(crate) fn median_range_above(
     repetitions: &[TimeSummaries],
     time_name: &str,
@@ -145,15 +145,15 @@ pub(crate) fn median_range_above(
             .filter_map(|summaries| summaries.get(time_name))
             .map(|sample| sample.median_us)
     };
-    let (smallest, largest) = (
+    let (smallest_us, largest_us) = (
         medians().fold(f64::INFINITY, f64::min),
         medians().fold(0.0, f64::max),
     );
-    (largest > factor * smallest).then_some((smallest, largest))
+    (largest_us > factor * smallest_us).then_some((smallest_us, largest_us))
 }
 
 /// Returns the median; `None` if there are no values. For an even number of values, the median is
-/// the mean of the two in the middle.
+/// the mean of the two middle values.
 pub(crate) fn median(mut values: Vec<f64>) -> Option<f64> {
     values.sort_by(f64::total_cmp);
     let middle_index = values.len() / 2;
@@ -190,12 +190,15 @@ mod tests {
     fn repetitions_combine_to_median() {
         let single_time =
             |us| TimeSummaries::from([("rtt".to_string(), TimeSummary::of_single_time(us))]);
-        let combined = combine_repetitions(
+        let combined_summary = combine_repetitions(
             &[single_time(1.0), single_time(100.0), single_time(2.0)],
             "rtt",
         )
         .expect("three");
-        assert_eq!((combined.median_us, combined.count), (2.0, 3));
+        assert_eq!(
+            (combined_summary.median_us, combined_summary.count),
+            (2.0, 3)
+        );
         assert_eq!(combine_repetitions(&[single_time(1.0)], "other"), None);
         assert_eq!(median(vec![1.0, 3.0]), Some(2.0));
     }

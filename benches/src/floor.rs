@@ -1,5 +1,5 @@
 //! Measures the round trips that the machine and its kernel achieve without a message-passing
-//! library. They are lower bounds for the times in the table.
+//! library. These times are lower bounds for the times in the table.
 
 use crate::figures::{TimeSummary, combine_repetitions, parse_samples};
 use crate::peers_table_rows::Unit;
@@ -92,7 +92,7 @@ const FLOOR_BENCHMARKS: [FloorBenchmark; 11] = [
     ),
 ];
 
-/// The result for one figure.
+/// The measured value of one figure, and the times from which the value is computed.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct FloorResult {
     pub(crate) title: &'static str,
@@ -103,7 +103,8 @@ pub(crate) struct FloorResult {
     pub(crate) time: TimeSummary,
 }
 
-/// Measures all figures and returns their results.
+/// Measures the figures of [`FLOOR_BENCHMARKS`] on a new testbed. Returns their results in the same
+/// order.
 pub(crate) fn measure_floor(is_quick: bool) -> Result<Vec<FloorResult>> {
     if let Some(unmet_requirement) = requirements::unmet_requirement() {
         bail!("bench peers: {unmet_requirement}");

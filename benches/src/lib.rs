@@ -1,10 +1,10 @@
-//! Benchmarks that `cargo xtask bench` runs. They report figures and do not test correctness,
-//! because a loaded machine is slow without a defect.
+//! Benchmarks that `cargo xtask bench` runs. They report figures and compare them with goals. They
+//! do not replace tests, because a loaded machine is slow without a defect.
 //!
 //! | command | measures |
 //! | --- | --- |
 //! | `bench micro` | single layers without I/O (`benches/*.rs`), compared with saved figures |
-//! | `bench peers` | the running system, PVM 3.4.6, Open MPI and MPICH, in one run on one machine |
+//! | `bench peers` | Sempa, PVM 3.4.6, Open MPI and MPICH, in one run on one machine |
 //! | `bench rm` | spawns and additions of hosts, with and without the resource manager |
 //! | `bench balance` | a task farm with and without rebalancing |
 //! | `bench migrate` | migrations by Sempa and by bare CRIU |
@@ -68,8 +68,8 @@ pub struct PeersSettings {
     pub is_own_build: bool,
     /// True if the run has fewer repetitions and rounds than a full run.
     pub is_quick: bool,
-    /// Names of the rows and curves to measure; a final `*` matches any suffix. If empty, all are
-    /// measured.
+    /// Names of the rows and curves to measure; a final `*` matches any suffix. If empty, all rows
+    /// and curves are measured.
     pub selected_names: Vec<String>,
     /// Number of repetitions; `None` for the default number.
     pub repetition_count: Option<usize>,

@@ -47,7 +47,7 @@ pub(crate) struct MachineInfo {
 
 impl MachineInfo {
     /// Collects the facts about this machine. `is_own_build` is true if the programs were built for
-    /// this run. The load is measured at once.
+    /// this run. Both load fields are set to the current load.
     pub(crate) fn collect(is_own_build: bool, repetition_count: usize, is_quick: bool) -> Self {
         let processor = CpuInfo::current()
             .ok()

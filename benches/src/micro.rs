@@ -47,10 +47,10 @@ struct ParsedFigures {
     allocation_counts: BTreeMap<String, f64>,
 }
 
-/// The figures of a run in the file of saved figures.
+/// Content of the file [`SAVED_FIGURES_FILE`]: the figures of one run.
 #[derive(Debug, Serialize, Deserialize)]
 struct SavedFigures {
-    /// Description of the machine. The comparison does not use it.
+    /// Description of the machine. The comparison does not use this description.
     machine: serde_json::Value,
     /// Time of the fixed amount of work in nanoseconds.
     calibration_ns: f64,
@@ -69,9 +69,10 @@ struct TimeChange {
 }
 
 impl MicroSettings<'_> {
-    /// Compares the figures in the output `output` with the saved figures, and saves them if
-    /// `save` is set. Returns false if the forwarding path allocates, or if `strict` is set and a
-    /// benchmark is slower.
+    /// Compares the figures in the output `output` with the saved figures, and saves the new
+    /// figures if `saves_figures` is set. Returns false if the forwarding path allocates more often
+    /// than permitted or was not measured, or if `is_strict` is set and a benchmark is slower by
+    /// more than the tolerance.
     pub fn compare_and_save(&self, output: &str) -> Result<bool> {
         let figures = parse_output(output)?;
         let saved_file = self.results_folder.join(SAVED_FIGURES_FILE);
@@ -123,7 +124,7 @@ impl MicroSettings<'_> {
 }
 
 /// Returns one error for each benchmark of the forwarding path with more allocations than
-/// permitted.
+/// permitted, and an error if no benchmark of the forwarding path was run.
 fn allocation_errors(figures: &ParsedFigures) -> Vec<String> {
     let mut errors = Vec::new();
     for (name, count) in &figures.allocation_counts {
@@ -221,11 +222,12 @@ fn format_comparison(
 }
 
 /// Parses the tables that the benchmarks print. A benchmark has one line, indented by its level in
-/// the tree; its median is in the third column. The lines below this line count allocations; the
-/// mean is in their fourth column.
+/// the tree; its median is in the third column. Below this line, a line `alloc:` or `grow:`
+/// precedes a line with numbers of allocations; the mean is in the fourth column of the latter. The
+/// two means are added.
 ///
 /// # Errors
-/// The output contains no benchmark.
+/// The output contains no benchmark, or a mean number of allocations is malformed.
 fn parse_output(output: &str) -> Result<ParsedFigures> {
     let mut figures = ParsedFigures::default();
     let mut name_path: Vec<String> = Vec::new();
@@ -244,8 +246,8 @@ fn parse_output(output: &str) -> Result<ParsedFigures> {
         else {
             continue;
         };
-        if let Some((before, name_cell)) = line.split_once("─ ") {
-            name_path.truncate((before.chars().count() - 1) / 3 + 1);
+        if let Some((indentation, name_cell)) = line.split_once("─ ") {
+            name_path.truncate((indentation.chars().count() - 1) / 3 + 1);
             let name = name_cell.split(['│', ' ']).next().unwrap_or_default();
             name_path.push(name.to_string());
             if let Some(ns) = parse_nanoseconds(median) {
@@ -362,12 +364,12 @@ forward                       fastest       │ slowest       │ median        
             errors[0].starts_with("a_frame_between_two_tasks/2 allocates 1.02"),
             "{errors:?}"
         );
-        let without_allocations = ParsedFigures {
+        let figures_without_allocations = ParsedFigures {
             allocation_counts: BTreeMap::new(),
             ..figures
         };
         assert_eq!(
-            allocation_errors(&without_allocations),
+            allocation_errors(&figures_without_allocations),
             Vec::<String>::new()
         );
         assert_eq!(

@@ -90,7 +90,7 @@ pub(crate) struct Row {
     /// Name by which `--only` selects the row.
     pub(crate) name: &'static str,
     pub(crate) title: &'static str,
-    /// Name in the program's output of the time from which the row is computed.
+    /// Name of the time from which the row is computed, as the program prints it.
     pub(crate) time_name: &'static str,
     pub(crate) unit: Unit,
     pub(crate) goal: RowGoals,
@@ -106,8 +106,8 @@ pub(crate) enum MeasurementKind {
     Login,
 }
 
-/// A measurement that runs once per system and repetition. Several rows may be computed from its
-/// output.
+/// A measurement that runs once per system and repetition. Several rows may be computed from the
+/// output of one measurement.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Measurement {
     pub(crate) setup: VmSetup,
@@ -663,8 +663,8 @@ pub(crate) fn matches_any_pattern(name: &str, patterns: &[String]) -> bool {
         })
 }
 
-/// Returns the measurements of which a row's name matches `patterns`; all measurements if
-/// `patterns` is empty.
+/// Returns each measurement that has a row whose name matches one of `patterns`; all measurements
+/// if `patterns` is empty.
 pub(crate) fn select_measurements(patterns: &[String]) -> Vec<Measurement> {
     let is_selected = |measurement: &&Measurement| {
         patterns.is_empty()
@@ -680,7 +680,8 @@ pub(crate) fn select_measurements(patterns: &[String]) -> Vec<Measurement> {
 mod tests {
     use super::*;
 
-    /// Each row name selects only its own row.
+    /// Each row name is unique and selects only the measurement of its row. A final `*` selects
+    /// several measurements.
     #[test]
     fn row_names_are_unique() {
         let names = row_names();

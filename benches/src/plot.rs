@@ -60,7 +60,7 @@ struct Axis {
     low_value: f64,
     /// Value at the end of the axis. For a logarithmic axis: the base-10 logarithm of this value.
     high_value: f64,
-    /// Distance between two grid lines, in the units of `low` and `high`.
+    /// Distance between two grid lines, in the units of `low_value` and `high_value`.
     grid_step: f64,
     start_coordinate: f64,
     end_coordinate: f64,

@@ -1,4 +1,4 @@
-//! Formats the results of `bench peers` as a table and as JSON, and writes them.
+//! Formats the results of `bench peers` as a table, as JSON and as charts, and writes the files.
 
 use crate::curves::CurveResults;
 use crate::figures::{
@@ -37,7 +37,7 @@ pub(crate) struct RowResult {
     /// Open MPI's time divided by Sempa's time; `None` if a time is missing.
     speed_to_mpi: Option<f64>,
     /// Smallest and largest median of the repetitions in the unit of the row, by system. Contains
-    /// only systems whose medians differ by more than [`SPREAD_FACTOR`].
+    /// only systems whose medians differ by more than the factor [`SPREAD_FACTOR`].
     spread: BTreeMap<&'static str, (f64, f64)>,
     goal: String,
     met: Option<bool>,
@@ -73,8 +73,8 @@ impl Report {
         }
     }
 
-    /// Adds the rows of the measurements `measurements`. The results in `measured_rows` have the
-    /// same order.
+    /// Adds the rows, repetitions and failures of the measurements `measurements`. The results in
+    /// `measured_rows` have the same order. Updates the machine's load.
     pub(crate) fn add_rows(&mut self, measurements: &[Measurement], measured_rows: MeasuredRows) {
         for (measurement, results) in measurements.iter().zip(&measured_rows) {
             let arguments = measurement.args.join(" ");
@@ -109,8 +109,8 @@ impl Report {
         self.floor = floor;
     }
 
-    /// True if a measurement of Sempa failed. Failures of other systems do not count, because we
-    /// cannot correct them.
+    /// True if a measurement of Sempa failed. Failures of other systems do not count, because they
+    /// are not faults of Sempa.
     pub(crate) fn has_sempa_failure(&self) -> bool {
         self.troubles
             .iter()
@@ -186,24 +186,24 @@ impl Report {
         text.push_str(&format!("repeat with: {}\n", self.repeat_with));
         for failure in &self.troubles {
             // The text is shortened; the JSON file contains the whole text.
-            let failure_words: Vec<&str> = failure
+            let failure_lines: Vec<&str> = failure
                 .text
                 .lines()
                 .map(str::trim)
                 .filter(|result| !result.is_empty())
                 .collect();
-            let shortened: String = failure_words
+            let shortened_text: String = failure_lines
                 .join(" / ")
                 .chars()
                 .take(FAILURE_CHARS_MAX)
                 .collect();
-            text.push_str(&format!("NOT MEASURED: {shortened}\n"));
+            text.push_str(&format!("NOT MEASURED: {shortened_text}\n"));
         }
         text
     }
 
-    /// Lists the rows whose repetitions differ by more than [`SPREAD_FACTOR`]. The medians of these
-    /// rows are not reliable. Returns an empty text if there are none.
+    /// Lists the rows whose repetitions differ by more than the factor [`SPREAD_FACTOR`]. The
+    /// medians of these rows are not reliable. Returns an empty text if there are no such rows.
     fn format_spreads(&self) -> String {
         let mut text = String::new();
         for row in &self.rows {
@@ -345,7 +345,7 @@ fn evaluate_row(row: &Row, results: &[(System, SystemResult)]) -> RowResult {
             );
         }
     }
-    let (pvm, sempa_time) = (
+    let (pvm_time, sempa_time) = (
         time_of(System::Pvm, row.time_name),
         time_of(System::Sempa, row.time_name),
     );
@@ -355,10 +355,10 @@ fn evaluate_row(row: &Row, results: &[(System, SystemResult)]) -> RowResult {
             .map(|(largest, sempa_time)| largest.median_us / sempa_time.median_us)
     };
     (row_result.speed_to_pvm, row_result.speed_to_mpi) = (
-        speed_to(pvm),
+        speed_to(pvm_time),
         speed_to(time_of(System::OpenMpi, row.time_name)),
     );
-    let reference = row
+    let reference_time = row
         .goal
         .own_ratio_max
         .and_then(|(_, name)| time_of(System::Sempa, name));
@@ -366,8 +366,8 @@ fn evaluate_row(row: &Row, results: &[(System, SystemResult)]) -> RowResult {
         is_goal_met(
             row,
             sempa_time.median_us,
-            pvm.map(|pvm| pvm.median_us),
-            reference.map(|smallest| smallest.median_us),
+            pvm_time.map(|pvm_time| pvm_time.median_us),
+            reference_time.map(|smallest| smallest.median_us),
         )
     });
     let ratio_text = |speed: Option<f64>| {

@@ -29,17 +29,17 @@ const QUICK_REPETITION_COUNT: usize = 3;
 /// Goal: upper limit of the resource manager's overhead in percent, exclusive.
 const OVERHEAD_PERCENT_END: f64 = 10.0;
 
-/// A row of the table, and how it is measured.
+/// A row of the table, and the measurement for the row.
 struct OverheadRow {
     title: &'static str,
     /// Arguments of the measuring program.
     program_arguments: &'static [&'static str],
-    /// Name in the program's output of the time that the row shows.
+    /// Name of the time that the row shows, as the program prints it.
     time_name: &'static str,
     /// True if the measurement needs a second host in the virtual machine.
     needs_two_hosts: bool,
-    /// Overhead of the resource manager of SEMPA, as its authors published it; `-` if they did not
-    /// measure it.
+    /// Overhead of the resource manager of SEMPA, as its authors published it; `-` if the authors
+    /// did not measure it.
     published_overhead: &'static str,
     /// True if the overhead must be less than [`OVERHEAD_PERCENT_END`].
     has_goal: bool,
@@ -102,8 +102,8 @@ const OVERHEAD_ROWS: [OverheadRow; 8] = [
         published_overhead: "-",
         has_goal: true,
     },
-    // In this row every spawn must ask the resource manager, because it grants placement leases
-    // only to tasks that have spawned twice. Therefore the row has no goal.
+    // In this row every spawn must ask the resource manager, because the resource manager grants
+    // placement leases only to tasks that have spawned twice. Therefore the row has no goal.
     OverheadRow {
         title: "a program's first spawn, the call",
         program_arguments: &["spawn", "tasks=1", "rounds=1", "warm=0"],
@@ -238,22 +238,26 @@ pub fn bench_rm(
     Ok(meets_goals)
 }
 
-/// Measures the rows that need two hosts, or the rows that need one, alternately on both virtual
-/// machines. The first element of `vms` has no resource manager.
+/// Measures the rows that need two hosts if `uses_two_hosts` is true, otherwise the rows that need
+/// one host. Each repetition measures both virtual machines, one after the other. The first element
+/// of `vms` has no resource manager.
 fn measure_alternately(
     vms: &[MeasuredVm<'_>; 2],
-    two_hosts: bool,
+    uses_two_hosts: bool,
     repetitions: usize,
 ) -> Result<Vec<MeasuredRow>> {
-    let chosen: Vec<&OverheadRow> = OVERHEAD_ROWS
+    let chosen_rows: Vec<&OverheadRow> = OVERHEAD_ROWS
         .iter()
-        .filter(|row| row.needs_two_hosts == two_hosts)
+        .filter(|row| row.needs_two_hosts == uses_two_hosts)
         .collect();
-    let mut words: Vec<&[&str]> = chosen.iter().map(|row| row.program_arguments).collect();
+    let mut words: Vec<&[&str]> = chosen_rows
+        .iter()
+        .map(|row| row.program_arguments)
+        .collect();
     words.dedup();
     let mut rows = Vec::new();
     for words in words {
-        let mut taken: [Vec<TimeSummaries>; 2] = Default::default();
+        let mut summaries_by_vm: [Vec<TimeSummaries>; 2] = Default::default();
         for repetition in 1..=repetitions {
             eprintln!(
                 "bench rm: {} ({repetition} of {repetitions})",
@@ -262,20 +266,23 @@ fn measure_alternately(
             // Every second repetition reverses the order, because caches may be cold for the
             // virtual machine that is measured first.
             let order = if repetition % 2 == 0 { [1, 0] } else { [0, 1] };
-            for side in order {
-                taken[side].push(vms[side].measure_once(words)?);
+            for vm_index in order {
+                summaries_by_vm[vm_index].push(vms[vm_index].measure_once(words)?);
             }
         }
-        for row in chosen.iter().filter(|row| row.program_arguments == words) {
-            let ms = |side: usize| {
-                combine_repetitions(&taken[side], row.time_name)
+        for row in chosen_rows
+            .iter()
+            .filter(|row| row.program_arguments == words)
+        {
+            let median_ms = |vm_index: usize| {
+                combine_repetitions(&summaries_by_vm[vm_index], row.time_name)
                     .map(|sample| sample.median_us / 1e3)
             };
-            let (without_ms, with_ms) = ms(0)
-                .zip(ms(1))
+            let (without_ms, with_ms) = median_ms(0)
+                .zip(median_ms(1))
                 .with_context(|| format!("{} was not measured", row.title))?;
-            let share_percent =
-                overhead_percent(&taken, row.time_name).context("no repetition has both sides")?;
+            let share_percent = overhead_percent(&summaries_by_vm, row.time_name)
+                .context("no repetition has both sides")?;
             let OverheadRow {
                 title: what,
                 published_overhead: sempa,
@@ -296,14 +303,14 @@ fn measure_alternately(
 }
 
 /// Returns the overhead of the second virtual machine over the first one in percent: the median
-/// over all repetitions. `None` if no repetition has the time `name` of both.
+/// over all repetitions. `None` if no repetition has the time `name` of both virtual machines.
 fn overhead_percent(samples: &[Vec<TimeSummaries>; 2], name: &str) -> Option<f64> {
     let ratios = samples[0]
         .iter()
         .zip(&samples[1])
-        .filter_map(|(without, with)| {
-            let (without, with) = without.get(name).zip(with.get(name))?;
-            Some(with.median_us / without.median_us)
+        .filter_map(|(without_rm, with_rm)| {
+            let (without_rm, with_rm) = without_rm.get(name).zip(with_rm.get(name))?;
+            Some(with_rm.median_us / without_rm.median_us)
         });
     median(ratios.collect()).map(|ratio| (ratio - 1.0) * 100.0)
 }
@@ -329,14 +336,14 @@ fn format_table(rows: &[MeasuredRow]) -> String {
         judged,
     } in rows
     {
-        let overhead = format!("{share_percent:+.1} %");
+        let overhead_text = format!("{share_percent:+.1} %");
         let note = if *judged {
             ""
         } else {
             "  no goal: the resource manager must be asked"
         };
         text.push_str(&format!(
-            "{what:36} {without_ms:>10.3} {with_ms:>10.3} {overhead:>10} {sempa:>10}{note}\n"
+            "{what:36} {without_ms:>10.3} {with_ms:>10.3} {overhead_text:>10} {sempa:>10}{note}\n"
         ));
     }
     text + &format!(

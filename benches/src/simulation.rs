@@ -122,11 +122,11 @@ fn make_charts(results: &SimulationResults) -> [Chart; 4] {
             series,
         }
     };
-    let by_hour = |of: fn(&(f64, f64)) -> f64| {
+    let by_hour = |select_value: fn(&(f64, f64)) -> f64| {
         week.by_hour
             .iter()
             .enumerate()
-            .map(|(hour, both)| (hour as f64, of(both)))
+            .map(|(hour, both)| (hour as f64, select_value(both)))
             .collect::<Vec<_>>()
     };
     let moves = week
@@ -135,20 +135,20 @@ fn make_charts(results: &SimulationResults) -> [Chart; 4] {
         .enumerate()
         .map(|(hour, moves)| (hour as f64, *moves))
         .collect();
-    let ms = |spread: &Percentiles| {
+    let millisecond_points = |spread: &Percentiles| {
         spread
             .hundredths
             .iter()
             .enumerate()
-            .map(|(part, s)| (part as f64, s * 1e3))
+            .map(|(percent, s)| (percent as f64, s * 1e3))
             .collect::<Vec<_>>()
     };
-    let pools: BTreeSet<u16> = days.iter().map(|day| day.hosts).collect();
+    let host_counts: BTreeSet<u16> = days.iter().map(|day| day.hosts).collect();
     let both = |hosts: u16| {
-        [("alone", false), ("beside a greedy one", true)].map(|(how, beside)| {
+        [("alone", false), ("beside a greedy one", true)].map(|(condition_text, is_shared)| {
             series(
-                &format!("{hosts} hosts, {how}"),
-                waits_by_percentage(days, hosts, beside),
+                &format!("{hosts} hosts, {condition_text}"),
+                waits_by_percentage(days, hosts, is_shared),
             )
         })
     };
@@ -176,8 +176,8 @@ fn make_charts(results: &SimulationResults) -> [Chart; 4] {
             "percent of all times",
             "milliseconds after the login",
             vec![
-                series("a guest runs on", ms(&week.stall_s)),
-                series("until no guest is left", ms(&week.clean_s)),
+                series("a guest runs on", millisecond_points(&week.stall_s)),
+                series("until no guest is left", millisecond_points(&week.clean_s)),
             ],
         ),
         chart(
@@ -185,7 +185,7 @@ fn make_charts(results: &SimulationResults) -> [Chart; 4] {
             "Waiting of those who want little",
             "percent of their jobs",
             "minutes",
-            pools.into_iter().flat_map(both).collect(),
+            host_counts.into_iter().flat_map(both).collect(),
         ),
     ]
 }
@@ -234,8 +234,8 @@ mod tests {
         store_sim("a table\n", &json_file, &folder).expect("it is kept");
         let read_file = |name: &str| fs::read_to_string(folder.join(name)).expect("it was written");
         assert_eq!(read_file("sim.txt"), "a table\n");
-        let stored: Value = serde_json::from_str(&read_file("sim.json")).expect("it is JSON");
-        assert_eq!(stored["results"], results);
+        let stored_json: Value = serde_json::from_str(&read_file("sim.json")).expect("it is JSON");
+        assert_eq!(stored_json["results"], results);
         for name in ["sim-week", "sim-moves", "sim-owners", "sim-waits"] {
             assert!(
                 read_file(&format!("{name}.svg")).contains("<polyline"),

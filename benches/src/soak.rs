@@ -24,20 +24,20 @@ use std::time::{Duration, Instant};
 struct PartPlan {
     name: &'static str,
     task_count: usize,
-    /// Number of neighbors on each side with which a task communicates; 0 means that it
+    /// Number of neighbors on each side with which a task communicates; 0 means that each task
     /// communicates with all tasks.
     neighbor_reach: usize,
     host_count: usize,
-    /// Number of migrations of each task before the measurement. They cause the one-time costs:
-    /// structures that a first migration creates, and copies of memory pages that a task shared
-    /// with other tasks of its program.
+    /// Number of migrations of each task before the measurement. These migrations cause the
+    /// one-time costs: structures that a first migration creates, and copies of memory pages that a
+    /// task shared with other tasks of its program.
     initial_migration_count: usize,
     /// True if tasks return the memory of large messages to the kernel at once. Otherwise the C
     /// library's caches of many tasks would need hours until they are full.
     returns_memory: bool,
     /// The migrations as (number of concurrent migrations, repetitions), in this order.
     migration_rounds: &'static [(usize, usize)],
-    /// Number of repetitions of the list `rounds`.
+    /// Number of repetitions of the list `migration_rounds`.
     round_repetition_count: usize,
     /// Number of migrations between two samples of the resources.
     migrations_per_sample: usize,
@@ -71,16 +71,16 @@ const MANY_MIGRATIONS_PLAN: PartPlan = PartPlan {
     checkpoint_interval: Some("1s"),
 };
 
-/// Number of short tasks that run first. They fill the event log and the resource manager's record
-/// of decisions, as in a virtual machine that has run for a long time. After that, new entries
-/// replace old entries and do not increase the memory.
+/// Number of short tasks that run first. These tasks fill the event log and the resource manager's
+/// record of decisions, as in a virtual machine that has run for a long time. After that, new
+/// entries replace old entries and do not increase the memory.
 const SHORT_TASK_COUNT: usize = 22_000;
 /// Number of short tasks that run at the same time.
 const CONCURRENT_SHORT_TASKS_MAX: usize = 40;
 /// Time limit for all short tasks.
 const SHORT_TASKS_TIMEOUT: Duration = Duration::from_secs(600);
-/// Time without migrations before each sample. It is longer than five seconds, the interval in
-/// which daemons return unused memory.
+/// Time without migrations before each sample. This time is longer than five seconds, the interval
+/// in which daemons return unused memory.
 const SETTLE_DELAY: Duration = Duration::from_secs(6);
 /// Number of readings for one sample. A sample contains the minimum of its readings, so that
 /// temporary use by messages and checkpoints does not count.
@@ -110,8 +110,8 @@ pub struct SoakSettings {
     pub is_own_build: bool,
     /// True if only about a tenth of the migrations are run.
     pub is_quick: bool,
-    /// Names of the parts to run; the stored results of the other parts are retained. If empty, all
-    /// parts are run.
+    /// Names of the parts to run; the stored results of the other parts are retained. If no name is
+    /// given, all parts are run.
     pub selected_parts: Vec<String>,
     /// Folder to which the table and the JSON file are written.
     pub results_folder: PathBuf,
@@ -125,7 +125,7 @@ struct ResourceSample {
     figures: Vec<(String, u64)>,
 }
 
-/// The regression line of one figure, and the judgement of it.
+/// The regression line of one figure, and the result whether the figure is flat.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 struct Trend {
     figure: String,
@@ -229,7 +229,7 @@ fn is_selected(plan: &PartPlan, selected_parts: &[String]) -> bool {
 }
 
 /// Reads the results of an earlier run for the parts that this run does not measure. Returns an
-/// empty vector if there are none.
+/// empty vector if this run measures all parts or if the file does not exist.
 fn stored_parts(file: &Path, settings: &SoakSettings) -> Result<Vec<PartResult>> {
     #[derive(Deserialize)]
     struct StoredResults {
@@ -238,9 +238,9 @@ fn stored_parts(file: &Path, settings: &SoakSettings) -> Result<Vec<PartResult>>
     if settings.selected_parts.is_empty() || !file.exists() {
         return Ok(Vec::new());
     }
-    let stored: StoredResults =
+    let stored_results: StoredResults =
         serde_json::from_slice(&fs::read(file)?).with_context(|| file.display().to_string())?;
-    Ok(stored.parts)
+    Ok(stored_results.parts)
 }
 
 fn shorten_plan(plan: PartPlan) -> PartPlan {
@@ -290,9 +290,9 @@ fn run_part(settings: &SoakSettings, plan: &PartPlan) -> Result<PartResult> {
         .transpose()?;
     let result = measure_part(&vm, plan, &host_names)
         .inspect_err(|_| eprintln!("{}", vm.events_and_logs()))?;
-    if let Some(job_file) = job_tid {
+    if let Some(first_task) = job_tid {
         ensure!(
-            vm.host_of(&job_file).is_ok(),
+            vm.host_of(&first_task).is_ok(),
             "the job with checkpoints has ended"
         );
     }
@@ -319,8 +319,8 @@ fn fill_event_and_decision_records(vm: &Vm<'_>) -> Result<()> {
     Ok(())
 }
 
-/// Starts a job with periodic checkpoints. It runs in addition to the migrating tasks and ends with
-/// the virtual machine. Returns the tid of its first task.
+/// Starts a job with periodic checkpoints. The job runs in addition to the migrating tasks and ends
+/// with the virtual machine. Returns the tid of the job's first task.
 fn start_checkpointed_job(vm: &Vm<'_>, interval: &str) -> Result<String> {
     vm.compile_program("ring_job")?;
     let folder = vm.user_home().join("ring");
@@ -351,10 +351,10 @@ fn measure_part(vm: &Vm<'_>, plan: &PartPlan, host_names: &[&str]) -> Result<Par
     (0..plan.initial_migration_count * plan.task_count).try_for_each(|repetition| {
         job.migrate_to_other_host(vm, &mut rng, repetition % plan.task_count)
     })?;
-    let (started_at, event_before) = (Instant::now(), newest_event_number(vm, 0)?);
+    let (started_at, event_number_before) = (Instant::now(), newest_event_number(vm, 0)?);
     let (mut migration_count, mut sampled_migration_count, mut samples, mut sampling_time) =
         (0, 0, Vec::new(), Duration::ZERO);
-    let mut newest_event = event_before;
+    let mut newest_number = event_number_before;
     for (concurrent_count, repetition_count) in
         std::iter::repeat_n(plan.migration_rounds, plan.round_repetition_count).flatten()
     {
@@ -368,17 +368,17 @@ fn measure_part(vm: &Vm<'_>, plan: &PartPlan, host_names: &[&str]) -> Result<Par
                 sampling_time += sampling_started_at.elapsed();
                 print_progress(plan, samples.last());
                 ensure!(job.is_director_running()?, "the director has ended");
-                newest_event = newest_event_number(vm, newest_event)?;
+                newest_number = newest_event_number(vm, newest_number)?;
             }
         }
     }
     job.check_worker_hosts(vm)?;
     let seconds = (started_at.elapsed() - sampling_time).as_secs_f64();
     ensure!(
-        newest_event - event_before < EVENTS_MAX as u64,
+        newest_number - event_number_before < EVENTS_MAX as u64,
         "the event log has discarded entries: they cannot be counted any more"
     );
-    let new_events = vm.events_from(event_before + 1)?;
+    let new_events = vm.events_from(event_number_before + 1)?;
     let count_events = |matches_kind: fn(&EventKind) -> bool| {
         new_events
             .iter()
@@ -404,7 +404,8 @@ fn measure_part(vm: &Vm<'_>, plan: &PartPlan, host_names: &[&str]) -> Result<Par
         doubled,
         disordered,
         damaged,
-        events_per_100_moves: 100.0 * (newest_event - event_before) as f64 / migration_count as f64,
+        events_per_100_moves: 100.0 * (newest_number - event_number_before) as f64
+            / migration_count as f64,
         checkpoints: count_events(|kind| matches!(kind, EventKind::Checkpointed { .. })),
         trends: figure_trends(&samples, migration_count),
         looks: samples,
@@ -413,22 +414,24 @@ fn measure_part(vm: &Vm<'_>, plan: &PartPlan, host_names: &[&str]) -> Result<Par
 
 fn print_progress(plan: &PartPlan, sample: Option<&ResourceSample>) {
     let Some(sample) = sample else { return };
-    let memory = sample
+    let memory_figures = sample
         .figures
         .iter()
         .filter(|(name, _)| name.ends_with("memory KiB"));
-    let memory: Vec<String> = memory.map(|(name, kib)| format!("{name} {kib}")).collect();
+    let memory_figures: Vec<String> = memory_figures
+        .map(|(name, kib)| format!("{name} {kib}"))
+        .collect();
     eprintln!(
         "bench soak: {}: {} moves, {:.0} s; {}",
         plan.name,
         sample.moves,
         sample.seconds,
-        memory.join(", ")
+        memory_figures.join(", ")
     );
 }
 
 /// Returns the number of the newest entry in the event log. The search starts at the entry number
-/// `earlier_number`.
+/// `earlier_number`, which is returned if no entry is found.
 fn newest_event_number(vm: &Vm<'_>, earlier_number: u64) -> Result<u64> {
     Ok(vm
         .events_from(earlier_number)?
@@ -517,7 +520,7 @@ impl RegressionLine {
     fn fit(points: &[(f64, f64)]) -> Self {
         let point_count = points.len() as f64;
         // The division is the last operation, so that the mean of equal numbers is exactly equal to
-        // them.
+        // these numbers.
         let (x_mean, y_mean) = points.iter().fold((0.0, 0.0), |(x_mean, y_mean), point| {
             (x_mean + point.0, y_mean + point.1)
         });
@@ -616,29 +619,33 @@ mod tests {
     /// A figure that rises with the migrations is not flat. A figure that oscillates is flat.
     #[test]
     fn steady_rise_is_growth_and_oscillation_is_flat() {
-        let rising = &figure_trends(&make_samples(|i| 1000 + 5 * i as u64), 200)[0];
+        let rising_trend = &figure_trends(&make_samples(|i| 1000 + 5 * i as u64), 200)[0];
         assert!(
-            !rising.flat && (rising.per_100_moves - 50.0).abs() < 1e-6,
-            "{rising:?}"
+            !rising_trend.flat && (rising_trend.per_100_moves - 50.0).abs() < 1e-6,
+            "{rising_trend:?}"
         );
-        let oscillating = &figure_trends(&make_samples(|i| 1000 + i as u64 % 2 * 300), 200)[0];
-        assert!(oscillating.flat, "{oscillating:?}");
-        let constant = &figure_trends(&make_samples(|_| 7), 200)[0];
-        assert!(constant.flat && constant.deviation == 0.0, "{constant:?}");
+        let oscillating_trend =
+            &figure_trends(&make_samples(|i| 1000 + i as u64 % 2 * 300), 200)[0];
+        assert!(oscillating_trend.flat, "{oscillating_trend:?}");
+        let constant_trend = &figure_trends(&make_samples(|_| 7), 200)[0];
+        assert!(
+            constant_trend.flat && constant_trend.deviation == 0.0,
+            "{constant_trend:?}"
+        );
     }
 
     /// A figure in [`BOUNDED_FIGURES`] may rise to its limit.
     #[test]
     fn bounded_figure_may_rise_to_limit() {
-        let records_trend = |value: fn(usize) -> u64| {
+        let is_records_figure_flat = |value: fn(usize) -> u64| {
             let mut samples = make_samples(value);
             samples
                 .iter_mut()
                 .for_each(|sample| sample.figures[0].0 = RECORDS_KIB_NAME.to_string());
             figure_trends(&samples, 200).remove(0).flat
         };
-        assert!(records_trend(|i| 1000 + 5 * i as u64));
-        assert!(!records_trend(|i| RECORDS_KIB_MAX - 19 + i as u64));
+        assert!(is_records_figure_flat(|i| 1000 + 5 * i as u64));
+        assert!(!is_records_figure_flat(|i| RECORDS_KIB_MAX - 19 + i as u64));
     }
 
     #[test]

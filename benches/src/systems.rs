@@ -24,8 +24,8 @@ const DAEMON_EXIT_TIMEOUT: Duration = Duration::from_secs(30);
 const HOST_COUNT: usize = 4;
 /// Divisor of each measurement's number of rounds in a quick run.
 const QUICK_ROUNDS_DIVISOR: usize = 5;
-/// Options that make ssh use the key exchange algorithm that Sempa's daemon requests when it adds
-/// hosts.
+/// Options that make ssh use the key exchange algorithm that Sempa's daemon requests when the
+/// daemon adds hosts.
 const X25519_OPTIONS: [&str; 2] = ["-o", "KexAlgorithms=^curve25519-sha256"];
 /// Divisor of the number of MPICH's rounds if there are more processes than cores. MPICH polls
 /// without yielding, so each of these rounds needs a time slice of the kernel.
@@ -110,7 +110,8 @@ fn compile_programs(testbed: &Testbed) -> Result<()> {
     compile_program(testbed, "mpicc.mpich", "twin", None)
 }
 
-/// Compiles one of the C programs into the folder where `spawn` searches.
+/// Compiles the C program `source` with `compiler`, and with the linker option `library` if it is
+/// given. The program is written to the folder of root's home in which `spawn` searches.
 ///
 /// # Errors
 /// The compiler fails; the error contains its output.
@@ -164,10 +165,11 @@ pub(crate) struct RunningSystems<'a> {
 }
 
 impl<'a> RunningSystems<'a> {
-    /// Starts both virtual machines for this setup.
+    /// Starts both virtual machines. Depending on `setup`, also adds the host h2 to both, or starts
+    /// a resource manager in Sempa's virtual machine.
     ///
     /// # Errors
-    /// A virtual machine does not start.
+    /// A virtual machine does not start, or the host cannot be added.
     pub(crate) fn start(
         pvm_testbed: &'a Testbed,
         sempa_testbed: &'a Testbed,
@@ -341,7 +343,7 @@ impl<'a> RunningSystems<'a> {
     fn mpi_launcher_command(&self, system: System, program_run: &ProgramRun) -> Result<Command> {
         let testbed = self.pvm_testbed;
         let remote_shell = self.pvm.rsh_script();
-        let ranks = program_run.mpi_ranks.to_string();
+        let rank_count_text = program_run.mpi_ranks.to_string();
         let mut command = match system {
             System::OpenMpi => {
                 let mut command = testbed.host(1).root_command("mpirun.openmpi");
@@ -351,7 +353,7 @@ impl<'a> RunningSystems<'a> {
                     "none",
                     "--oversubscribe",
                     "-n",
-                    &ranks,
+                    &rank_count_text,
                 ]);
                 command.args([
                     "--mca",
@@ -378,7 +380,7 @@ impl<'a> RunningSystems<'a> {
             }
             System::Mpich => {
                 let mut command = testbed.host(1).root_command("mpirun.mpich");
-                command.args(["-bind-to", "none", "-n", &ranks]);
+                command.args(["-bind-to", "none", "-n", &rank_count_text]);
                 if program_run.uses_two_hosts {
                     command.args([
                         "-hosts",
@@ -391,8 +393,8 @@ impl<'a> RunningSystems<'a> {
                         "ssh",
                     ]);
                     command.arg("-launcher-exec").arg(remote_shell);
-                    // MPICH's transport treats hosts that share a kernel as one host. It then fails
-                    // because these hosts share no memory.
+                    // MPICH's transport treats hosts that share a kernel as one host. The transport
+                    // then fails because these hosts share no memory.
                     command.args([
                         "-genv",
                         "UCX_TLS",
@@ -406,7 +408,7 @@ impl<'a> RunningSystems<'a> {
             }
             _ => bail!("{} is not an MPI", system.name()),
         };
-        let mpi_name = if system == System::OpenMpi {
+        let mpi_compiler = if system == System::OpenMpi {
             "mpicc.openmpi"
         } else {
             "mpicc.mpich"
@@ -415,13 +417,13 @@ impl<'a> RunningSystems<'a> {
             testbed
                 .root_home()
                 .join("pvm3/bin/LINUX64")
-                .join(program_name(mpi_name, "twin")),
+                .join(program_name(mpi_compiler, "twin")),
         );
         Ok(command)
     }
 
-    /// Adds and deletes hosts with the measuring program. Also measures ssh logins without PVM to
-    /// the same hosts.
+    /// Adds and deletes hosts with the measuring program. Also measures ssh logins to the same
+    /// hosts without PVM. Returns the times of both when the daemons have exited.
     fn measure_logins(&self, system: System, measurement: &Measurement) -> Result<TimeSummaries> {
         let testbed = self.testbed(system);
         let host_names: Vec<&str> = measurement

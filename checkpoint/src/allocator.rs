@@ -6,8 +6,9 @@
 /// Limits the number of arenas. An arena is a memory pool of the allocator that several threads
 /// share and that retains freed memory.
 ///
-/// The default limit is eight arenas for each processor; with it, a daemon that had forwarded some
-/// hundred images retained 130 MB. [`trim_freed`] trims the top of the first arena only.
+/// The default limit is eight arenas for each processor; with that limit a daemon that had
+/// forwarded some hundred images retained 130 MB. [`trim_freed`] trims the top of the first arena
+/// only.
 pub fn limit_arenas(arena_count_max: i32) {
     set_option(libc::M_ARENA_MAX, arena_count_max);
 }

@@ -32,10 +32,10 @@ impl DumpRetry {
     /// Returns the delay before the next attempt; `None` if the dump must not be retried. `elapsed`
     /// is the time since the first attempt started. `random_number` is any random number.
     pub fn next_delay(&mut self, elapsed: Micros, random_number: u64) -> Option<Micros> {
-        let remaining = COLLISION_TIMEOUT.since(elapsed);
-        let delay = Micros(1 + random_number % self.next_delay_max.0).min(remaining);
+        let remaining_time = COLLISION_TIMEOUT.since(elapsed);
+        let delay = Micros(1 + random_number % self.next_delay_max.0).min(remaining_time);
         self.next_delay_max = Micros(self.next_delay_max.0 * 2).min(DELAY_MAX);
-        (remaining > Micros(0)).then_some(delay)
+        (remaining_time > Micros(0)).then_some(delay)
     }
 }
 

@@ -39,7 +39,8 @@ pub enum JournalEntry {
 }
 
 impl JournalEntry {
-    /// Removes the file. Does nothing if another file has replaced it.
+    /// Removes the file. Does nothing if another file has replaced a file with a final path.
+    /// Temporary paths are used by no other program.
     fn undo(&self) {
         let (Self::Temporary(path) | Self::Final(path, ..)) = self;
         let Ok((parent_dir, name)) = open_parent_dir(path) else {
@@ -59,7 +60,7 @@ impl JournalEntry {
     }
 }
 
-/// The journal of one migration. Dropping it removes the recorded files, then the journal.
+/// The journal of one migration. Dropping this value removes the recorded files, then the journal.
 #[derive(Debug)]
 pub struct FileTransferJournal {
     path: PathBuf,

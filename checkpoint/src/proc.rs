@@ -28,12 +28,13 @@ use std::fs::DirEntry;
 use std::io;
 use std::path::PathBuf;
 
-/// Returns the status of the process or thread with the id `id`; `None` if it does not exist.
+/// Returns the status of the process or thread with the id `id`; `None` if no such process or
+/// thread exists.
 pub fn status(id: i32) -> Option<Status> {
     Process::new(id).ok()?.status().ok()
 }
 
-/// Returns `/proc/PID/stat` of a process; `None` if it does not exist.
+/// Returns the parsed `/proc/PID/stat` of a process; `None` if the process does not exist.
 pub fn stat(pid: i32) -> Option<Stat> {
     Process::new(pid).ok()?.stat().ok()
 }
@@ -69,8 +70,8 @@ pub fn thread_ids(pid: i32) -> io::Result<Vec<i32>> {
     Ok(threads.flatten().map(|thread| thread.tid).collect())
 }
 
-/// Returns the children that the main thread of a process has started; `None` if the process does
-/// not exist.
+/// Returns the PIDs of the children that the main thread of a process has started; `None` if the
+/// process does not exist.
 pub fn children(pid: i32) -> Option<Vec<i32>> {
     let children = Process::new(pid).ok()?.task_main_thread().ok()?.children();
     Some(children.ok()?.into_iter().map(u32::cast_signed).collect())
@@ -123,20 +124,20 @@ pub(crate) fn mappings(pid: i32, file_name: &str) -> io::Result<String> {
     Ok(String::from_utf8_lossy(&text).into_owned())
 }
 
-/// Returns the environment of a process: entries that end with a zero byte. It is empty if the
-/// process or its main thread has exited.
+/// Returns the environment of a process: entries that end with a zero byte. The environment is
+/// empty if the process or its main thread has exited.
 pub(crate) fn environment(pid: i32) -> Vec<u8> {
     std::fs::read(format!("/proc/{pid}/environ")).unwrap_or_default()
 }
 
-/// Returns the identity of a namespace, as the kernel prints it; `None` if it cannot be read.
-/// `process` is the PID of a process in the namespace, or "self".
+/// Returns the identity of a namespace, as the kernel prints it; `None` if the identity cannot be
+/// read. `process` is the PID of a process in the namespace, or "self".
 pub(crate) fn namespace(process: &str, name: &str) -> Option<PathBuf> {
     std::fs::read_link(format!("/proc/{process}/ns/{name}")).ok()
 }
 
-/// Returns the table of all System V objects of one type: `shm`, `msg` or `sem`. It is empty if the
-/// kernel does not have these objects.
+/// Returns the table of all System V objects of one type: `shm`, `msg` or `sem`. The table is empty
+/// if the kernel does not have these objects.
 pub(crate) fn sysv_table(name: &str) -> String {
     std::fs::read_to_string(format!("/proc/sysvipc/{name}")).unwrap_or_default()
 }
@@ -159,9 +160,9 @@ mod tests {
 
     #[test]
     fn swapped_memory_counts() {
-        let memory_of = |resident, swapped| {
+        let memory_of = |resident_kib, swapped_kib| {
             let mut status = own_status();
-            (status.vmrss, status.vmswap) = (resident, swapped);
+            (status.vmrss, status.vmswap) = (resident_kib, swapped_kib);
             memory_bytes(&status)
         };
         assert_eq!(

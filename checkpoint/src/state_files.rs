@@ -71,21 +71,23 @@ fn create_new_file(path: &Path) -> io::Result<File> {
         .open(path)
 }
 
-/// Opens a regular file for reading; `None` if it does not exist. Fails for other kinds of files.
-/// Symbolic links are not followed, and the open never blocks.
+/// Opens a regular file for reading; `None` if the file does not exist. Fails for other kinds of
+/// files. Symbolic links are not followed, and the open never blocks.
 fn open_regular_file(path: &Path) -> io::Result<Option<File>> {
     let open_result = OpenOptions::new()
         .read(true)
         .custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK)
         .open(path);
-    let not_regular = || io::Error::new(ErrorKind::InvalidInput, "it is not a regular file");
+    let not_regular_error = || io::Error::new(ErrorKind::InvalidInput, "it is not a regular file");
     match open_result {
         Err(e) if e.kind() == ErrorKind::NotFound => Ok(None),
         // ELOOP: a symbolic link; ENXIO: a socket.
-        Err(e) if matches!(e.raw_os_error(), Some(libc::ELOOP | libc::ENXIO)) => Err(not_regular()),
+        Err(e) if matches!(e.raw_os_error(), Some(libc::ELOOP | libc::ENXIO)) => {
+            Err(not_regular_error())
+        }
         Err(e) => Err(e),
         Ok(file) if file.metadata()?.is_file() => Ok(Some(file)),
-        Ok(_) => Err(not_regular()),
+        Ok(_) => Err(not_regular_error()),
     }
 }
 
@@ -100,7 +102,7 @@ pub fn collect(
     image_dir: &Path,
     reservations: &SpaceReservations,
 ) -> Result<(u32, u64), StateFileError> {
-    let _reserved = reservations.reserve(files, work_dir, image_dir)?;
+    let _reserved_space = reservations.reserve(files, work_dir, image_dir)?;
     let (mut entries, mut file_count, mut total_bytes) = (Vec::new(), 0, 0);
     for (index, file) in files.iter().enumerate() {
         let path = work_dir.join(file);
@@ -137,7 +139,7 @@ pub fn collect(
 #[derive(Debug, Default)]
 pub struct SpaceReservations(Mutex<u64>);
 
-/// Reserved bytes of a [`SpaceReservations`]. Dropping it frees them.
+/// Reserved bytes of a [`SpaceReservations`]. Dropping this value frees the bytes.
 #[derive(Debug)]
 struct ReservedSpace<'a>(&'a SpaceReservations, u64);
 
@@ -228,12 +230,12 @@ pub fn stage(
     };
     for (index, (file, entry)) in files.iter().zip(entries).enumerate() {
         let path = work_dir.join(file);
-        let existing_file =
+        let existing_metadata =
             open_regular_file(&path).and_then(|file| file.map(|file| file.metadata()).transpose());
         let own_uid = nix::unistd::geteuid().as_raw();
-        if existing_file
+        if existing_metadata
             .map_err(error_for("replace", &path))?
-            .is_some_and(|existing_file| existing_file.uid() != own_uid)
+            .is_some_and(|existing_metadata| existing_metadata.uid() != own_uid)
         {
             let cause = io::Error::new(ErrorKind::PermissionDenied, "it belongs to another user");
             return Err(error_for("replace", &path)(cause));
@@ -259,18 +261,20 @@ pub fn stage(
 
 fn read_list(file_count: usize, image_dir: &Path) -> Result<Vec<ListEntry>, StateFileError> {
     let path = image_dir.join(LIST_FILE_NAME);
-    let invalid_list = |reason: &str| io::Error::new(ErrorKind::InvalidData, reason.to_string());
+    let invalid_list_error =
+        |reason: &str| io::Error::new(ErrorKind::InvalidData, reason.to_string());
     let read_entries = || {
-        let file = open_regular_file(&path)?.ok_or_else(|| invalid_list("it does not exist"))?;
+        let file =
+            open_regular_file(&path)?.ok_or_else(|| invalid_list_error("it does not exist"))?;
         if file.metadata()?.len() > LIST_BYTES_MAX {
-            return Err(invalid_list("it is too long"));
+            return Err(invalid_list_error("it is too long"));
         }
         let list: Vec<ListEntry> =
             postcard::from_bytes(&std::fs::read(&path)?).map_err(io::Error::other)?;
         if list.len() == file_count {
             Ok(list)
         } else {
-            Err(invalid_list("it lists other files"))
+            Err(invalid_list_error("it lists other files"))
         }
     };
     read_entries().map_err(error_for("read", &path))
@@ -317,11 +321,12 @@ impl StagedFiles {
     /// checkpoint.
     ///
     /// # Errors
-    /// The file system refuses. Some files may already have their final names.
+    /// The file system refuses to rename or delete a file. Some files may already have their final
+    /// names.
     pub fn install(self) -> Result<(), StateFileError> {
-        for (path, temporary) in &self.files {
-            let result = match temporary {
-                Some(temporary) => std::fs::rename(temporary, path),
+        for (path, temporary_path) in &self.files {
+            let result = match temporary_path {
+                Some(temporary_path) => std::fs::rename(temporary_path, path),
                 None => match std::fs::remove_file(path) {
                     Err(e) if e.kind() == ErrorKind::NotFound => Ok(()),
                     result => result,
@@ -341,12 +346,12 @@ mod tests {
 
     /// Returns a temporary directory, and in it a working directory and an image directory.
     fn create_test_dirs() -> (tempfile::TempDir, PathBuf, PathBuf) {
-        let scratch = tempfile::tempdir().expect("a directory");
-        let real_dir = scratch.path().canonicalize().expect("there");
+        let scratch_dir = tempfile::tempdir().expect("a directory");
+        let real_dir = scratch_dir.path().canonicalize().expect("there");
         let (work_dir, image_dir) = (real_dir.join("work"), real_dir.join("images-1"));
         fs::create_dir(&work_dir).expect("made");
         fs::create_dir(&image_dir).expect("made");
-        (scratch, work_dir, image_dir)
+        (scratch_dir, work_dir, image_dir)
     }
 
     fn file_names(dir: &Path) -> Vec<String> {
@@ -365,11 +370,11 @@ mod tests {
         names
     }
 
-    /// Staging restores the content and the mode of the files, and deletes a file that did not
-    /// exist when the files were collected.
+    /// Staging and installing restores the content and the mode of the collected files, and deletes
+    /// a file that did not exist when the files were collected.
     #[test]
     fn staging_restores_the_collected_state() {
-        let (_scratch, work_dir, image_dir) = create_test_dirs();
+        let (_scratch_dir, work_dir, image_dir) = create_test_dirs();
         let other_file = image_dir.with_file_name("other");
         let files = [PathBuf::from("state"), other_file.clone(), "later".into()];
         fs::write(work_dir.join("state"), "one").expect("written");
@@ -411,7 +416,7 @@ mod tests {
     /// Existing files are unchanged if the staging fails, is dropped, or is undone by its journal.
     #[test]
     fn abandoned_staging_changes_nothing() {
-        let (_scratch, work_dir, image_dir) = create_test_dirs();
+        let (_scratch_dir, work_dir, image_dir) = create_test_dirs();
         let files = [PathBuf::from("state"), "later".into()];
         fs::write(work_dir.join("state"), "one").expect("written");
         collect(&files, &work_dir, &image_dir, &SpaceReservations::default()).expect("kept");
@@ -452,7 +457,7 @@ mod tests {
     /// copied.
     #[test]
     fn collecting_without_space_copies_nothing() {
-        let (_scratch, work_dir, image_dir) = create_test_dirs();
+        let (_scratch_dir, work_dir, image_dir) = create_test_dirs();
         let files = ["small", "large"].map(PathBuf::from);
         fs::write(work_dir.join("small"), "here").expect("written");
         // A sparse file, which uses no space.
@@ -492,7 +497,7 @@ mod tests {
     /// Symbolic links and directories are neither collected nor replaced.
     #[test]
     fn other_than_regular_files_are_refused() {
-        let (_scratch, work_dir, image_dir) = create_test_dirs();
+        let (_scratch_dir, work_dir, image_dir) = create_test_dirs();
         let files = [PathBuf::from("state")];
         std::os::unix::fs::symlink("/etc/hostname", work_dir.join("state")).expect("linked");
         let error_text = collect(&files, &work_dir, &image_dir, &SpaceReservations::default())

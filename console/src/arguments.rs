@@ -32,7 +32,10 @@ pub(crate) fn unknown_option_error(arg: &str) -> ParseError {
     ParseError::UnknownFlag(arg.trim_start_matches('-').to_string())
 }
 
-/// Returns the arguments of a command that requires at least one argument.
+/// Returns `args`, the arguments of a command that requires at least one argument.
+///
+/// # Errors
+/// Fails with [`ParseError::WrongArgs`] if `args` is empty.
 pub(crate) fn require_args(
     command: &'static str,
     args: &[String],
@@ -44,7 +47,10 @@ pub(crate) fn require_args(
     }
 }
 
-/// Returns `parsed`, a command without arguments, if `args` is empty.
+/// Returns `parsed`, a command without arguments.
+///
+/// # Errors
+/// Fails with [`ParseError::WrongArgs`] if `args` is not empty.
 pub(crate) fn require_no_args<C>(
     command: &'static str,
     args: &[String],
@@ -57,7 +63,8 @@ pub(crate) fn require_no_args<C>(
     }
 }
 
-/// Parses a tid as the console prints it: `t40001`, or the hexadecimal number alone.
+/// Parses a tid as the console prints it (`t40001`), or the hexadecimal number with or without
+/// `0x`.
 pub(crate) fn parse_tid(word: &str) -> Option<Tid> {
     let digits = word
         .strip_prefix('t')
@@ -78,7 +85,7 @@ pub(crate) fn parse_any_tid(command: &'static str, word: &str) -> Result<Tid, Pa
     })
 }
 
-/// Parses the tid of a task.
+/// Parses the tid of a task. The tid of a host or of a daemon is an error.
 pub(crate) fn parse_task_tid(command: &'static str, word: &str) -> Result<Tid, ParseError> {
     parse_any_tid(command, word).and_then(|tid| {
         if tid.is_task() {
@@ -111,7 +118,7 @@ pub(crate) fn parse_number<T: FromStr>(command: &'static str, word: &str) -> Res
     })
 }
 
-/// Parses a user id or user name.
+/// Parses a user id or user name, and returns the user id.
 pub(crate) fn parse_user(command: &'static str, word: &str) -> Result<u32, ParseError> {
     let uid_of_name = || {
         nix::unistd::User::from_name(word)
@@ -132,16 +139,16 @@ pub(crate) fn parse_user(command: &'static str, word: &str) -> Result<u32, Parse
 
 /// Parses a duration such as `2h`, `90m`, `30s` or `1d`. Zero is invalid.
 pub(crate) fn parse_duration(text: &str) -> Option<Duration> {
-    let unit = match text.chars().last()? {
+    let unit_s = match text.chars().last()? {
         's' => 1,
         'm' => 60,
         'h' => 3600,
         'd' => 86_400,
         _ => return None,
     };
-    let number: u64 = text[..text.len() - 1].parse().ok()?;
-    number
-        .checked_mul(unit)
+    let unit_count: u64 = text[..text.len() - 1].parse().ok()?;
+    unit_count
+        .checked_mul(unit_s)
         .map(Duration::from_secs)
         .filter(|span| !span.is_zero())
 }

@@ -59,8 +59,8 @@ pub(crate) enum Completion {
     FirstWord(WordKind),
     EveryWord(WordKind),
     /// The kind depends on the words. The function receives the words between the command and the
-    /// word to complete, and the word to complete. It returns the length in bytes of the part of
-    /// that word before the name, and the kind of the name.
+    /// word to complete, and the word to complete. The function returns the length in bytes of the
+    /// part of that word before the name, and the kind of the name.
     WordDependent(fn(&[&str], &str) -> (usize, WordKind)),
 }
 
@@ -124,7 +124,7 @@ pub(crate) trait VmCommand: Debug {
     /// Fails if the virtual machine refuses a request of the command, or has ended.
     fn run(&self, session: &mut Session) -> Result<Outcome, Error>;
 
-    /// Handles the command, given by a shell, before this process joins the virtual machine:
+    /// Handles a command that a shell has given, before this process joins the virtual machine:
     /// refuses the command, or passes it to another process. Returns `None` if this process must
     /// join.
     ///
@@ -134,8 +134,8 @@ pub(crate) trait VmCommand: Debug {
         Ok(None)
     }
 
-    /// Executes a command of a shell that prints while it runs. Returns `None` if the caller must
-    /// execute [`VmCommand::run`] instead.
+    /// Executes a command that a shell has given and that prints while the command runs. Returns
+    /// `None` if the caller must execute [`VmCommand::run`] instead.
     ///
     /// # Errors
     /// Fails if standard output cannot be written.

@@ -14,7 +14,7 @@ pub(crate) enum AfterCommand {
     Halt,
 }
 
-/// The output and the errors of a command, and the action that follows it.
+/// The output and the errors of a command, and the action that follows the command.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct Outcome {
     /// Text for standard output.
@@ -24,7 +24,8 @@ pub(crate) struct Outcome {
     /// True if the command line requested JSON.
     pub(crate) prints_json: bool,
     /// Reason why the command was not executed, without newline. The interactive console prints the
-    /// reason on standard output, as PVM does; a command from a shell prints it on standard error.
+    /// reason on standard output, as PVM does. If a shell has given the command, the reason is
+    /// printed on standard error.
     pub(crate) refusal: Option<String>,
     /// Lines for standard error, without newlines.
     pub(crate) errors: Vec<String>,

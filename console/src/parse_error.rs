@@ -8,10 +8,10 @@ pub(crate) enum ParseError {
     /// Too few or too many words. Contains the command.
     #[error("{0}: wrong #args")]
     WrongArgs(&'static str),
-    /// The command has options, but no argument follows them.
+    /// The command has options, but no argument follows the options.
     #[error("incorrect arg count")]
     OnlyOptions,
-    /// A single `-`. It remains of `->` if a shell takes the `>` as a redirection.
+    /// A single `-`. A shell that takes the `>` of `->` as a redirection leaves only the `-`.
     #[error("unknown flag -; in a shell the option -> needs quotes: '->'")]
     LoneDash,
     /// The command has no such option.
@@ -25,7 +25,7 @@ pub(crate) enum ParseError {
     WrongType {
         command: &'static str,
         word: String,
-        /// The required argument, with an article, such as "a number".
+        /// The required type, with an article, such as "a number".
         expected: &'static str,
     },
     /// The argument of `reset` is unknown. Contains the argument.

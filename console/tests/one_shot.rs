@@ -124,7 +124,7 @@ fn start_after_a_killed_daemon_repairs_its_files() {
     .expect("ours");
     let conf_output = sempa_tests::wait_for(WAIT_TIMEOUT, || {
         let output = vm.run_console(&["conf"]);
-        // A daemon that is being killed may still accept a connection and close it.
+        // A daemon that is being killed may still accept a connection and close the connection.
         if output.stderr.contains("no virtual machine") {
             Ok(output)
         } else {
@@ -138,18 +138,18 @@ fn start_after_a_killed_daemon_repairs_its_files() {
             .starts_with("pvm: no virtual machine is running here: start one with `pvm`"),
         "{conf_output:?}"
     );
-    let halt = vm.run_console(&["halt"]);
+    let halt_output = vm.run_console(&["halt"]);
     assert!(
-        !halt.succeeded()
-            && halt
+        !halt_output.succeeded()
+            && halt_output
                 .stderr
                 .starts_with("pvm: no virtual machine is running here"),
-        "{halt:?}"
+        "{halt_output:?}"
     );
-    let start = vm.run_console(&["start"]);
+    let start_output = vm.run_console(&["start"]);
     assert!(
-        start.succeeded() && start.stdout.is_empty(),
-        "it does not think that one runs: {start:?}"
+        start_output.succeeded() && start_output.stdout.is_empty(),
+        "it does not think that one runs: {start_output:?}"
     );
     assert!(vm.run_console(&["conf"]).stdout.starts_with("1 host, "));
     vm.run_console(&["halt"])
@@ -198,9 +198,9 @@ fn start_during_a_halt_gives_a_working_daemon() {
 #[ignore = "system tier: needs installed programs"]
 fn start_reports_errors_of_the_host_file() {
     let vm = private_vm();
-    let hosts = vm.path_below("hosts");
+    let host_file_path = vm.path_below("hosts");
     fs::write(
-        &hosts,
+        &host_file_path,
         "# mine\nh2.invalid zz=1\n& h3.invalid sp=2\nh4.invalid\n",
     )
     .expect("written");

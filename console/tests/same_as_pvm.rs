@@ -16,8 +16,8 @@ use std::process::{Child, Command, Stdio};
 const PVM_CONSOLE: &str = "/usr/bin/pvm";
 /// Path of PVM's daemon, from Debian.
 const PVM_DAEMON: &str = "/usr/bin/pvmd";
-/// A program of Debian's PVM examples. It spawns another program and prints the message of that
-/// program.
+/// A program of Debian's PVM examples. The program spawns another program and prints the message of
+/// that program.
 const HELLO_PROGRAM: &str = "/usr/bin/hello.pvm";
 
 /// Command lines for the consoles, in this order. Commands that end tasks come last, because the
@@ -359,14 +359,14 @@ fn normalize_tid(word: &str, numbers: &mut BTreeMap<String, usize>) -> String {
 fn both_consoles_answer_alike_on_both_daemons() {
     require_program(PVM_CONSOLE, "pvm");
     let pvm = PvmDaemon::start();
-    let ours = running_vm();
-    let mixed = running_vm();
+    let our_vm = running_vm();
+    let mixed_vm = running_vm();
     // The consoles run at the same time: they mostly wait for time limits and need little processor
     // time.
     let commands = [
         pvm_command(&pvm.vm, PVM_CONSOLE),
-        ours.console_command(),
-        mixed.command_in_vm(PVM_CONSOLE),
+        our_vm.console_command(),
+        mixed_vm.command_in_vm(PVM_CONSOLE),
     ];
     let [pvm_output, our_output, mixed_output] = std::thread::scope(|scope| {
         commands
@@ -398,14 +398,14 @@ fn both_consoles_answer_alike_on_both_daemons() {
 }
 
 /// Waits until the screen of PVM's console contains all texts. Meanwhile sends commands to that
-/// console, because it reads messages only when it receives a command.
+/// console, because PVM's console reads messages only when it receives a command.
 #[track_caller]
 fn wait_for_texts(terminal: &mut Terminal, texts: &[&str]) {
     let output = wait_for(WAIT_TIMEOUT, || {
         terminal.type_keys("id\n");
         let output = terminal.output_text();
         match texts.iter().find(|text| !output.contains(**text)) {
-            Some(missing) => Err(format!("no {missing:?} in {output}")),
+            Some(missing_text) => Err(format!("no {missing_text:?} in {output}")),
             None => Ok(()),
         }
     });
@@ -451,8 +451,8 @@ fn pvms_console_shows_output_and_traces() {
 #[ignore = "system tier: needs installed programs and Debian's PVM"]
 fn last_command_without_newline_runs_once() {
     require_program(PVM_CONSOLE, "pvm");
-    let (pvm, ours) = (PvmDaemon::start(), running_vm());
-    for vm in [&pvm.vm, &ours] {
+    let (pvm, our_vm) = (PvmDaemon::start(), running_vm());
+    for vm in [&pvm.vm, &our_vm] {
         fs::write(
             vm.home().join(".pvmrc"),
             "alias me id\n# nothing\n\nme\necho the end",
@@ -466,7 +466,7 @@ fn last_command_without_newline_runs_once() {
         "{expected}"
     );
     assert_eq!(
-        run_script(ours.console_command(), "conf x\nme", false),
+        run_script(our_vm.console_command(), "conf x\nme", false),
         expected
     );
 }
@@ -483,10 +483,10 @@ fn each_traced_job_describes_its_items() {
         terminal.type_keys(&format!("spawn -@{} /bin/true\r", trace_file.display()));
         terminal.wait_for(&format!("[{job}] finished"));
         let text = fs::read_to_string(trace_file).expect("a trace");
-        let begin = text
+        let description_start = text
             .find("\"newtask(0)\"\n{")
             .unwrap_or_else(|| panic!("no description: {text}"));
-        let descriptions = &text[begin..];
+        let descriptions = &text[description_start..];
         for name in ["TS", "TU", "TID", "PT", "TF"] {
             assert!(
                 descriptions.contains(&format!("\tint \"{name}\";\n")),

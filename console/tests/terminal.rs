@@ -50,7 +50,7 @@ fn a_line_can_be_edited_before_it_is_a_command() {
     assert!(terminal.wait_for_exit().success() && terminal.is_restored());
 }
 
-/// The next console has the history of the previous one, and only the user may read the history
+/// The next console has the history of the previous console, and only the user may read the history
 /// file.
 #[test]
 #[ignore = "system tier: needs installed programs"]
@@ -162,8 +162,8 @@ fn keys_typed_ahead_work_as_at_the_prompt() {
     assert!(terminal.wait_for_exit().success() && terminal.is_restored());
 }
 
-/// Output that arrives while completion candidates or the history are shown appears when the user
-/// leaves them.
+/// Output that arrives while the user completes a word, edits a line or searches the history
+/// appears at the latest after the key that ends this activity.
 #[test]
 #[ignore = "system tier: needs installed programs"]
 fn output_waits_for_completion_and_history() {
@@ -177,8 +177,8 @@ fn output_waits_for_completion_and_history() {
         "while [ ! -e $1 ]; do sleep 0.02; done; echo here it is; touch $1.done",
     )
     .expect("written");
-    // Keys that start a completion, a list of candidates, or a search, or that type text, and the
-    // keys that end it.
+    // Keys that start a completion, a list of candidates, or a search, or that type text, each with
+    // the key that ends it.
     let key_pairs = [
         ("s\t", LEFT),
         ("s\t\t", LEFT),
@@ -198,14 +198,14 @@ fn output_waits_for_completion_and_history() {
         terminal.wait_for(keys.trim_end_matches('\t').trim_start_matches('\x12'));
         fs::write(&go_file, "").expect("written");
         let done_file = vm.path_below(&format!("go{job}.done"));
-        let task_continued = || {
+        let check_task_continued = || {
             if done_file.exists() {
                 Ok(())
             } else {
                 Err("the task does not go on".to_string())
             }
         };
-        wait_for(WAIT_TIMEOUT, task_continued).expect("it ends");
+        wait_for(WAIT_TIMEOUT, check_task_continued).expect("it ends");
         terminal.type_keys(end_keys);
         terminal.wait_for("] here it is\r\n");
         terminal.wait_for(&format!("[{}] finished\r\n", job + 1));

@@ -152,12 +152,15 @@ fn is_final_pvm_answer(index: usize, answer: &str) -> bool {
 }
 
 /// Returns the output of PVM's console on PVM's daemons. If a daemon exceeds PVM's time limit on a
-/// loaded machine, all daemons are started again.
+/// loaded machine, all daemons are started again, up to [`ATTEMPTS_MAX`] times in total.
 fn pvm_output() -> Vec<(String, String)> {
-    let bed = Testbed::new(3, None, &[]).expect("three hosts");
+    let testbed = Testbed::new(3, None, &[]).expect("three hosts");
     for _ in 0..ATTEMPTS_MAX {
-        let vm = RealVm::start(&bed).expect("PVM");
-        let output = run_commands(vm.command(bed.host(1), PVM_CONSOLE), is_final_pvm_answer);
+        let vm = RealVm::start(&testbed).expect("PVM");
+        let output = run_commands(
+            vm.command(testbed.host(1), PVM_CONSOLE),
+            is_final_pvm_answer,
+        );
         vm.halt_or_kill().expect("it ends");
         if output[0].1.starts_with("2 successful") {
             return output;
@@ -189,21 +192,21 @@ fn replace_tid(word: &str) -> String {
 #[ignore = "system tier: needs root, hosts and Debian's PVM"]
 fn commands_about_hosts_print_what_pvm_prints() {
     require_program(PVM_CONSOLE, "pvm");
-    let expected = pvm_output();
-    let bed = requirements::require_testbed(3);
+    let expected_output = pvm_output();
+    let testbed = requirements::require_testbed(3);
     let prefix = requirements::require_prefix_in_hosts();
     for console in [prefix.join("bin/pvm"), PVM_CONSOLE.into()] {
-        let vm = Vm::start(&bed, VmSettings::default()).expect("ours");
-        let mut command = vm.user_command(bed.host(1), &console);
+        let vm = Vm::start(&testbed, VmSettings::default()).expect("ours");
+        let mut command = vm.user_command(testbed.host(1), &console);
         command.env("LD_LIBRARY_PATH", prefix.join("lib"));
         let our_output = run_commands(command, |_, _| true);
-        let pairs = expected
+        let pairs = expected_output
             .iter()
             .zip(&our_output)
-            .filter(|(expected, our_output)| expected != our_output);
+            .filter(|(expected_output, our_output)| expected_output != our_output);
         let mismatches: Vec<String> = pairs
-            .map(|((command, expected), (_, our_output))| {
-                format!("{command}\nPVM:\n{expected}\nours:\n{our_output}")
+            .map(|((command, expected_output), (_, our_output))| {
+                format!("{command}\nPVM:\n{expected_output}\nours:\n{our_output}")
             })
             .collect();
         assert!(

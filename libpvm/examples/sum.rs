@@ -2,7 +2,7 @@
 //!
 //! A user starts the master. The master spawns workers, which run the same program, and distributes
 //! ranges of numbers: each worker gets its next range when it has sent the result of the previous
-//! one. If a worker ends early, its range is sent to another worker.
+//! range. If a worker ends early, its range is sent to another worker.
 //!
 //! `cargo run --example sum -- [workers] [numbers]`, while a virtual machine runs (`pvm start`).
 
@@ -25,7 +25,7 @@ enum WorkerMessage {
     Done,
 }
 
-/// Message from a worker to the master: the sum of the squares of its range.
+/// Message from a worker to the master: the sum of the squares of the worker's range.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 struct Sum {
     value: u128,
@@ -39,8 +39,11 @@ fn main() -> Result<()> {
             let mut args = std::env::args().skip(1);
             let mut parse_argument =
                 |default_value: u64| args.next().map_or(Ok(default_value), |arg| arg.parse());
-            let (workers, numbers) = (parse_argument(3)?, parse_argument(1_000_000)?);
-            println!("{}", run_master(&vm, u32::try_from(workers)?, numbers)?);
+            let (worker_count, number_count) = (parse_argument(3)?, parse_argument(1_000_000)?);
+            println!(
+                "{}",
+                run_master(&vm, u32::try_from(worker_count)?, number_count)?
+            );
         }
     }
     Ok(vm.exit()?)
@@ -48,8 +51,8 @@ fn main() -> Result<()> {
 
 fn run_worker(vm: &Vm, master: &Task) -> Result<()> {
     loop {
-        let (_, order) = vm.recv_value(master.matching().tag(TAG_WORK))?;
-        match order {
+        let (_, worker_message) = vm.recv_value(master.matching().tag(TAG_WORK))?;
+        match worker_message {
             WorkerMessage::Sum { start, end } => {
                 let value = (start..end).map(|n| u128::from(n) * u128::from(n)).sum();
                 master.send_value(TAG_RESULT, &Sum { value })?;

@@ -9,7 +9,7 @@ use serde::de::DeserializeOwned;
 
 impl Body {
     /// Packs PVM items in XDR, the encoding that every host reads. C and Fortran programs unpack
-    /// them one at a time.
+    /// the items one at a time.
     ///
     /// ```
     /// use libpvm::Body;
@@ -70,7 +70,7 @@ impl Content for Message {
     }
 
     fn value<T: DeserializeOwned>(&self) -> Result<T, Error> {
-        let bad_message = |detail: String| {
+        let bad_message_error = |detail: String| {
             let reason = format!(
                 "the message from {} with tag {} holds no such value: {detail}",
                 self.src, self.tag
@@ -83,11 +83,14 @@ impl Content for Message {
             .and_then(|byte_count| {
                 unpacker.read_bytes(usize::try_from(byte_count).map_err(|_| PvmError::BadMsg)?)
             })
-            .map_err(|error| bad_message(error.to_string()))?;
+            .map_err(|error| bad_message_error(error.to_string()))?;
         match postcard::take_from_bytes(&bytes) {
             Ok((value, [])) => Ok(value),
-            Ok((_, rest)) => Err(bad_message(format!("{} bytes are left over", rest.len()))),
-            Err(error) => Err(bad_message(error.to_string())),
+            Ok((_, rest)) => Err(bad_message_error(format!(
+                "{} bytes are left over",
+                rest.len()
+            ))),
+            Err(error) => Err(bad_message_error(error.to_string())),
         }
     }
 }

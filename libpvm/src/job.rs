@@ -15,7 +15,7 @@ use std::sync::OnceLock;
 /// # Errors
 /// The file cannot be read, or its content is invalid; the error then names file, line and reason.
 pub fn read(path: &Path) -> Result<JobFile, Error> {
-    let invalid_file = |reason: String| Error::new(PvmError::BadParam, reason);
+    let invalid_file_error = |reason: String| Error::new(PvmError::BadParam, reason);
     let mut text = String::new();
     let file = std::fs::File::open(path);
     file.and_then(|file| {
@@ -23,13 +23,13 @@ pub fn read(path: &Path) -> Result<JobFile, Error> {
             .read_to_string(&mut text)
     })
     .map_err(|error| {
-        invalid_file(format!(
+        invalid_file_error(format!(
             "the job file {} cannot be read: {error}; nothing is started",
             path.display()
         ))
     })?;
     JobFile::parse(&path.display().to_string(), &text)
-        .map_err(|error| invalid_file(error.to_string()))
+        .map_err(|error| invalid_file_error(error.to_string()))
 }
 
 /// Returns the job file that the environment variable [`JOB_ENV`] names; `None` if the variable is

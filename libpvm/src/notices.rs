@@ -15,7 +15,8 @@ const NOTICE_TAG: i32 = 1;
 /// An event about which this task has requested a notice.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Notice {
-    /// The task has ended. All messages that it sent to this task have arrived.
+    /// The task with this tid has ended. All messages that the ended task sent to this task have
+    /// arrived.
     TaskEnded(Tid),
     /// The host has left the virtual machine, or was lost.
     HostRemoved(HostId),
@@ -212,8 +213,8 @@ impl FusedIterator for Notices {}
 impl Drop for Notices {
     fn drop(&mut self) {
         // Errors do not matter here: without the daemon there is no request to cancel. After the
-        // cancellation the daemon immediately sends the outstanding notices; they are dropped
-        // together with the notices that the program has not read.
+        // cancellation the daemon immediately sends the outstanding notices. These notices are
+        // dropped together with the notices that the program has not read.
         if self.remaining_messages != Some(0) {
             let _ = self.vm.notify(self.notify_request(true));
         }
@@ -275,8 +276,8 @@ mod tests {
         assert!(decode_ints(NotifySubjects::HostDelete(vec![h2.tid()]), &[0]).is_err());
     }
 
-    /// The types of the Rust API can be sent to other threads. Most of them can be shared between
-    /// threads.
+    /// The types of the Rust API can be sent to other threads. Most of these types can be shared
+    /// between threads.
     #[test]
     fn api_types_are_send_and_sync() {
         fn assert_send<T: Send>() {}

@@ -25,8 +25,8 @@ use std::time::{Duration, Instant};
 pub const NOTIFY_TASK_EXIT: i32 = 1;
 pub const NOTIFY_HOST_DELETE: i32 = 2;
 pub const NOTIFY_HOST_ADD: i32 = 3;
-/// `PvmNotifyCancel`: flag that cancels the notification. It is added to one of the three constants
-/// above.
+/// `PvmNotifyCancel`: flag that cancels the notification. The flag is added to one of the three
+/// constants above.
 pub const NOTIFY_CANCEL: i32 = 256;
 
 enum RmOutcome {
@@ -81,13 +81,13 @@ impl Runtime {
         // results contain the errors of the second attempt.
         request.task_count = results.iter().filter(|result| result.is_err()).count() as u32;
         if request.task_count > 0
-            && let Ok(rest) = self.spawn_unleased(request)
+            && let Ok(retry_results) = self.spawn_unleased(request)
         {
             results
                 .iter_mut()
                 .filter(|result| result.is_err())
-                .zip(rest)
-                .for_each(|(result, other)| *result = other);
+                .zip(retry_results)
+                .for_each(|(result, retry_result)| *result = retry_result);
         }
         Ok(results)
     }
@@ -264,8 +264,8 @@ impl Runtime {
         }
     }
 
-    /// Returns the registered resource manager. Returns `None` if `has_service` is false for its
-    /// services, or if this task is the resource manager.
+    /// Returns the registered resource manager. Returns `None` if `has_service` is false for the
+    /// services of that resource manager, or if this task is the resource manager.
     fn rm_serving(&self, has_service: impl Fn(RmServices) -> bool) -> Option<RmInfo> {
         self.rm()
             .filter(|rm| has_service(rm.services) && rm.tid != self.tid())
@@ -313,6 +313,7 @@ impl Runtime {
     }
 
     /// Sends one request to the resource manager and waits for the answer, which has the same tag.
+    /// If the resource manager dies first, the outcome says where to send the request next.
     fn call_rm_target(
         &self,
         target: &RmCallTarget,

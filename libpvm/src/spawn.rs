@@ -69,12 +69,13 @@ impl Vm {
     /// Creates a builder for tasks that run `program`. The target host looks the program up in its
     /// search path unless the name contains a `/`.
     pub fn spawner(&self, program: impl Into<String>) -> Spawn {
-        let (output, trace) = (self.runtime().output_sink(), self.runtime().trace_sink());
+        let (own_output_sink, own_trace_sink) =
+            (self.runtime().output_sink(), self.runtime().trace_sink());
         let request = SpawnRequest {
             program: program.into(),
             task_count: 1,
-            output_sink: output,
-            trace_sink: trace,
+            output_sink: own_output_sink,
+            trace_sink: own_trace_sink,
             ..SpawnRequest::default()
         };
         Spawn {

@@ -140,7 +140,8 @@ impl EventMask {
         mask
     }
 
-    /// Parses a mask. Events beyond the end of `bytes` are not selected.
+    /// Parses a mask, which ends at the first NUL or at the end of `bytes`. Events beyond the end
+    /// of the mask are not selected.
     pub fn from_bytes(bytes: &[u8]) -> Self {
         let mut mask = Self::empty();
         for (mask_char, mask_byte) in mask

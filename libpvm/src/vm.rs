@@ -606,7 +606,7 @@ impl Vm {
         ask!(self, "setting what guest tasks may do on this host", Request::SetGuestDirective(directive), Reply::Done => ())
     }
 
-    /// Returns at most `limit` entries of the event log. The first entry is the one with the number
+    /// Returns at most `limit` entries of the event log, beginning with the entry whose number is
     /// `first_number`.
     ///
     /// # Errors

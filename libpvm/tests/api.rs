@@ -113,7 +113,7 @@ fn tasks_are_started_as_described() {
         .arg("echo $COLOUR in `pwd`: $0")
         .arg("zero")
         .env("COLOUR", "blue");
-    let started_tasks = builder
+    let start_result = builder
         .on_host(".")
         .in_dir("/var")
         .count(2)
@@ -121,16 +121,16 @@ fn tasks_are_started_as_described() {
         .start()
         .expect("asked")
         .all();
-    assert_eq!(started_tasks.expect("both").len(), 2);
-    let (mut output, mut ended_outputs) = (String::new(), 0);
-    while ended_outputs < 2 {
+    assert_eq!(start_result.expect("both").len(), 2);
+    let (mut output, mut ended_output_count) = (String::new(), 0);
+    while ended_output_count < 2 {
         let mut items = vm
             .recv(Match::any().tag(9))
             .expect("output")
             .items()
             .expect("items");
         match (items.read_int(), items.read_int()) {
-            (Ok(_), Ok(0)) => ended_outputs += 1,
+            (Ok(_), Ok(0)) => ended_output_count += 1,
             (Ok(_), Ok(count @ 1..)) => {
                 output.push_str(&String::from_utf8_lossy(
                     &items.read_bytes(count as usize).expect("bytes"),
@@ -140,21 +140,24 @@ fn tasks_are_started_as_described() {
         }
     }
     assert_eq!(output, "blue in /var: zero\n".repeat(2));
-    let unknown_program = vm
+    let unknown_program_outcome = vm
         .spawner("no-such-program")
         .count(3)
         .start()
         .expect("asked");
     assert_eq!(
-        (unknown_program.tasks.len(), unknown_program.failed.clone()),
+        (
+            unknown_program_outcome.tasks.len(),
+            unknown_program_outcome.failed.clone()
+        ),
         (0, vec![PvmError::NoFile; 3])
     );
     assert_eq!(
-        unknown_program.all().expect_err("none").reason,
+        unknown_program_outcome.all().expect_err("none").reason,
         "3 of 3 tasks were not started: No such file"
     );
-    let unknown_host = vm.spawner("sh").on_host("nohost").start().expect("asked");
-    assert_eq!(unknown_host.failed, [PvmError::NoHost]);
+    let unknown_host_outcome = vm.spawner("sh").on_host("nohost").start().expect("asked");
+    assert_eq!(unknown_host_outcome.failed, [PvmError::NoHost]);
 }
 
 /// The iterator returns one notice for each killed task and then ends.
@@ -252,30 +255,30 @@ fn dropped_notices_leave_nothing() {
 fn the_example_sums_with_its_workers() {
     let private_vm = PrivateVm::start(None);
     let test_program = std::env::current_exe().expect("a path");
-    let example: PathBuf = test_program
+    let example_path: PathBuf = test_program
         .ancestors()
         .nth(2)
         .expect("the target folder")
         .join("examples/sum");
     assert!(
-        example.exists(),
+        example_path.exists(),
         "cargo builds it with the tests: {}",
-        example.display()
+        example_path.display()
     );
-    let mut command = private_vm.command_in_vm(example);
+    let mut command = private_vm.command_in_vm(example_path);
     command.args(["3", "1000000"]);
     let output = run_to_end(command, TIMEOUT)
         .expect("it ends")
         .expect_success("sum")
         .expect("it sums");
     assert_eq!(output.stdout, "333332833333500000\n");
-    let workers_exited = wait_for(TIMEOUT, || {
-        let tasks = private_vm.run_console(&["ps", "-a"]).stdout;
-        if tasks.lines().count() == 1 {
+    let exit_result = wait_for(TIMEOUT, || {
+        let task_list = private_vm.run_console(&["ps", "-a"]).stdout;
+        if task_list.lines().count() == 1 {
             Ok(())
         } else {
-            Err(tasks)
+            Err(task_list)
         }
     });
-    workers_exited.expect("no worker stays");
+    exit_result.expect("no worker stays");
 }

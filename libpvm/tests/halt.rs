@@ -107,17 +107,17 @@ fn halt_ends_debians_console_and_rm() {
     wait_for_output(&console, "t40002");
     let manager = RunningCommand::start(private_vm.command_in_vm(programs[1]), Stdio::null())
         .expect("it starts");
-    let registration = wait_for(TIMEOUT, || match observer.mailbox_list(RM_CLASS) {
+    let registration_result = wait_for(TIMEOUT, || match observer.mailbox_list(RM_CLASS) {
         Ok(classes) if !classes.is_empty() => Ok(()),
         other => Err(format!("no manager: {other:?}")),
     });
-    registration.unwrap_or_else(|error| panic!("{error:#}"));
+    registration_result.unwrap_or_else(|error| panic!("{error:#}"));
     assert!(private_vm.run_console(&["halt"]).succeeded());
     assert!(wait_for_sigterm_exit(console), "the console");
     assert!(wait_for_sigterm_exit(manager), "the resource manager");
 }
 
-/// A halt neither waits for a program that ignores SIGTERM nor kills it.
+/// A halt does not wait for a program that ignores SIGTERM, and does not kill the program.
 #[test]
 #[ignore = "system tier: needs installed programs and gcc"]
 fn halt_does_not_wait_for_ignored_sigterm() {
@@ -125,20 +125,21 @@ fn halt_does_not_wait_for_ignored_sigterm() {
     let prefix = requirements::installed_prefix().expect("the lab has found it");
     let program = programs::compile_into("stubborn", &prefix, &private_vm.path_below("bin"))
         .unwrap_or_else(|error| panic!("{error:#}"));
-    let mut stubborn = RunningCommand::start(private_vm.command_in_vm(program), Stdio::piped())
-        .expect("it starts");
-    let program_input = stubborn.take_stdin().expect("piped");
-    wait_for_output(&stubborn, "here");
+    let mut stubborn_program =
+        RunningCommand::start(private_vm.command_in_vm(program), Stdio::piped())
+            .expect("it starts");
+    let program_input = stubborn_program.take_stdin().expect("piped");
+    wait_for_output(&stubborn_program, "here");
     assert!(private_vm.run_console(&["halt"]).succeeded());
     assert_eq!(
         (
             private_vm.daemon_pid(),
-            stubborn.poll_status().expect("our child")
+            stubborn_program.poll_status().expect("our child")
         ),
         (None, None)
     );
     drop(program_input);
-    let output = stubborn
+    let output = stubborn_program
         .wait_or_kill(TIMEOUT)
         .unwrap_or_else(|error| panic!("{error:#}"));
     assert_eq!(

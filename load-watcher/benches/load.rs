@@ -29,8 +29,8 @@ const WARMUP_SAMPLE_COUNT: u64 = 12;
 const WARMUP_DURATION_MS: u64 = 1200;
 /// Number of measured samples with each set of parameters.
 const SAMPLE_COUNT: usize = 4000;
-/// Number of decisions or reports in one measurement; a single decision or report is too short for
-/// the clock.
+/// Number of decisions or reports in one measurement. The duration of a single decision or report
+/// is too short for the clock.
 const CALLS_PER_MEASUREMENT: usize = 1000;
 
 fn median(mut values: Vec<f64>) -> f64 {
@@ -48,8 +48,9 @@ fn time_each_call(call_count: usize, mut action: impl FnMut(usize)) -> Vec<f64> 
     (0..call_count).map(time_call).collect()
 }
 
-/// Measures the cost of a sample in microseconds. Computes means over windows of thirty samples,
-/// because not every sample reads every file. Returns the median and the minimum of these means.
+/// Measures the duration of taking a sample, in microseconds. Computes the mean of each group of
+/// thirty samples, because not every sample reads every file. Returns the median and the minimum of
+/// these means.
 fn measure_sampling(interval: Micros, memory_matters: bool) -> (f64, f64) {
     let mut sampler = Sampler::open(Path::new("/proc")).expect("this is Linux");
     sampler.set_memory_matters(memory_matters);
@@ -90,7 +91,7 @@ fn measure_login_delay() -> Vec<f64> {
         fs::write(&path, encode_record(record_type, &alice)).expect("the bench's own file")
     };
     let mut watcher = FileWatcher::new(vec![WatchedPath::file(path.clone())]);
-    let mut wait_for_records = |expected: LoginRecords| {
+    let mut wait_until_records_equal = |expected: LoginRecords| {
         loop {
             watcher.set_missing_watches(0);
             if read_login_records(&path) == expected {
@@ -104,28 +105,28 @@ fn measure_login_delay() -> Vec<f64> {
     };
     let mut time_login = |_| {
         write_record(DEAD_PROCESS);
-        wait_for_records(LoginRecords::Logins(Vec::new()));
+        wait_until_records_equal(LoginRecords::Logins(Vec::new()));
         let start = Instant::now();
         write_record(USER_PROCESS);
-        wait_for_records(LoginRecords::Logins(vec![alice.clone()]));
+        wait_until_records_equal(LoginRecords::Logins(vec![alice.clone()]));
         start.elapsed().as_secs_f64() * 1e6
     };
     (0..LOGIN_COUNT).map(&mut time_login).collect()
 }
 
 fn load_sample(n: usize) -> LoadSample {
-    let busy = (n % 7) as f32 / 7.0;
+    let busy_share = (n % 7) as f32 / 7.0;
     LoadSample {
         cores: 8,
         runnable_threads: n as u32 % 5,
-        busy_share: busy,
+        busy_share,
         available_bytes: 1 << 33,
         ..LoadSample::default()
     }
 }
 
 fn main() {
-    let (changing_us, unchanged_us, with_memory_us) = (
+    let (changing_us, steady_us, with_memory_us) = (
         measure_sampling(SAMPLE_INTERVAL_CHANGING_LOAD, false),
         measure_sampling(SAMPLE_INTERVAL_STEADY_LOAD, false),
         measure_sampling(SAMPLE_INTERVAL_CHANGING_LOAD, true),
@@ -167,7 +168,7 @@ fn main() {
     let login_delay_us = median(measure_login_delay());
     let figures = serde_json::json!({
         "sample_busy_us": changing_us.0, "sample_busy_best_us": changing_us.1,
-        "sample_quiet_us": unchanged_us.0, "sample_quiet_best_us": unchanged_us.1,
+        "sample_quiet_us": steady_us.0, "sample_quiet_best_us": steady_us.1,
         "sample_kept_us": with_memory_us.0, "sample_kept_best_us": with_memory_us.1,
         "judge_us": decision_us, "write_us": encoding_us, "login_us": login_delay_us,
     });

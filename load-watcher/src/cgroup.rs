@@ -32,9 +32,9 @@ pub struct LimitUsage {
 
 impl LimitUsage {
     /// Converts the group's use into the form of /proc/stat, for a machine with `cores` processors.
-    /// `at` is the time of the measurement and serves as the total time of each processor.
-    pub fn cpu_times(&self, at: Micros, cores: u32) -> CpuTimes {
-        let total_us = at.0.saturating_mul(u64::from(cores));
+    /// `measured_at` is the time of the measurement and serves as the total time of each processor.
+    pub fn cpu_times(&self, measured_at: Micros, cores: u32) -> CpuTimes {
+        let total_us = measured_at.0.saturating_mul(u64::from(cores));
         CpuTimes {
             total_us,
             idle_us: total_us.saturating_sub(self.used_ns / 1000),
@@ -131,26 +131,26 @@ impl GroupFiles {
 }
 
 impl LimitingGroup {
-    /// Returns the control group with the tightest processor limit among the group of a process and
-    /// all groups that enclose it; `None` if there is no limit. `process_dir` is the directory of
-    /// the process in /proc.
+    /// Selects among the control group of a process and all groups that enclose this group. Returns
+    /// the group with the lowest processor limit; `None` if no group has a limit. `process_dir` is
+    /// the directory of the process in /proc.
     pub fn of_process(process_dir: &Path) -> Option<Self> {
         let cgroups = fs::read(process_dir.join("cgroup")).ok()?;
         let mounts = fs::read(process_dir.join("mountinfo")).ok()?;
         let group_folder = |controller| group_dir(&mounts, &cgroups, controller);
         let mut buffer = Box::new([0; GROUP_FILE_BYTES_MAX]);
-        let mut tightest: Option<(f32, GroupFiles)> = None;
-        let mut update_tightest = |files: Option<GroupFiles>, buffer: &mut [u8]| {
+        let mut tightest_limit_and_files: Option<(f32, GroupFiles)> = None;
+        let mut keep_tighter_limit = |files: Option<GroupFiles>, buffer: &mut [u8]| {
             let Some((limit, files)) =
                 files.and_then(|files| Some((files.processor_limit(buffer)?, files)))
             else {
                 return;
             };
-            if tightest
+            if tightest_limit_and_files
                 .as_ref()
                 .is_none_or(|(least_limit, _)| limit < *least_limit)
             {
-                tightest = Some((limit, files));
+                tightest_limit_and_files = Some((limit, files));
             }
         };
         if let (Some(cpu), Some(cpuacct)) =
@@ -159,16 +159,16 @@ impl LimitingGroup {
             // The use of a group is known only if both hierarchies have a group of the same name.
             for (cpu, cpuacct) in cpu.ancestors().zip(cpuacct.ancestors()) {
                 if cpu.file_name() == cpuacct.file_name() {
-                    update_tightest(GroupFiles::open_v1(cpu, cpuacct), &mut buffer[..]);
+                    keep_tighter_limit(GroupFiles::open_v1(cpu, cpuacct), &mut buffer[..]);
                 }
             }
         }
         if let Some(folder) = group_folder(None) {
-            folder
-                .ancestors()
-                .for_each(|folder| update_tightest(GroupFiles::open_v2(folder), &mut buffer[..]));
+            folder.ancestors().for_each(|folder| {
+                keep_tighter_limit(GroupFiles::open_v2(folder), &mut buffer[..])
+            });
         }
-        let (_, files) = tightest?;
+        let (_, files) = tightest_limit_and_files?;
         Some(Self {
             files,
             buffer,
@@ -176,9 +176,10 @@ impl LimitingGroup {
         })
     }
 
-    /// Returns the limit, and its use since the previous measurement; `None` if the limit was
-    /// removed. The use is 0 in the first measurement, and if the previous one is more recent than
-    /// `MEASURE_INTERVAL_MIN`. Allocates no memory.
+    /// Returns the limit of the group and its use since the previous measurement; `None` if the
+    /// limit was removed or a file of the group cannot be read. Only `used_ns` contains a use in
+    /// the first measurement, and in a measurement less than `MEASURE_INTERVAL_MIN` after the
+    /// previous measurement. Allocates no memory.
     pub fn measure(&mut self, at: Micros) -> Option<LimitUsage> {
         let limit = self.files.processor_limit(&mut self.buffer[..])?;
         let (used_time_ns, throttled_time_ns) =

@@ -17,11 +17,11 @@ pub struct CpuConfinement {
     /// Processors that this process may use, in ascending order. Guests are never confined to other
     /// processors.
     available_processors: Vec<usize>,
-    /// Limits, in processors, to which guests have been confined since they could last use all
-    /// processors.
+    /// Numbers of processors to which guests have been confined, and from which they have not been
+    /// released since. Cleared when guests may use all processors again.
     unreleased_limits: BTreeSet<usize>,
-    /// File in which `past_limits` is recorded for the load watcher that replaces this process;
-    /// `None` if `past_limits` is not recorded.
+    /// File in which `unreleased_limits` is recorded for the load watcher that replaces this
+    /// process; `None` if the limits are not recorded.
     record_path: Option<PathBuf>,
 }
 
@@ -32,7 +32,7 @@ impl CpuConfinement {
     /// # Errors
     /// The system does not report the processors of this process.
     pub fn new(record_path_arg: Option<PathBuf>) -> io::Result<Self> {
-        let processors = processor_ids(&sched_getaffinity(Pid::from_raw(0))?);
+        let own_processors = processor_ids(&sched_getaffinity(Pid::from_raw(0))?);
         let text = record_path_arg
             .as_ref()
             .and_then(|record_path_arg| std::fs::read_to_string(record_path_arg).ok())
@@ -41,10 +41,10 @@ impl CpuConfinement {
             .split_whitespace()
             .filter_map(|count| count.parse().ok());
         let recorded_limits = recorded_limits
-            .filter(|count| (1..processors.len()).contains(count))
+            .filter(|count| (1..own_processors.len()).contains(count))
             .collect();
         Ok(Self {
-            available_processors: processors,
+            available_processors: own_processors,
             unreleased_limits: recorded_limits,
             record_path: record_path_arg,
         })
@@ -90,8 +90,8 @@ impl CpuConfinement {
         &self.available_processors[self.available_processors.len() - count..]
     }
 
-    /// Writes `past_limits` to the record file, or removes the file if `past_limits` is empty.
-    /// Errors are ignored; the next load watcher then does not know these limits.
+    /// Writes `unreleased_limits` to the record file, or removes the file if there are no such
+    /// limits. Errors are ignored; the next load watcher then does not know these limits.
     fn write_record(&self) {
         let Some(path) = &self.record_path else {
             return;
@@ -107,22 +107,22 @@ impl CpuConfinement {
         };
     }
 
-    /// Confines one thread to the processors `allowed`, or to those of them that the thread has
-    /// selected itself.
-    fn apply_to_thread(&self, thread: Pid, allowed: &[usize]) -> Result<(), Errno> {
+    /// Confines one thread to the processors `allowed_processors`. If the thread itself has
+    /// selected some of these processors, confines the thread to its own selection.
+    fn apply_to_thread(&self, thread: Pid, allowed_processors: &[usize]) -> Result<(), Errno> {
         let current_processors = processor_ids(&sched_getaffinity(thread)?);
-        let own_choice: Vec<usize> = current_processors
+        let selected_processors: Vec<usize> = current_processors
             .iter()
             .copied()
-            .filter(|processor| allowed.contains(processor))
+            .filter(|processor| allowed_processors.contains(processor))
             .collect();
         // A confinement by an earlier call does not count as the thread's own selection.
         let was_confined = self.unreleased_limits.contains(&current_processors.len())
             && current_processors == self.last_processors(current_processors.len());
-        let new_processors = if was_confined || own_choice.is_empty() {
-            allowed
+        let new_processors = if was_confined || selected_processors.is_empty() {
+            allowed_processors
         } else {
-            &own_choice
+            &selected_processors
         };
         if current_processors == new_processors {
             return Ok(());
@@ -159,17 +159,21 @@ mod tests {
             confinement.available_processors[confinement.available_processors.len() - 1..].to_vec(),
         );
         confinement.apply(Some(1), [pid]);
-        let with_limit_one = guest_processors();
-        let is_needed = confinement.is_needed(None);
+        let processors_with_limit_one = guest_processors();
+        let was_needed = confinement.is_needed(None);
         confinement.apply(Some(1000), [pid]);
-        let with_high_limit = guest_processors();
+        let processors_with_high_limit = guest_processors();
         confinement.apply(Some(1), [pid]);
         confinement.apply(None, [pid]);
-        let without_limit = guest_processors();
+        let processors_without_limit = guest_processors();
         child.kill().expect("it is ours");
         child.wait().expect("it is ours");
         assert_eq!(
-            (with_limit_one, with_high_limit, without_limit),
+            (
+                processors_with_limit_one,
+                processors_with_high_limit,
+                processors_without_limit
+            ),
             (
                 last_processor,
                 all_processors.clone(),
@@ -178,7 +182,7 @@ mod tests {
         );
         assert_eq!(
             (
-                is_needed,
+                was_needed,
                 confinement.is_needed(None),
                 confinement.is_needed(Some(1))
             ),

@@ -1,10 +1,11 @@
 //! Measures the total CPU time of all processors at low cost.
 //!
-//! - Reading /proc/stat costs two thirds of a whole sample, mostly for interrupt counters that are
-//!   not needed.
-//! - The CPU account of the root control group (version 2) contains the used time and costs a
-//!   quarter of that. It contains neither the number of processors nor, since Linux 6.18 at the
-//!   latest, the time that the hypervisor has used for other virtual machines (steal).
+//! - Reading /proc/stat costs two thirds of the time of a whole sample, mostly for interrupt
+//!   counters that are not needed.
+//! - The CPU account is the file `cpu.stat` of the root control group (version 2). The account
+//!   contains the used time. Reading the account costs a quarter of reading /proc/stat. The account
+//!   does not contain the number of processors. Since Linux 6.18 at the latest, it does not contain
+//!   stolen time either: the time that the hypervisor has used for other virtual machines.
 //! - Therefore each sample reads the account. /proc/stat is read only once per [`STAT_INTERVAL`],
 //!   for the number of processors and the share of stolen time.
 
@@ -14,14 +15,14 @@ use sempa_proto::cgroup::find_mount_point;
 use std::fs::{self, File};
 use std::path::Path;
 
-/// Interval at which /proc/stat is read in addition to the account. A change of the number of
+/// Interval at which /proc/stat is read in addition to the CPU account. A change of the number of
 /// processors is noticed after at most this time.
 pub const STAT_INTERVAL: Micros = Micros::from_secs(30);
-/// Minimum period over which the use is measured. The kernel's counters advance in steps of this
-/// length.
+/// Minimum period over which the used CPU time is measured. The kernel's counters advance in steps
+/// of this length.
 const MEASURE_INTERVAL_MIN: Micros = Micros::from_millis(10);
-/// Minimum period between two reference readings. The longer the period, the smaller the share of
-/// stolen time that can be measured.
+/// Minimum period between two reference readings. The longer the period, the smaller the shares of
+/// stolen time that can be detected.
 const REFERENCE_INTERVAL_MIN: Micros = Micros::from_millis(900);
 
 /// Opens the CPU account of the whole machine; `None` unless version 2 control groups are mounted
@@ -53,18 +54,19 @@ struct ReferenceReading {
 pub struct CpuUsage {
     times: CpuTimes,
     processor_count: u32,
-    /// Time of the last reading of the account. `used_us` is the value that was read at this time.
+    /// Time of the last reading of the CPU account. `account_us` is the value that was read at this
+    /// time.
     account_read_at: Micros,
     account_us: u64,
     reference: ReferenceReading,
-    /// Share of the time between the last two reference readings that was neither idle nor in the
-    /// account. `None` before the second reference reading.
+    /// Share of the time between the last two reference readings that was neither idle nor
+    /// contained in the CPU account. `None` before the second reference reading.
     stolen_share: Option<f64>,
 }
 
 impl CpuUsage {
-    /// Creates the state from the first readings: `used_us` from the account, in microseconds, and
-    /// `stat` and `cores` from /proc/stat.
+    /// Creates the state from the first readings: `used_us` from the CPU account, in microseconds,
+    /// and `stat` and `cores` from /proc/stat.
     pub fn new(at: Micros, used_us: u64, stat: CpuTimes, cores: u32) -> Self {
         Self {
             times: stat,
@@ -80,23 +82,23 @@ impl CpuUsage {
         }
     }
 
-    /// True if /proc/stat must be read in addition to the account.
+    /// True if /proc/stat must be read in addition to the CPU account.
     pub fn needs_stat(&self, at: Micros) -> bool {
         self.stolen_share.is_none() || at.since(self.reference.at) >= STAT_INTERVAL
     }
 
-    /// Updates the times after readings of the account (`used_us`, in microseconds) and of
+    /// Updates the times after readings of the CPU account (`used_us`, in microseconds) and of
     /// /proc/stat (`stat`, `cores`). Returns the times of all processors and the number of
     /// processors.
     pub fn update_with_stat(
         &mut self,
-        at: Micros,
+        read_at: Micros,
         used_us: u64,
         stat: CpuTimes,
         cores: u32,
     ) -> (CpuTimes, u32) {
         let previous_reference = self.reference;
-        if at.since(previous_reference.at) >= REFERENCE_INTERVAL_MIN {
+        if read_at.since(previous_reference.at) >= REFERENCE_INTERVAL_MIN {
             let busy_share = stat.busy_since(previous_reference.stat).map(f64::from);
             let account_share = used_us.saturating_sub(previous_reference.account_us) as f64
                 / stat
@@ -104,19 +106,19 @@ impl CpuUsage {
                     .saturating_sub(previous_reference.stat.total_us) as f64;
             self.stolen_share = busy_share.map(|busy_share| (busy_share - account_share).max(0.0));
             self.reference = ReferenceReading {
-                at,
+                at: read_at,
                 stat,
                 account_us: used_us,
             };
         }
         self.processor_count = cores;
-        self.update(at, used_us)
+        self.update(read_at, used_us)
     }
 
-    /// Updates the times after a reading of the account (`used_us`, in microseconds). Returns the
-    /// times of all processors and the number of processors.
-    pub fn update(&mut self, at: Micros, used_us: u64) -> (CpuTimes, u32) {
-        let elapsed = at.since(self.account_read_at);
+    /// Updates the times after a reading of the CPU account (`used_us`, in microseconds). Returns
+    /// the times of all processors and the number of processors.
+    pub fn update(&mut self, read_at: Micros, used_us: u64) -> (CpuTimes, u32) {
+        let elapsed = read_at.since(self.account_read_at);
         if elapsed >= MEASURE_INTERVAL_MIN {
             let total_us = elapsed.0 * u64::from(self.processor_count);
             let stolen_us = (total_us as f64 * self.stolen_share.unwrap_or(0.0)) as u64;
@@ -125,7 +127,7 @@ impl CpuUsage {
                 .saturating_add(stolen_us);
             self.times.total_us += total_us;
             self.times.idle_us += total_us.saturating_sub(busy_us);
-            (self.account_read_at, self.account_us) = (at, used_us);
+            (self.account_read_at, self.account_us) = (read_at, used_us);
         }
         (self.times, self.processor_count)
     }
@@ -149,8 +151,9 @@ mod tests {
     }
 
     /// Returns the state for two processors after reference readings at seconds 10 and 20. Between
-    /// the readings one processor was used, and `stolen` seconds were stolen from each processor.
-    fn two_processor_usage(stolen: u64) -> CpuUsage {
+    /// the readings, one of the two processors was used, and `stolen_s` seconds of CPU time were
+    /// stolen.
+    fn two_processor_usage(stolen_s: u64) -> CpuUsage {
         let mut usage = CpuUsage::new(
             at_second(10),
             5 * SECOND_US,
@@ -164,7 +167,7 @@ mod tests {
         usage.update_with_stat(
             at_second(20),
             15 * SECOND_US,
-            cpu_times_from_seconds(120, 60 - stolen),
+            cpu_times_from_seconds(120, 60 - stolen_s),
             2,
         );
         usage
@@ -178,19 +181,23 @@ mod tests {
         assert!(!usage.needs_stat(at_second(49)) && usage.needs_stat(at_second(50)));
         // Two processors have four seconds of CPU time in two seconds; one and a half seconds are
         // used.
-        let (partial_use, cores) = usage.update(at_second(22), 16 * SECOND_US + SECOND_US / 2);
+        let (times_after_partial_use, cores) =
+            usage.update(at_second(22), 16 * SECOND_US + SECOND_US / 2);
         assert_eq!(
-            (partial_use.busy_since(first_times), cores),
+            (times_after_partial_use.busy_since(first_times), cores),
             (Some(0.375), 2)
         );
-        let (full_use, _) = usage.update(at_second(23), 30 * SECOND_US);
+        let (times_after_full_use, _) = usage.update(at_second(23), 30 * SECOND_US);
         assert_eq!(
-            full_use.busy_since(partial_use),
+            times_after_full_use.busy_since(times_after_partial_use),
             Some(1.0),
             "more than there was cannot be used"
         );
-        let (no_use, _) = usage.update(at_second(24), 30 * SECOND_US);
-        assert_eq!(no_use.busy_since(full_use), Some(0.0));
+        let (times_without_use, _) = usage.update(at_second(24), 30 * SECOND_US);
+        assert_eq!(
+            times_without_use.busy_since(times_after_full_use),
+            Some(0.0)
+        );
     }
 
     #[test]
@@ -214,13 +221,14 @@ mod tests {
         );
     }
 
-    /// A reading of /proc/stat changes only the times since the last reading of the account.
+    /// A reading of /proc/stat changes only the times since the last reading of the CPU account.
     #[test]
     fn stat_reading_causes_no_jump() {
         let mut usage = two_processor_usage(0);
         usage.update(at_second(39), 15 * SECOND_US);
         let (start_times, _) = usage.update(at_second(49), 15 * SECOND_US);
-        // Half of the time since the start was stolen, which no earlier reading has shown.
+        // Half of the time since second 20 was stolen. This reading of /proc/stat is the first that
+        // shows the stolen time.
         let (end_times, cores) = usage.update_with_stat(
             at_second(50),
             15 * SECOND_US,
@@ -234,15 +242,16 @@ mod tests {
         );
     }
 
-    /// A period shorter than the minimum yields no use; its time is counted in the next period.
+    /// A period shorter than `MEASURE_INTERVAL_MIN` yields no use. The period is counted together
+    /// with the next period.
     #[test]
     fn too_short_period_gives_no_use() {
         let mut usage = two_processor_usage(0);
         let (start_times, _) = usage.update(at_second(20), 15 * SECOND_US);
-        let short_time_later = at_second(20) + Micros(MEASURE_INTERVAL_MIN.0 - 1);
+        let end_of_short_period = at_second(20) + Micros(MEASURE_INTERVAL_MIN.0 - 1);
         assert_eq!(
             usage
-                .update(short_time_later, 99 * SECOND_US)
+                .update(end_of_short_period, 99 * SECOND_US)
                 .0
                 .busy_since(start_times),
             None
@@ -250,7 +259,7 @@ mod tests {
         assert_eq!(
             usage
                 .update_with_stat(
-                    short_time_later,
+                    end_of_short_period,
                     99 * SECOND_US,
                     cpu_times_from_seconds(120, 60),
                     2
@@ -268,7 +277,7 @@ mod tests {
         );
     }
 
-    /// The account of a container's outermost group is not used for the machine.
+    /// The CPU account of a container's outermost control group is not used for the whole machine.
     #[test]
     fn container_account_is_not_used() {
         let dir = tempfile::tempdir().expect("a folder");

@@ -34,7 +34,8 @@ pub fn utmp_path(configured_path: Option<PathBuf>) -> PathBuf {
     configured_path.unwrap_or_else(default_path)
 }
 
-/// Reads the login records at `path`.
+/// Reads the login records in the file `path`. Returns the logins, or whether the file is missing
+/// or why it cannot be read.
 pub fn read_login_records(path: &Path) -> LoginRecords {
     let mut bytes = Vec::new();
     let read_result =
@@ -51,8 +52,8 @@ pub fn read_login_records(path: &Path) -> LoginRecords {
 enum WatchKind {
     /// A file that is read after every write.
     File,
-    /// A file that is read only after its writer has closed it, because incomplete content could
-    /// have another meaning.
+    /// A file that is read only after its writer has closed the file, because incomplete content
+    /// could have another meaning.
     Settings,
     /// The files of a directory whose names begin with this prefix.
     Dir(&'static str),
@@ -73,10 +74,10 @@ pub struct WatchedPath {
 
 impl WatchedPath {
     /// Creates the entry without watches; [`FileWatcher::set_missing_watches`] sets them.
-    fn new(path: PathBuf, object_kind: WatchKind) -> Self {
+    fn new(path: PathBuf, watch_kind: WatchKind) -> Self {
         Self {
             path,
-            watch_kind: object_kind,
+            watch_kind,
             file_watch: None,
             dir_watch: None,
             dir_missing: false,
@@ -89,7 +90,8 @@ impl WatchedPath {
         Self::new(path, WatchKind::File)
     }
 
-    /// Creates the entry for a file of settings, which is read only after its writer has closed it.
+    /// Creates the entry for a file of settings. The file is read only after its writer has closed
+    /// the file.
     pub fn settings(path: PathBuf) -> Self {
         Self::new(path, WatchKind::Settings)
     }
@@ -130,9 +132,9 @@ impl WatchedPath {
     }
 }
 
-/// Number of attempts after which a path in a missing directory is not read any more. The path is
-/// read in more than one attempt, because the directory may have been created and removed between
-/// the watch and the read; the read may then have refused the content.
+/// Maximum number of consecutive attempts to watch a path in a missing directory after which the
+/// path is still read. One read is not enough: between the watch and the read, the directory may
+/// have been created and removed, and the read may have refused the content.
 const MISSING_DIR_READS_MAX: u32 = 2;
 /// Maximum number of idle terminals that are watched. All other idle terminals are examined
 /// periodically.
@@ -144,23 +146,23 @@ const IDLE_TERMINAL_BIT: u32 = 1 << 31;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct WakeReasons {
     changed_bits: u32,
-    /// True if the additional descriptor, the parameter `other` of [`FileWatcher::wait`], is
-    /// readable.
+    /// True if the descriptor `additional_fd` that was passed to [`FileWatcher::wait`] is readable.
     pub additional_fd_ready: bool,
 }
 
 impl WakeReasons {
-    /// True if the path with this index may have changed.
+    /// True if the path with the index `index` may have changed.
     pub fn path_changed(self, index: usize) -> bool {
         self.changed_bits & (1 << index) != 0
     }
 
-    /// True if there was input at a terminal that was idle.
+    /// True after input at a terminal that was idle, or after the removal of such a terminal.
     pub fn terminal_used(self) -> bool {
         self.changed_bits & IDLE_TERMINAL_BIT != 0
     }
 
-    /// True if a path may have changed or there was input at an idle terminal.
+    /// True if a path may have changed, or there was input at an idle terminal, or an idle terminal
+    /// was removed.
     pub fn any_change(self) -> bool {
         self.changed_bits != 0
     }
@@ -251,19 +253,19 @@ impl FileWatcher {
             | AddWatchFlags::IN_ATTRIB
             | AddWatchFlags::IN_DELETE_SELF
             | AddWatchFlags::IN_MOVE_SELF;
-        let new_watch = if watched_path.dir_missing {
+        let new_file_watch = if watched_path.dir_missing {
             None
         } else {
             inotify.add_watch(&watched_path.path, flags).ok()
         };
-        if let Some(old_watch) = watched_path
+        if let Some(old_file_watch) = watched_path
             .file_watch
-            .filter(|old_watch| Some(*old_watch) != new_watch)
+            .filter(|old_file_watch| Some(*old_file_watch) != new_file_watch)
         {
             // Fails if the kernel has already removed the watch together with the file.
-            let _ = inotify.rm_watch(old_watch);
+            let _ = inotify.rm_watch(old_file_watch);
         }
-        watched_path.file_watch = new_watch;
+        watched_path.file_watch = new_file_watch;
     }
 
     /// Watches exactly these terminals, at most [`IDLE_TERMINALS_MAX`], for input. The watch
@@ -289,8 +291,8 @@ impl FileWatcher {
         }
     }
 
-    /// Waits until a path may have changed or the descriptor `additional_fd` is readable, but at
-    /// most for `timeout_duration`.
+    /// Waits until a path may have changed, an idle terminal was used, or the descriptor
+    /// `additional_fd` is readable, but at most for `timeout_duration`. Returns the reasons.
     pub fn wait(
         &mut self,
         timeout_duration: Duration,
@@ -303,40 +305,41 @@ impl FileWatcher {
             let millis = remaining_time.as_micros().div_ceil(1000);
             let timeout = PollTimeout::try_from(millis).unwrap_or(PollTimeout::MAX);
             let poll_fd = |poll_fd| PollFd::new(poll_fd, PollFlags::POLLIN);
-            let is_ready = |poll_fd: &PollFd<'_>| poll_fd.any().unwrap_or(false);
-            let (inotify_ready, other_ready) = match (&self.inotify, additional_fd) {
+            let fd_is_ready = |poll_fd: &PollFd<'_>| poll_fd.any().unwrap_or(false);
+            let (inotify_ready, additional_fd_ready) = match (&self.inotify, additional_fd) {
                 (Some(inotify), Some(additional_fd)) => {
                     let mut fds = [poll_fd(inotify.as_fd()), poll_fd(additional_fd)];
                     let _ = poll(&mut fds, timeout);
-                    (is_ready(&fds[0]), is_ready(&fds[1]))
+                    (fd_is_ready(&fds[0]), fd_is_ready(&fds[1]))
                 }
                 (Some(inotify), None) => {
                     let mut fds = [poll_fd(inotify.as_fd())];
                     let _ = poll(&mut fds, timeout);
-                    (is_ready(&fds[0]), false)
+                    (fd_is_ready(&fds[0]), false)
                 }
                 (None, Some(additional_fd)) => {
                     let mut fds = [poll_fd(additional_fd)];
                     let _ = poll(&mut fds, timeout);
-                    (false, is_ready(&fds[0]))
+                    (false, fd_is_ready(&fds[0]))
                 }
                 (None, None) => {
                     let _ = poll(&mut [], timeout);
                     (false, false)
                 }
             };
-            let bits = if inotify_ready { self.read_events() } else { 0 };
-            if bits != 0 || other_ready || Instant::now() >= deadline {
+            let changed_bits = if inotify_ready { self.read_events() } else { 0 };
+            if changed_bits != 0 || additional_fd_ready || Instant::now() >= deadline {
                 return WakeReasons {
-                    changed_bits: bits,
-                    additional_fd_ready: other_ready,
+                    changed_bits,
+                    additional_fd_ready,
                 };
             }
         }
     }
 
     /// Reads the pending inotify events. Returns a bit mask: a bit for each path that may have
-    /// changed, and [`IDLE_TERMINAL_BIT`] after input at an idle terminal.
+    /// changed, and [`IDLE_TERMINAL_BIT`] after input at an idle terminal or its removal. Forgets
+    /// watches that the kernel has removed.
     fn read_events(&mut self) -> u32 {
         let Some(inotify) = &self.inotify else {
             return 0;
@@ -348,26 +351,26 @@ impl FileWatcher {
                     .mask
                     .intersects(AddWatchFlags::IN_IGNORED | AddWatchFlags::IN_MOVE_SELF);
                 let queue_overflowed = event.mask.contains(AddWatchFlags::IN_Q_OVERFLOW);
-                let mut drop_watch = false;
+                let mut must_drop_watch = false;
                 for (i, watched_path) in self.paths.iter_mut().enumerate() {
                     if queue_overflowed || watched_path.concerns_path(&event) {
                         changed_bits |= 1 << i;
                     }
                     if watch_lost && watched_path.dir_watch == Some(event.wd) {
-                        (watched_path.dir_watch, drop_watch) = (None, true);
+                        (watched_path.dir_watch, must_drop_watch) = (None, true);
                         changed_bits |= 1 << i;
                     }
                 }
-                let previous_count = self.idle_terminals.len();
+                let previous_terminal_count = self.idle_terminals.len();
                 if event.mask.contains(AddWatchFlags::IN_IGNORED) {
                     self.idle_terminals.retain(|_, wd| *wd != event.wd);
                 }
-                if self.idle_terminals.len() != previous_count
+                if self.idle_terminals.len() != previous_terminal_count
                     || self.idle_terminals.values().any(|wd| *wd == event.wd)
                 {
                     changed_bits |= IDLE_TERMINAL_BIT;
                 }
-                if drop_watch {
+                if must_drop_watch {
                     let _ = inotify.rm_watch(event.wd);
                 }
             }

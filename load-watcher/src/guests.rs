@@ -26,8 +26,8 @@ pub struct GuestDecision {
 #[derive(Clone, Copy, Debug)]
 pub struct GuestInputs<'a> {
     pub policy: &'a Policy,
-    /// The reason why the policy is unknown: one of its files is malformed and was never valid
-    /// before. `None` if the policy is known.
+    /// The reason why the policy is unknown: a policy file is malformed and was never valid before.
+    /// `None` if the policy is known.
     pub policy_unknown: Option<&'a str>,
     /// Uids of the users that the policy blocks.
     pub blocked_uids: &'a [u32],
@@ -43,14 +43,15 @@ pub struct GuestInputs<'a> {
     pub now: Micros,
 }
 
-/// Memory in bytes, in addition to the owner's reserve, that must be available before guests may
-/// run again after a shortage. It is the headroom that placement requires for one more task.
+/// Memory in bytes that must be available in addition to the owner's reserve before guests may run
+/// again after a shortage. This is the headroom that placement requires for one more task.
 const REOPEN_HEADROOM_BYTES: u64 = FREE_BYTES_PER_TASK_MIN;
-/// Minimum duration of a memory shortage. It prevents guests from running again as soon as the
-/// eviction of other guests has freed memory.
+/// Minimum duration of a memory shortage. Without this minimum, guests would run again as soon as
+/// the eviction of other guests has freed memory.
 const SHORTAGE_DURATION_MIN: Micros = Micros::from_secs(30);
 
-/// The times since which the machine is closed to guests; they are needed for the next decision.
+/// State from which the next decision continues: since when the machine is closed to guests and
+/// since when memory is short.
 #[derive(Debug, Default)]
 pub struct GuestGate {
     /// Time since which the machine is closed to guests; `None` if it is open. The owner's presence
@@ -61,8 +62,8 @@ pub struct GuestGate {
     memory_shortage_since: Option<Micros>,
 }
 
-/// Returns the reason why the machine is closed to guests, apart from a shortage of memory; `None`
-/// if there is none.
+/// Returns the reason why the machine is closed to guests; `None` if the machine is open. A
+/// shortage of memory is not considered.
 fn closing_reason(inputs: &GuestInputs<'_>) -> Option<String> {
     if let Some(reason) = inputs.policy_unknown {
         return Some(reason.to_string());
@@ -103,33 +104,34 @@ fn closing_reason(inputs: &GuestInputs<'_>) -> Option<String> {
 }
 
 /// Returns the time since which less memory is available than the owner reserves; `None` if there
-/// is no shortage. `previous_since` is the result of the previous call.
+/// is no shortage. `previous_shortage_since` is the result of the previous call.
 fn memory_shortage_since(
-    previous_since: Option<Micros>,
+    previous_shortage_since: Option<Micros>,
     policy: &Policy,
     available_bytes: u64,
     now: Micros,
 ) -> Option<Micros> {
     let reserved_bytes = policy.memory_free.filter(|_| available_bytes > 0)?.0;
-    let is_sufficient = match previous_since {
+    let is_sufficient = match previous_shortage_since {
         Some(since) => {
             now.since(since) >= SHORTAGE_DURATION_MIN
                 && available_bytes >= reserved_bytes.saturating_add(REOPEN_HEADROOM_BYTES)
         }
         None => available_bytes >= reserved_bytes,
     };
-    (!is_sufficient).then(|| previous_since.unwrap_or(now))
+    (!is_sufficient).then(|| previous_shortage_since.unwrap_or(now))
 }
 
 impl GuestGate {
-    /// True if a new decision is required, because a memory shortage begins or ends with
-    /// `available_bytes` bytes.
+    /// True if a new decision is required at the time `now`, because a memory shortage begins or
+    /// ends if `available_bytes` bytes are available.
     pub fn needs_decision(&self, policy: &Policy, available_bytes: u64, now: Micros) -> bool {
         memory_shortage_since(self.memory_shortage_since, policy, available_bytes, now).is_some()
             != self.memory_shortage_since.is_some()
     }
 
-    /// Makes a new decision, and records since when the machine is closed.
+    /// Returns a new decision. Records since when the machine is closed and since when memory is
+    /// short.
     pub fn decide(&mut self, inputs: &GuestInputs<'_>) -> GuestDecision {
         self.memory_shortage_since = memory_shortage_since(
             self.memory_shortage_since,
@@ -154,20 +156,21 @@ impl GuestGate {
             } => Some((*owner_presence, inputs.owner_reason.to_string())),
             _ => None,
         };
-        let closure = self.closed_since.zip(reason);
+        let closed_since_and_reason = self.closed_since.zip(reason);
         // If the owner is present on a closed machine, the owner's presence is the reported reason.
         // The time until eviction counts from the earlier event.
         let stopped_since = owner_presence
             .iter()
-            .chain(&closure)
+            .chain(&closed_since_and_reason)
             .map(|(at, _)| *at)
             .min();
-        let (guest_access, stop_reason) = match (stopped_since, owner_presence.or(closure)) {
-            (Some(stopped_since), Some((_, stop_reason))) => {
-                (paused_access(inputs.policy, stopped_since), stop_reason)
-            }
-            _ => (GuestAccess::Welcome, String::new()),
-        };
+        let (guest_access, stop_reason) =
+            match (stopped_since, owner_presence.or(closed_since_and_reason)) {
+                (Some(stopped_since), Some((_, stop_reason))) => {
+                    (paused_access(inputs.policy, stopped_since), stop_reason)
+                }
+                _ => (GuestAccess::Welcome, String::new()),
+            };
         let blocked_programs_and_users = inputs.policy.blocked.as_ref();
         let limits = GuestLimits {
             guests_max: inputs.policy.cores,
@@ -185,7 +188,8 @@ impl GuestGate {
     }
 }
 
-/// Returns the access of guests that must stop since the time `stopped_since`.
+/// Returns the access of guests that must stop since the time `stopped_since`: paused, with the
+/// eviction mode and, unless the policy forbids eviction, the eviction time.
 fn paused_access(policy: &Policy, stopped_since: Micros) -> GuestAccess {
     let eviction_time = match policy.leave_after.unwrap_or(LeaveAfter::Seconds(0)) {
         LeaveAfter::Seconds(seconds) => Some(stopped_since + Micros::from_secs(seconds)),
@@ -221,38 +225,38 @@ mod tests {
         gate: &mut GuestGate,
         policy: &Policy,
         owner: &OwnerVerdict,
-        wall_clock: LocalTime,
-        seconds: u64,
+        local_time: LocalTime,
+        now_s: u64,
     ) -> GuestDecision {
-        let now = Micros::from_secs(seconds);
-        let (unknown_reason, blocked_programs_and_users, stop_reason) =
+        let now = Micros::from_secs(now_s);
+        let (policy_unknown, blocked_programs_and_users, stop_reason) =
             (None, &[9], "alice is here");
         gate.decide(&GuestInputs {
             policy,
-            policy_unknown: unknown_reason,
+            policy_unknown,
             blocked_uids: blocked_programs_and_users,
             vm_uid: 7,
             owner_verdict: owner,
             owner_reason: stop_reason,
             available_bytes: 0,
-            local_time: wall_clock,
+            local_time,
             now,
         })
     }
 
-    fn decide_once(text: &str, owner: &OwnerVerdict, seconds: u64) -> GuestDecision {
+    fn decide_once(policy_text: &str, owner: &OwnerVerdict, now_s: u64) -> GuestDecision {
         decide(
             &mut GuestGate::default(),
-            &parse_policy(text),
+            &parse_policy(policy_text),
             owner,
             NOON,
-            seconds,
+            now_s,
         )
     }
 
-    fn paused_until(seconds: Option<u64>, mode: EvictionMode) -> GuestAccess {
+    fn paused_until(eviction_time_s: Option<u64>, mode: EvictionMode) -> GuestAccess {
         GuestAccess::Paused {
-            evict_at: seconds.map(Micros::from_secs),
+            evict_at: eviction_time_s.map(Micros::from_secs),
             eviction: mode,
         }
     }
@@ -267,8 +271,8 @@ mod tests {
             paused_until(Some(50), EvictionMode::Move)
         );
         assert_eq!(present_decision.reason, "alice is here");
-        let maybe_present = OwnerVerdict::Uncertain { since: Micros(1) };
-        for owner in [ABSENT_OWNER, maybe_present] {
+        let uncertain_owner = OwnerVerdict::Uncertain { since: Micros(1) };
+        for owner in [ABSENT_OWNER, uncertain_owner] {
             assert_eq!(
                 (
                     decide_once("", &owner, 60).access,
@@ -279,7 +283,7 @@ mod tests {
         }
     }
 
-    /// The eviction mode is the one that the policy sets.
+    /// The policy determines the time until eviction and the eviction mode.
     #[test]
     fn leave_after_and_then_are_applied() {
         assert_eq!(
@@ -302,12 +306,12 @@ mod tests {
     fn forbidden_hours_stop_guests_from_their_start() {
         let policy = parse_policy("never = [\"mon 12-13\"]\nleave_after = 30");
         let mut gate = GuestGate::default();
-        let minute_before = LocalTime {
+        let minute_before_hours = LocalTime {
             day: 0,
             minute: 719,
         };
         assert_eq!(
-            decide(&mut gate, &policy, &ABSENT_OWNER, minute_before, 100).access,
+            decide(&mut gate, &policy, &ABSENT_OWNER, minute_before_hours, 100).access,
             GuestAccess::Welcome
         );
         for seconds in [101, 120, 150] {
@@ -356,7 +360,7 @@ mod tests {
     #[test]
     fn unknown_policy_stops_guests() {
         let (policy, mut gate) = (parse_policy("leave_after = 30"), GuestGate::default());
-        let mut decide_at = |seconds: u64, unknown_reason, owner| {
+        let mut decide_at_second = |seconds: u64, unknown_reason, owner| {
             let (policy, now) = (&policy, Micros::from_secs(seconds));
             let presence_reason = "alice is here";
             gate.decide(&GuestInputs {
@@ -373,39 +377,39 @@ mod tests {
         };
         let policy_error = Some("owner.toml, line 2: no");
         for seconds in [101, 120] {
-            let decision = decide_at(seconds, policy_error, &ABSENT_OWNER);
+            let decision = decide_at_second(seconds, policy_error, &ABSENT_OWNER);
             assert_eq!(decision.access, paused_until(Some(131), EvictionMode::Move));
             assert_eq!(decision.reason, "owner.toml, line 2: no");
         }
         assert_eq!(
-            decide_at(140, policy_error, &PRESENT_OWNER).reason,
+            decide_at_second(140, policy_error, &PRESENT_OWNER).reason,
             "alice is here",
             "the better reason"
         );
         assert_eq!(
-            decide_at(150, None, &ABSENT_OWNER).access,
+            decide_at_second(150, None, &ABSENT_OWNER).access,
             GuestAccess::Welcome
         );
     }
 
-    /// Guests of a blocked user may never run; the decision also contains the limits for other
-    /// guests.
+    /// Guests of a blocked user may never run. The decision also contains the limits for guests of
+    /// other users.
     #[test]
     fn blocked_user_is_refused_and_limits_are_passed() {
         let mut gate = GuestGate::default();
         let policy = parse_policy("cores = 2\nmemory_free = \"1G\"\n[blocked]\nprograms = [\"x\"]");
-        let decide = |gate: &mut GuestGate, user| {
+        let decide = |gate: &mut GuestGate, vm_uid| {
             let now = Micros::from_secs(5);
-            let (policy, unknown_reason, owner, available) =
+            let (policy, unknown_reason, owner, available_bytes) =
                 (&policy, None, &ABSENT_OWNER, 2 << 30);
             gate.decide(&GuestInputs {
                 policy,
                 policy_unknown: unknown_reason,
                 blocked_uids: &[9],
-                vm_uid: user,
+                vm_uid,
                 owner_verdict: owner,
                 owner_reason: "",
-                available_bytes: available,
+                available_bytes,
                 local_time: NOON,
                 now,
             })
@@ -413,26 +417,27 @@ mod tests {
         assert_eq!(decide(&mut gate, 9).reason, "user 9 is blocked here");
         let admitted_decision = decide(&mut gate, 7);
         assert_eq!(admitted_decision.access, GuestAccess::Welcome);
-        let limits = GuestLimits {
+        let expected_limits = GuestLimits {
             guests_max: Some(2),
             free_memory_bytes: 1 << 30,
             blocked_programs: vec!["x".into()],
             blocked_users: vec![9],
         };
-        assert_eq!(admitted_decision.limits, limits);
+        assert_eq!(admitted_decision.limits, expected_limits);
     }
 
-    /// Guests may run again when there is headroom for one more task.
+    /// Guests stop when less memory is available than the owner reserves. They may run again when
+    /// there is headroom for one more task and the shortage has lasted for the minimum time.
     #[test]
     fn short_memory_stops_guests_until_headroom_returns() {
         let (policy, mut gate) = (
             parse_policy("memory_free = \"1G\"\nleave_after = 5"),
             GuestGate::default(),
         );
-        let mut decide_with_memory = |available: u64, seconds: u64| {
+        let mut decide_with_memory = |available_bytes: u64, seconds: u64| {
             let (owner, now) = (&ABSENT_OWNER, Micros::from_secs(seconds));
             let (policy, unknown_reason) = (&policy, None);
-            let needs_decision = gate.needs_decision(policy, available, now);
+            let needs_decision = gate.needs_decision(policy, available_bytes, now);
             let inputs = GuestInputs {
                 policy,
                 policy_unknown: unknown_reason,
@@ -440,19 +445,19 @@ mod tests {
                 vm_uid: 7,
                 owner_verdict: owner,
                 owner_reason: "",
-                available_bytes: available,
+                available_bytes,
                 local_time: NOON,
                 now,
             };
             let decision = gate.decide(&inputs);
             assert!(
-                !gate.needs_decision(policy, available, now),
+                !gate.needs_decision(policy, available_bytes, now),
                 "it was decided"
             );
             (needs_decision, decision.access)
         };
         const GIB: u64 = 1 << 30;
-        let paused = paused_until(Some(107), EvictionMode::Move);
+        let paused_access = paused_until(Some(107), EvictionMode::Move);
         assert_eq!(
             decide_with_memory(0, 100),
             (false, GuestAccess::Welcome),
@@ -463,15 +468,15 @@ mod tests {
             (false, GuestAccess::Welcome),
             "that is enough"
         );
-        assert_eq!(decide_with_memory(GIB - 1, 102), (true, paused));
+        assert_eq!(decide_with_memory(GIB - 1, 102), (true, paused_access));
         assert_eq!(
             decide_with_memory(2 * GIB, 103),
-            (false, paused),
+            (false, paused_access),
             "they went a moment ago"
         );
         assert_eq!(
             decide_with_memory(GIB + 1, 132),
-            (false, paused),
+            (false, paused_access),
             "not enough for one more"
         );
         assert_eq!(

@@ -19,8 +19,8 @@ pub struct LocalTime {
     pub minute: u16,
 }
 
-/// A time range that applies on one or more days of the week. If its end is not after its start,
-/// the range extends over midnight and belongs to the day on which it starts.
+/// A time range that applies on one or more days of the week. If the end of the range is not after
+/// its start, the range extends over midnight and belongs to the day on which the range starts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(try_from = "String")]
 pub struct WeeklyHours {
@@ -41,14 +41,15 @@ pub struct HoursError(String);
 impl WeeklyHours {
     /// True if the minute `at` is in the time range. The end of the range is excluded.
     pub fn contains(&self, at: LocalTime) -> bool {
-        let (today, yesterday) = (
+        let (includes_today, includes_yesterday) = (
             self.days[usize::from(at.day % 7)],
             self.days[usize::from((at.day + 6) % 7)],
         );
         if self.start_minute < self.end_minute {
-            today && (self.start_minute..self.end_minute).contains(&at.minute)
+            includes_today && (self.start_minute..self.end_minute).contains(&at.minute)
         } else {
-            (today && at.minute >= self.start_minute) || (yesterday && at.minute < self.end_minute)
+            (includes_today && at.minute >= self.start_minute)
+                || (includes_yesterday && at.minute < self.end_minute)
         }
     }
 
@@ -58,18 +59,18 @@ impl WeeklyHours {
         if self.start_minute < self.end_minute {
             return vec![*self];
         }
-        let mut next_day = self.days;
-        next_day.rotate_right(1);
-        let evening = Self {
+        let mut following_days = self.days;
+        following_days.rotate_right(1);
+        let evening_part = Self {
             end_minute: MINUTES_PER_DAY,
             ..*self
         };
-        let morning = Self {
-            days: next_day,
+        let morning_part = Self {
+            days: following_days,
             start_minute: 0,
             end_minute: self.end_minute,
         };
-        [evening, morning]
+        [evening_part, morning_part]
             .into_iter()
             .filter(|part| part.start_minute < part.end_minute)
             .collect()
@@ -104,14 +105,14 @@ fn parse_day(text: &str) -> Option<usize> {
 fn parse_days(text: &str) -> Option<[bool; 7]> {
     let mut included_days = [false; 7];
     for part in text.split(',') {
-        let (first, last) = part.split_once('-').unwrap_or((part, part));
-        let (first, last) = (parse_day(first)?, parse_day(last)?);
-        let mut i = first;
-        while i != last {
+        let (first_day, last_day) = part.split_once('-').unwrap_or((part, part));
+        let (first_day, last_day) = (parse_day(first_day)?, parse_day(last_day)?);
+        let mut i = first_day;
+        while i != last_day {
             included_days[i] = true;
             i = (i + 1) % 7;
         }
-        included_days[last] = true;
+        included_days[last_day] = true;
     }
     Some(included_days)
 }
@@ -143,18 +144,21 @@ impl FromStr for WeeklyHours {
         let whole_day = (0, MINUTES_PER_DAY);
         let days_and_range = match tokens[..] {
             ["always"] => Some(([true; 7], whole_day)),
-            [one] => match (parse_days(one), parse_minute_range(one)) {
+            [token] => match (parse_days(token), parse_minute_range(token)) {
                 (Some(days), _) => Some((days, whole_day)),
-                (None, span) => span.map(|span| ([true; 7], span)),
+                (None, minute_range) => minute_range.map(|minute_range| ([true; 7], minute_range)),
             },
-            [first, second] => parse_days(first).zip(parse_minute_range(second)),
+            [days_token, range_token] => {
+                parse_days(days_token).zip(parse_minute_range(range_token))
+            }
             _ => None,
         };
-        let (days, (start, end)) = days_and_range.ok_or_else(|| HoursError(text.to_string()))?;
+        let (days, (start_minute, end_minute)) =
+            days_and_range.ok_or_else(|| HoursError(text.to_string()))?;
         Ok(Self {
             days,
-            start_minute: start,
-            end_minute: end,
+            start_minute,
+            end_minute,
         })
     }
 }
@@ -178,20 +182,20 @@ impl fmt::Display for WeeklyHours {
             let mut parts: Vec<String> = Vec::new();
             let mut i = 0;
             while i < 7 {
-                let consecutive_days = self.days[i..]
+                let consecutive_day_count = self.days[i..]
                     .iter()
                     .take_while(|is_selected| **is_selected)
                     .count();
-                match consecutive_days {
+                match consecutive_day_count {
                     0 => {}
                     1 => parts.push(DAY_NAMES[i].to_string()),
                     _ => parts.push(format!(
                         "{}-{}",
                         DAY_NAMES[i],
-                        DAY_NAMES[i + consecutive_days - 1]
+                        DAY_NAMES[i + consecutive_day_count - 1]
                     )),
                 }
-                i += consecutive_days.max(1);
+                i += consecutive_day_count.max(1);
             }
             f.write_str(&parts.join(","))?;
         }
@@ -225,7 +229,7 @@ mod tests {
         }
     }
 
-    /// A time range includes its first minute and excludes its end.
+    /// A time range includes its first minute and excludes the minute of its end.
     #[test]
     fn hours_include_start_and_exclude_end() {
         let office_hours = parse_hours("mon-fri 9-17:30");
@@ -248,7 +252,8 @@ mod tests {
         );
     }
 
-    /// Sunday night extends into Monday.
+    /// Hours over midnight belong to the day on which they start. Hours that start on Sunday extend
+    /// into Monday.
     #[test]
     fn hours_over_midnight_belong_to_start_day() {
         let night_hours = parse_hours("fri 22-6");

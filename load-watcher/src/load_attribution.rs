@@ -15,8 +15,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 
-/// Maximum number of counters of processes and groups. If there are more counters, a measurement
-/// yields no result.
+/// Maximum number of open counters of processes and control groups. If more counters are needed, a
+/// measurement yields no result.
 pub const COUNTERS_MAX: usize = 512;
 /// Maximum number of bytes that are read from a counter's file; the files are shorter.
 const COUNTER_FILE_BYTES_MAX: usize = 1024;
@@ -41,8 +41,8 @@ struct CpuTimeCounter {
     file: File,
     /// Value of the counter at its last reading, in microseconds.
     last_us: u64,
-    /// True for a task's main process or control group. False for a child process, whose time is
-    /// included in the time of its parent after its exit.
+    /// True for a task's main process or control group. False for a child process; after its exit,
+    /// the time of a child process is included in the time of its parent.
     is_task: bool,
 }
 
@@ -57,10 +57,11 @@ pub struct TaskLoad {
     tasks_changed: bool,
     /// CPU time that all tasks have used since this value was created, in microseconds.
     used_us: u64,
-    /// CPU times of the host and `used_us` at the last measured sample; `None` if the last sample
-    /// was not measured.
+    /// The CPU times of the host and the value of `used_us` at the last sample in which the tasks
+    /// were measured. `None` before the first such sample and after a skipped sample.
     last_sample: Option<(CpuTimes, u64)>,
-    /// CPU times of the host and `used_us` at the last measurement of the external load.
+    /// The CPU times of the host and the value of `used_us` at the last measurement of the external
+    /// load.
     last_measurement: Option<(CpuTimes, u64)>,
     /// Time at which the processes were last listed, in clock ticks since boot.
     listed_at_ticks: u64,
@@ -69,9 +70,9 @@ pub struct TaskLoad {
 
 /// Returns the time since boot in clock ticks.
 fn ticks_since_boot() -> u64 {
-    let time_since_boot = clock_gettime(ClockId::CLOCK_BOOTTIME)
+    let ticks = clock_gettime(ClockId::CLOCK_BOOTTIME)
         .map_or(0, |time| time.tv_sec() * 100 + time.tv_nsec() / 10_000_000);
-    u64::try_from(time_since_boot).unwrap_or(0)
+    u64::try_from(ticks).unwrap_or(0)
 }
 
 /// Returns the control group of the task with the main process `pid`; `None` if the task has no
@@ -84,27 +85,33 @@ fn task_group(root: &Path, pid: i32, mounts: &[u8]) -> Option<PathBuf> {
 }
 
 /// Returns all descendants of a process: the child processes of all its threads, the child
-/// processes of these, and so on. Lists about [`COUNTERS_MAX`] processes at most.
+/// processes of these, and so on. Stops after about [`COUNTERS_MAX`] processes.
 fn descendants(root: &Path, pid: i32) -> BTreeSet<i32> {
-    let (mut unvisited, mut processes) = (vec![pid], BTreeSet::new());
-    while let Some(parent) = unvisited.pop().filter(|_| processes.len() < COUNTERS_MAX) {
-        let threads = fs::read_dir(root.join(parent.to_string()).join("task"));
+    let (mut unvisited_pids, mut descendant_pids) = (vec![pid], BTreeSet::new());
+    while let Some(parent_pid) = unvisited_pids
+        .pop()
+        .filter(|_| descendant_pids.len() < COUNTERS_MAX)
+    {
+        let threads = fs::read_dir(root.join(parent_pid.to_string()).join("task"));
         for thread in threads.into_iter().flatten().flatten() {
             let text = fs::read_to_string(thread.path().join("children")).unwrap_or_default();
             let children = text.split_whitespace().filter_map(|pid| pid.parse().ok());
-            unvisited.extend(children.filter(|child| *child != pid && processes.insert(*child)));
+            unvisited_pids.extend(
+                children
+                    .filter(|child_pid| *child_pid != pid && descendant_pids.insert(*child_pid)),
+            );
         }
     }
-    processes
+    descendant_pids
 }
 
-/// Returns all processes of the task with the main process `pid`: the members of its control group,
-/// or the process and its descendants if the task has no control group of its own.
+/// Returns all processes of the task with the main process `pid`: the members of the task's control
+/// group, or the main process and its descendants if the task has no control group of its own.
 pub fn task_processes(root: &Path, pid: i32) -> BTreeSet<i32> {
     let mounts = fs::read(root.join("self/mountinfo")).unwrap_or_default();
     let group_members = task_group(root, pid, &mounts)
         .and_then(|group| fs::read_to_string(group.join("cgroup.procs")).ok());
-    let mut processes = match group_members {
+    let mut pids = match group_members {
         // The kernel reports processes outside of this PID namespace as 0.
         Some(text) => text
             .lines()
@@ -113,8 +120,8 @@ pub fn task_processes(root: &Path, pid: i32) -> BTreeSet<i32> {
             .collect(),
         None => descendants(root, pid),
     };
-    processes.insert(pid);
-    processes
+    pids.insert(pid);
+    pids
 }
 
 impl CounterSource {
@@ -152,38 +159,40 @@ impl TaskLoad {
             match task_group(&self.proc_dir, *pid, &mounts) {
                 Some(group) => drop(new_sources.insert(CounterSource::Group(group), (*pid, true))),
                 None => {
-                    for child in descendants(&self.proc_dir, *pid) {
+                    for child_pid in descendants(&self.proc_dir, *pid) {
                         new_sources
-                            .entry(CounterSource::Process(child))
-                            .or_insert((child, false));
+                            .entry(CounterSource::Process(child_pid))
+                            .or_insert((child_pid, false));
                     }
                     new_sources.insert(CounterSource::Process(*pid), (*pid, true));
                 }
             }
         }
         self.too_many_counters = new_sources.len() > COUNTERS_MAX;
-        let previous_listing = std::mem::replace(&mut self.listed_at_ticks, ticks_since_boot());
+        let previous_listing_ticks =
+            std::mem::replace(&mut self.listed_at_ticks, ticks_since_boot());
         // All counters are read once more before some of them are removed.
         self.read_counters();
         let tasks_changed = &mut self.tasks_changed;
-        self.counters.retain(|source, part| {
+        self.counters.retain(|source, counter| {
             let is_listed = new_sources.contains_key(source);
-            *tasks_changed |= part.is_task && !is_listed;
+            *tasks_changed |= counter.is_task && !is_listed;
             is_listed
         });
         for (source, (pid, is_task)) in new_sources.into_iter().take(COUNTERS_MAX) {
             if !self.counters.contains_key(&source)
-                && let Some(part) = self.open_counter(&source, pid, is_task, previous_listing)
+                && let Some(counter) =
+                    self.open_counter(&source, pid, is_task, previous_listing_ticks)
             {
                 self.tasks_changed |= is_task;
-                self.counters.insert(source, part);
+                self.counters.insert(source, counter);
             }
         }
     }
 
-    /// Opens a counter. If the process started after `listed_at_ticks`, the time of the previous
-    /// listing, all its time counts; otherwise only its time after this call. `is_main` is true for
-    /// a main process or control group.
+    /// Opens a counter. If the process started after the previous listing (at `listed_at_ticks`),
+    /// all its time counts; otherwise only the time after this call counts. `is_main` is true for a
+    /// main process or control group.
     fn open_counter(
         &self,
         source: &CounterSource,
@@ -257,9 +266,9 @@ impl TaskLoad {
         self.last_sample = None;
     }
 
-    /// Returns the external load as an exponential mean over several measurements, in processors.
-    /// `None` at the first call. Also `None` if a task started or ended in the period, unless the
-    /// total load is too low to matter.
+    /// Returns the external load in processors, as an exponential mean over several measurements.
+    /// `None` at the first call. Also `None` if a task started or ended in the period or there are
+    /// too many counters, unless the total load is too low to matter.
     pub fn measure_external_processors(&mut self, times: CpuTimes, cores: u32) -> Option<f32> {
         self.read_counters();
         let is_comparable = !std::mem::take(&mut self.tasks_changed) && !self.too_many_counters;
@@ -445,8 +454,8 @@ mod tests {
         );
     }
 
-    /// A period in which a task started or ended yields no result, unless the load is too low to
-    /// matter.
+    /// A period in which a task started or ended yields no result, unless the total load is too low
+    /// to matter.
     #[test]
     fn period_with_task_change_gives_no_result() {
         let proc = ProcFixture::new();
@@ -505,7 +514,8 @@ mod tests {
         assert!(task_load.origin_matters(cpu_times(200, 150), 2));
     }
 
-    /// The child process is a real process, and its time counts from its start.
+    /// The time of a child process that started after the last listing counts from its start. The
+    /// test uses a real process.
     #[test]
     fn new_child_counts_from_its_start() {
         let mut task_load = TaskLoad::new(Path::new("/proc"));

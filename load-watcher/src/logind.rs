@@ -59,10 +59,10 @@ impl LogindClient {
     /// The process has no free descriptor, or no thread can be created.
     pub fn start_queries(address: String) -> std::io::Result<Self> {
         let sessions = Mutex::new(Evidence::Unavailable("logind has not answered yet".into()));
-        let change_notifier = EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?;
+        let change_event = EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?;
         let shared_answer = Arc::new(SharedAnswer {
             sessions,
-            change_event: change_notifier,
+            change_event,
         });
         let thread_answer = Arc::clone(&shared_answer);
         let runtime = tokio::runtime::Builder::new_current_thread()
@@ -109,7 +109,8 @@ impl LogindClient {
 }
 
 impl SharedAnswer {
-    /// Stores a new answer. Returns true if it differs from the previous one.
+    /// Stores a new answer and makes the descriptor readable if the answer differs from the
+    /// previous one. Returns true if it differs.
     fn store_sessions(&self, sessions: Evidence<Vec<Session>>) -> bool {
         let mut stored_sessions = self.sessions.lock().unwrap_or_else(PoisonError::into_inner);
         let has_changed = *stored_sessions != sessions;
@@ -130,9 +131,9 @@ async fn run_connection(address: &str, shared_answer: &SharedAnswer) -> zbus::Re
         .await
         .map_err(|_| zbus::Error::Failure("the bus does not answer".into()))??;
     // The signals are subscribed before the first query, so that no change is lost.
-    let signal_rule = || MatchRule::builder().msg_type(message::Type::Signal);
-    let logind_signals = signal_rule().sender(LOGIND_SERVICE)?.build();
-    let owner_changes = signal_rule()
+    let signal_rule_builder = || MatchRule::builder().msg_type(message::Type::Signal);
+    let logind_signals = signal_rule_builder().sender(LOGIND_SERVICE)?.build();
+    let owner_changes = signal_rule_builder()
         .sender("org.freedesktop.DBus")?
         .member("NameOwnerChanged")?
         .add_arg(LOGIND_SERVICE)?
@@ -157,8 +158,8 @@ async fn next_signal(signals: &mut MessageStream) -> Option<zbus::Result<zbus::M
     std::future::poll_fn(|cx| Pin::new(&mut *signals).poll_next(cx)).await
 }
 
-/// Reads all sessions of persons. `lock_times` contains, for each locked session by name, the time
-/// at which the lock was first seen. The function updates `lock_times`.
+/// Reads all sessions of persons. `lock_times` contains the time at which the lock of each locked
+/// session was first seen, by session name; the function updates these times.
 async fn read_sessions(
     bus: &Connection,
     lock_times: &mut BTreeMap<String, Micros>,
@@ -271,18 +272,20 @@ mod tests {
     use super::*;
     use zbus::zvariant::Value;
 
-    fn desktop_properties(additional: &[(&str, Value<'_>)]) -> HashMap<String, OwnedValue> {
-        let text = [
+    fn desktop_properties(
+        additional_properties: &[(&str, Value<'_>)],
+    ) -> HashMap<String, OwnedValue> {
+        let text_properties = [
             ("Class", "user"),
             ("State", "active"),
             ("Type", "wayland"),
             ("Name", "olga"),
             ("TTY", "tty2"),
         ];
-        let text = text.map(|(name, value)| (name, Value::from(value)));
-        let properties = text
+        let text_properties = text_properties.map(|(name, value)| (name, Value::from(value)));
+        let properties = text_properties
             .iter()
-            .chain(additional)
+            .chain(additional_properties)
             .map(|(name, value)| (name.to_string(), value.try_to_owned().expect("plain")));
         properties.collect()
     }
@@ -305,8 +308,8 @@ mod tests {
         ];
         let Session {
             login,
-            is_remote: remote,
-            has_screen: graphical,
+            is_remote,
+            has_screen,
             screen_use: reported_use,
         } = session_from_properties("3", &desktop_properties(&remote_properties), None)
             .expect("somebody");
@@ -319,7 +322,7 @@ mod tests {
             ("olga", "tty2", "10.0.0.9")
         );
         assert_eq!(
-            (login.at, remote, graphical, reported_use),
+            (login.at, is_remote, has_screen, reported_use),
             (Micros(5), true, true, ScreenUse::Unknown)
         );
         assert_eq!(
@@ -336,25 +339,31 @@ mod tests {
     /// A locked screen counts as idle even if the desktop does not report that it is idle.
     #[test]
     fn idle_and_locked_hints_determine_screen_use() {
-        let hints =
+        let idle_hints =
             |hint: bool, since: u64| [("IdleHint", hint.into()), ("IdleSinceHint", since.into())];
         assert_eq!(
-            parsed_screen_use(&hints(true, 70), None),
+            parsed_screen_use(&idle_hints(true, 70), None),
             ScreenUse::IdleSince(Micros(70))
         );
-        assert_eq!(parsed_screen_use(&hints(false, 70), None), ScreenUse::InUse);
         assert_eq!(
-            parsed_screen_use(&hints(false, 0), None),
+            parsed_screen_use(&idle_hints(false, 70), None),
+            ScreenUse::InUse
+        );
+        assert_eq!(
+            parsed_screen_use(&idle_hints(false, 0), None),
             ScreenUse::Unknown,
             "it has never said anything"
         );
-        assert_eq!(parsed_screen_use(&hints(true, 0), None), ScreenUse::Unknown);
         assert_eq!(
-            parsed_screen_use(&hints(false, 70), Some(Micros(90))),
+            parsed_screen_use(&idle_hints(true, 0), None),
+            ScreenUse::Unknown
+        );
+        assert_eq!(
+            parsed_screen_use(&idle_hints(false, 70), Some(Micros(90))),
             ScreenUse::IdleSince(Micros(90))
         );
         assert_eq!(
-            parsed_screen_use(&hints(true, 70), Some(Micros(90))),
+            parsed_screen_use(&idle_hints(true, 70), Some(Micros(90))),
             ScreenUse::IdleSince(Micros(70))
         );
     }

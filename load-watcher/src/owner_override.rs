@@ -1,11 +1,11 @@
 //! Overrides of owners: settings that `pvm owner` writes for the load watchers of the machine
 //! ("here", "away", times without guests, a number of cores).
 //!
-//! A user's override is stored in `/var/tmp/sempa-owner-UID.toml`; another directory can be
-//! configured. Only that user and root can write the file: the directory has the sticky bit, and a
-//! file is accepted only if it belongs to the user whose uid is in its name. Therefore an owner
-//! needs no rights in another user's virtual machine. Only [`read_all`], [`read`] and [`write()`]
-//! perform I/O.
+//! The override of the user UID is stored in `/var/tmp/sempa-owner-UID.toml`; another directory can
+//! be configured. Only this user and root can write the file: the directory has the sticky bit, and
+//! the file is accepted only if it belongs to the user whose uid is in the file name. Therefore an
+//! owner needs no rights in another user's virtual machine. Only [`read_all`], [`read`] and
+//! [`write()`] perform I/O.
 
 use crate::hours::WeeklyHours;
 use crate::policy::{Policy, PolicyError, line_of_key};
@@ -62,7 +62,7 @@ pub struct DeclaredPresence {
     pub declared_at: Micros,
     /// Time at which the declaration expires, in microseconds since 1970.
     pub expires_at: Micros,
-    /// True if the next login or logout ends the declaration before `until`.
+    /// True if the next login or logout ends the declaration before `expires_at`.
     pub ends_with_visit: bool,
 }
 
@@ -91,17 +91,21 @@ impl OwnerOverride {
             state,
             at_us,
             until_us,
-            visit,
-            never,
+            visit: ends_with_visit,
+            never: forbidden_hours,
             cores,
         } = content;
         let presence = match (state, at_us, until_us) {
-            (Some(state), Some(at), Some(until)) if at <= until => Some(DeclaredPresence {
-                state,
-                declared_at: Micros(at),
-                expires_at: Micros(until),
-                ends_with_visit: visit,
-            }),
+            (Some(state), Some(declared_at_us), Some(expires_at_us))
+                if declared_at_us <= expires_at_us =>
+            {
+                Some(DeclaredPresence {
+                    state,
+                    declared_at: Micros(declared_at_us),
+                    expires_at: Micros(expires_at_us),
+                    ends_with_visit,
+                })
+            }
             (None, ..) => None,
             _ => {
                 let (line, reason) = (
@@ -118,7 +122,7 @@ impl OwnerOverride {
         Ok(Self {
             presence,
             policy: Policy {
-                forbidden_hours: never,
+                forbidden_hours,
                 cores,
                 ..Policy::default()
             },
@@ -130,9 +134,9 @@ impl OwnerOverride {
         let mut toml_text = "# Written by `pvm owner`; `pvm owner auto` removes it.\n".to_string();
         if let Some(DeclaredPresence {
             state,
-            declared_at: at,
-            expires_at: until,
-            ends_with_visit: visit,
+            declared_at,
+            expires_at,
+            ends_with_visit,
         }) = self.presence
         {
             let state = if state == Presence::Away {
@@ -140,14 +144,16 @@ impl OwnerOverride {
             } else {
                 "here"
             };
-            let (at, until) = (at.0, until.0);
+            let (declared_at, expires_at) = (declared_at.0, expires_at.0);
             toml_text.push_str(&format!(
-                "state = \"{state}\"\nat_us = {at}\nuntil_us = {until}\nvisit = {visit}\n"
+                "state = \"{state}\"\nat_us = {declared_at}\nuntil_us = {expires_at}\nvisit = {ends_with_visit}\n"
             ));
         }
-        if let Some(never) = &self.policy.forbidden_hours {
-            let hour_texts: Vec<String> =
-                never.iter().map(|hours| format!("\"{hours}\"")).collect();
+        if let Some(forbidden_hours) = &self.policy.forbidden_hours {
+            let hour_texts: Vec<String> = forbidden_hours
+                .iter()
+                .map(|hours| format!("\"{hours}\""))
+                .collect();
             toml_text.push_str(&format!("never = [{}]\n", hour_texts.join(", ")));
         }
         if let Some(cores) = self.policy.cores {
@@ -170,7 +176,7 @@ pub fn overrides_dir(configured_dir: Option<PathBuf>) -> PathBuf {
         .unwrap_or_else(|| PathBuf::from(OVERRIDES_DIR))
 }
 
-/// Reason why a file of a user was not used.
+/// Reason why a file of a user was not trusted and therefore not used.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum UntrustedFileError {
     /// The file cannot be opened or read, or is not UTF-8 text. Nothing in the file is used.
@@ -199,8 +205,9 @@ pub fn override_file(dir: &Path, uid: u32) -> PathBuf {
     dir.join(format!("{OVERRIDE_PREFIX}{uid}{OVERRIDE_SUFFIX}"))
 }
 
-/// Reads a file that only user `uid` or root can have written; `None` if the file does not exist.
-/// At most `bytes_max` + 1 bytes are read, so that the caller can detect a longer file.
+/// Reads a file that only user `uid` or root can have written. Returns its text; `None` if the file
+/// does not exist. Reads at most `bytes_max` + 1 bytes, so that the caller can detect a longer
+/// file.
 ///
 /// # Errors
 /// Another user could have written the file, or the file cannot be read.
@@ -209,7 +216,7 @@ pub(crate) fn read_trusted(
     uid: u32,
     bytes_max: u64,
 ) -> Result<Option<String>, UntrustedFileError> {
-    let unreadable = |error: io::Error| UntrustedFileError::Unreadable {
+    let unreadable_error = |error: io::Error| UntrustedFileError::Unreadable {
         path: path.to_path_buf(),
         reason: error.to_string(),
     };
@@ -221,9 +228,9 @@ pub(crate) fn read_trusted(
     let file = match open_result {
         Ok(file) => file,
         Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
-        Err(e) => return Err(unreadable(e)),
+        Err(e) => return Err(unreadable_error(e)),
     };
-    let metadata = file.metadata().map_err(unreadable)?;
+    let metadata = file.metadata().map_err(unreadable_error)?;
     if !metadata.is_file() || metadata.uid() != uid || metadata.mode() & 0o022 != 0 {
         return Err(UntrustedFileError::NotOwnFile {
             path: path.to_path_buf(),
@@ -233,7 +240,7 @@ pub(crate) fn read_trusted(
     let mut text = String::new();
     file.take(bytes_max + 1)
         .read_to_string(&mut text)
-        .map_err(unreadable)?;
+        .map_err(unreadable_error)?;
     Ok(Some(text))
 }
 
@@ -250,7 +257,7 @@ pub fn read(dir: &Path, uid: u32) -> Result<OwnerOverride, OverrideError> {
 }
 
 /// Returns the uids of the users who have a file with this suffix in the directory, in ascending
-/// order.
+/// order, at most `OVERRIDES_MAX` uids.
 pub(crate) fn users_with_file(dir: &Path, suffix: &str) -> Vec<u32> {
     let uid_of_entry = |entry: fs::DirEntry| {
         let name = entry.file_name();
@@ -293,7 +300,7 @@ pub fn write(dir: &Path, uid: u32, owner_override: &OwnerOverride) -> io::Result
 }
 
 /// Replaces the file `path` of a user atomically by `text`, or removes the file if `text` is
-/// `None`.
+/// `None`. Succeeds if a file to be removed does not exist.
 pub(crate) fn write_atomically(
     dir: &Path,
     uid: u32,
@@ -303,7 +310,7 @@ pub(crate) fn write_atomically(
     let Some(text) = text else {
         return match fs::remove_file(path) {
             Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(()),
-            other => other,
+            result => result,
         };
     };
     // The file is written under another name and then renamed, so that no reader sees an incomplete
@@ -376,7 +383,7 @@ mod tests {
                 .to_string()
                 .contains("not trusted")
         );
-        // Now the file belongs to another user than the user whose uid is in its name.
+        // Now the owner of the file differs from the user whose uid is in the file name.
         fs::set_permissions(&path, fs::Permissions::from_mode(0o644)).expect("the test's own file");
         fs::rename(&path, override_file(dir.path(), own_uid() + 1)).expect("the test's own file");
         let (overrides, errors) = read_all(dir.path());
@@ -420,9 +427,9 @@ mod tests {
 
     proptest! {
         #[test]
-        fn formatted_override_parses_unchanged(start_s in 0_u64..1 << 40, duration_s in 0_u64..1 << 20, here: bool, visit: bool, cores: u32) {
-            let state = if here { Presence::Here } else { Presence::Away };
-            let declared_presence = DeclaredPresence { state, declared_at: Micros::from_secs(start_s), expires_at: Micros::from_secs(start_s + duration_s), ends_with_visit: visit };
+        fn formatted_override_parses_unchanged(start_s in 0_u64..1 << 40, duration_s in 0_u64..1 << 20, is_here: bool, ends_with_visit: bool, cores: u32) {
+            let state = if is_here { Presence::Here } else { Presence::Away };
+            let declared_presence = DeclaredPresence { state, declared_at: Micros::from_secs(start_s), expires_at: Micros::from_secs(start_s + duration_s), ends_with_visit };
             let hours = Some(vec!["mon-fri 9-17".parse().expect("good")]);
             let owner_override = OwnerOverride { presence: Some(declared_presence), policy: Policy { cores: Some(cores), forbidden_hours: hours, ..Policy::default() } };
             prop_assert_eq!(OwnerOverride::parse("x", &owner_override.to_toml()), Ok(owner_override));

@@ -19,7 +19,7 @@ use toml::Spanned;
 
 /// Maximum size of a policy file in bytes.
 pub const POLICY_BYTES_MAX: usize = 64 << 10;
-/// Maximum number of entries of one list in a policy file.
+/// Maximum number of entries in each list of a policy file.
 pub const LIST_ENTRIES_MAX: usize = 256;
 /// Maximum number of entries of a list that was merged from several owners' lists.
 const UNION_ENTRIES_MAX: usize = 4 * LIST_ENTRIES_MAX;
@@ -175,8 +175,8 @@ impl PartialEq for BlockedUser {
     }
 }
 
-/// The settings of one policy file. A missing setting is taken from the policy with the next lower
-/// priority.
+/// The settings of one policy file. A setting that the file does not contain is taken from the
+/// policy with the next lower priority.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Policy {
@@ -186,7 +186,8 @@ pub struct Policy {
     /// Hours of the week at which no guests may run.
     #[serde(rename = "never")]
     pub forbidden_hours: Option<Vec<WeeklyHours>>,
-    /// If present, the only hours of the week at which guests may run.
+    /// The only hours of the week at which guests may run; `None` if guests may run at all hours
+    /// that are not forbidden.
     #[serde(rename = "only")]
     pub allowed_hours: Option<Vec<WeeklyHours>>,
     /// Maximum number of guests, and of processors that all guests together use.
@@ -242,7 +243,9 @@ pub(crate) fn line_of_key(text: &str, key: &str) -> usize {
             .strip_prefix(key)
             .is_some_and(|rest| rest.trim_start().starts_with('='))
     };
-    text.lines().position(sets_key).map_or(1, |at| at + 1)
+    text.lines()
+        .position(sets_key)
+        .map_or(1, |line_index| line_index + 1)
 }
 
 impl Policy {
@@ -251,30 +254,30 @@ impl Policy {
     /// # Errors
     /// Contains the line and the reason.
     pub fn parse(file: &str, text: &str) -> Result<Self, PolicyError> {
-        let refusal = |line, reason| PolicyError {
+        let refusal_error = |line, reason| PolicyError {
             file: file.to_string(),
             line,
             reason,
         };
         if text.len() > POLICY_BYTES_MAX {
-            return Err(refusal(
+            return Err(refusal_error(
                 1,
                 format!("the file is longer than {POLICY_BYTES_MAX} bytes"),
             ));
         }
         let mut policy: Self =
             toml::from_str(text).map_err(|error| PolicyError::from_toml(file, text, &error))?;
-        let users = policy
+        let blocked_users = policy
             .blocked
             .iter_mut()
             .flat_map(|blocked| &mut blocked.users)
             .flatten();
-        users.for_each(|user| {
+        blocked_users.for_each(|user| {
             user.source = format!("{file}, line {}", line_number(text, user.byte_offset))
         });
         policy
             .validate()
-            .map_err(|(key, reason)| refusal(line_of_key(text, key), reason))?;
+            .map_err(|(key, reason)| refusal_error(line_of_key(text, key), reason))?;
         Ok(policy)
     }
 
@@ -300,21 +303,21 @@ impl Policy {
         *self == Self::default()
     }
 
-    /// Checks the nice level and the lengths of the lists, which the types do not limit. The error
-    /// contains the key and the reason.
+    /// Checks the nice level and the lengths of the lists, because their types permit larger
+    /// values. The error contains the key and the reason.
     fn validate(&self) -> Result<(), (&'static str, String)> {
         if let Some(nice) = self.nice.filter(|nice| *nice > 19) {
             return Err(("nice", format!("nice = {nice}: the highest level is 19")));
         }
         let blocked = self.blocked.clone().unwrap_or_default();
-        let lists = [
+        let list_lengths = [
             ("never", self.forbidden_hours.as_ref().map(Vec::len)),
             ("only", self.allowed_hours.as_ref().map(Vec::len)),
             ("owners", self.owners.as_ref().map(Vec::len)),
             ("programs", blocked.programs.as_ref().map(Vec::len)),
             ("users", blocked.users.as_ref().map(Vec::len)),
         ];
-        match lists
+        match list_lengths
             .iter()
             .find(|(_, len)| len.is_some_and(|len| len > LIST_ENTRIES_MAX))
         {
@@ -390,7 +393,7 @@ impl Policy {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct MergedPolicy {
     pub policy: Policy,
-    /// For each setting its name, its value as in a policy file, and its origin.
+    /// For each setting: its name, its value as in a policy file, and its origin.
     pub settings: Vec<(&'static str, String, String)>,
 }
 
@@ -407,7 +410,7 @@ impl MergedPolicy {
             })
     }
 
-    /// Creates a merged policy from one policy; all its settings have the origin `origin`.
+    /// Creates a merged policy from one policy; all settings have the origin `origin`.
     fn from_single(origin: String, policy: Policy) -> Self {
         let settings = policy
             .to_settings()
@@ -417,8 +420,8 @@ impl MergedPolicy {
         Self { policy, settings }
     }
 
-    /// Adds the settings of `lower_priority`, a policy of lower priority, that this policy does not
-    /// contain.
+    /// Returns this policy with the settings of `lower_priority` that this policy does not contain.
+    /// `lower_priority` is a policy of lower priority.
     pub fn fill_missing_from(self, lower_priority: Self) -> Self {
         let Self {
             policy,
@@ -443,7 +446,7 @@ impl MergedPolicy {
             memory_free,
             nice,
             leave_after,
-            eviction_mode: lower_eviction,
+            eviction_mode: lower_eviction_mode,
             idle_after_min,
             blocked,
         } = lower_priority.policy;
@@ -459,7 +462,7 @@ impl MergedPolicy {
             memory_free: policy.memory_free.or(memory_free),
             nice: policy.nice.or(nice),
             leave_after: policy.leave_after.or(leave_after),
-            eviction_mode: policy.eviction_mode.or(lower_eviction),
+            eviction_mode: policy.eviction_mode.or(lower_eviction_mode),
             idle_after_min: policy.idle_after_min.or(idle_after_min),
             blocked: Some(merged_blocked),
         };
@@ -467,8 +470,8 @@ impl MergedPolicy {
     }
 
     /// Merges the policies of two owners with equal rights: the more restrictive value of each
-    /// setting is used. The eviction mode that frees the machine more reliably counts as more
-    /// restrictive.
+    /// setting is used. Of two eviction modes, the mode that frees the machine more reliably counts
+    /// as more restrictive. For `idle_after_min`, the larger number counts as more restrictive.
     pub fn restrict_by(self, other: Self) -> Self {
         let (a, b) = (self.policy, other.policy);
         let blocked = (a.blocked.unwrap_or_default(), b.blocked.unwrap_or_default());
@@ -476,7 +479,7 @@ impl MergedPolicy {
             LeaveAfter::Seconds(seconds) => *seconds,
             LeaveAfter::Never => u64::MAX,
         };
-        let certainty = |mode: &EvictionMode| match mode {
+        let eviction_certainty = |mode: &EvictionMode| match mode {
             EvictionMode::Kill => 2,
             EvictionMode::Checkpoint => 1,
             EvictionMode::Move => 0,
@@ -505,7 +508,7 @@ impl MergedPolicy {
                 .eviction_mode
                 .into_iter()
                 .chain(b.eviction_mode)
-                .max_by_key(certainty),
+                .max_by_key(eviction_certainty),
             idle_after_min: combine_options(a.idle_after_min, b.idle_after_min, |a, b| a.max(b)),
             blocked: Some(Blocked {
                 programs: merge_lists(blocked.0.programs, blocked.1.programs),
@@ -519,11 +522,11 @@ impl MergedPolicy {
         let origin = |name: &str, value: &str| {
             let candidates: Vec<_> = source_settings
                 .iter()
-                .filter(|(candidate, ..)| *candidate == name)
+                .filter(|(candidate_text, ..)| *candidate_text == name)
                 .collect();
             let single_origin = candidates
                 .iter()
-                .find(|(_, candidate, _)| candidate == value)
+                .find(|(_, candidate_text, _)| candidate_text == value)
                 .map(|(.., origin)| origin.clone());
             single_origin.unwrap_or_else(|| {
                 let origins: Vec<&str> = candidates
@@ -589,12 +592,12 @@ mod tests {
             "owners",
             "then",
         ];
-        let uncommented: String = EXAMPLE_POLICY
+        let uncommented_text: String = EXAMPLE_POLICY
             .lines()
             .map(|l| l.strip_prefix("#! ").unwrap_or(l))
             .map(|l| format!("{l}\n"))
             .collect();
-        let full_policy = Policy::parse("owner.toml", &uncommented)
+        let full_policy = Policy::parse("owner.toml", &uncommented_text)
             .expect("what is commented out is good as well");
         let mut full_names: Vec<&str> =
             MergedPolicy::from_priority_list([(String::new(), &full_policy)])
@@ -656,17 +659,22 @@ mod tests {
         assert!(Policy::parse("o.toml", &"#".repeat(POLICY_BYTES_MAX + 1)).is_err());
     }
 
-    /// The origin of each setting is the policy from which the setting was taken.
+    /// Each setting is taken from the first policy that contains the setting, and this policy is
+    /// the origin of the setting.
     #[test]
     fn first_policy_with_a_setting_determines_it() {
         let parse = |text: &str| Policy::parse("x", text).expect("good");
-        let owner = parse("never = [\"9-17\"]\n[blocked]\nusers = [\"bob\"]");
-        let admin = parse("never = []\ncores = 2\n[blocked]\nprograms = [\"miner\"]\nusers = []");
+        let owner_policy = parse("never = [\"9-17\"]\n[blocked]\nusers = [\"bob\"]");
+        let admin_policy =
+            parse("never = []\ncores = 2\n[blocked]\nprograms = [\"miner\"]\nusers = []");
         let merged_policy = MergedPolicy::from_priority_list([
-            ("owner".to_string(), &owner),
-            ("admin".to_string(), &admin),
+            ("owner".to_string(), &owner_policy),
+            ("admin".to_string(), &admin_policy),
         ]);
-        assert_eq!(merged_policy.policy.forbidden_hours, owner.forbidden_hours);
+        assert_eq!(
+            merged_policy.policy.forbidden_hours,
+            owner_policy.forbidden_hours
+        );
         assert_eq!(merged_policy.policy.cores, Some(2));
         let blocked = merged_policy.policy.blocked.expect("said");
         let users: Vec<(&str, &str)> = blocked
@@ -690,7 +698,8 @@ mod tests {
         );
     }
 
-    /// The origin of a value that was computed from several policies names all of these policies.
+    /// Of the settings of two owners, the most restrictive value of each setting is used. The
+    /// origin of a value that was computed from both policies names both policies.
     #[test]
     fn most_restrictive_owner_wins_per_setting() {
         let parse_with_origin = |origin: &str, text: &str| {
@@ -699,12 +708,12 @@ mod tests {
                 &Policy::parse("x", text).expect("good"),
             )])
         };
-        let olga_policy = "only = [\"mon-fri 18-8\"]\ncores = 3\nnice = 5\nleave_after = \"never\"\nmemory_free = \"2G\"\n\
+        let olga_policy_text = "only = [\"mon-fri 18-8\"]\ncores = 3\nnice = 5\nleave_after = \"never\"\nmemory_free = \"2G\"\n\
                     [blocked]\nusers = [\"bob\"]";
-        let otto_policy = "only = [\"mon,tue\"]\nnever = [\"12-13\"]\ncores = 2\nleave_after = 60\nmemory_free = \"1G\"\n\
+        let otto_policy_text = "only = [\"mon,tue\"]\nnever = [\"12-13\"]\ncores = 2\nleave_after = 60\nmemory_free = \"1G\"\n\
                     then = \"kill\"\n[blocked]\nusers = [\"eve\", \"bob\"]";
-        let merged_policy = parse_with_origin("olga", olga_policy)
-            .restrict_by(parse_with_origin("otto", otto_policy));
+        let merged_policy = parse_with_origin("olga", olga_policy_text)
+            .restrict_by(parse_with_origin("otto", otto_policy_text));
         let value_and_origin = |name: &str| {
             let setting = merged_policy
                 .settings

@@ -1,4 +1,4 @@
-//! Reads the sources of the signs of the owner's presence: session files, terminals and interrupt
+//! Reads the sources that show whether the owner is present: session files, terminals and interrupt
 //! counters.
 
 use crate::owner::{Evidence, InputActivity};
@@ -20,7 +20,7 @@ pub const SESSIONS_DIR: &str = "/run/systemd/sessions";
 pub const TERMINALS_DIR: &str = "/dev";
 /// File with the kernel's interrupt counters.
 pub const INTERRUPTS_FILE: &str = "/proc/interrupts";
-/// Interval between two examinations of a machine without keyboard and mouse, because devices may
+/// Interval after which a machine without keyboard and mouse is examined again, because devices may
 /// have been connected.
 pub const INPUT_RETRY_INTERVAL: Micros = Micros::from_secs(600);
 /// Maximum number of bytes that are read from the interrupt counters.
@@ -43,7 +43,7 @@ pub fn read_session_files(dir: &Path) -> Evidence<Vec<Session>> {
     for entry in entries.flatten().take(SESSIONS_MAX) {
         // Each session also has a named pipe in this directory, which must not be opened.
         let name = entry.file_name().to_string_lossy().into_owned();
-        if name.contains('.') || !entry.file_type().is_ok_and(|kind| kind.is_file()) {
+        if name.contains('.') || !entry.file_type().is_ok_and(|file_type| file_type.is_file()) {
             continue;
         }
         let mut text = Vec::new();
@@ -59,10 +59,11 @@ pub fn read_session_files(dir: &Path) -> Evidence<Vec<Session>> {
     Evidence::Known(sort_by_start(sessions))
 }
 
-/// Returns the time of the last input at the terminal of each login, by terminal line. The kernel
-/// updates this time with a resolution of eight seconds.
+/// Returns the time of the last input at the terminal of each login, by terminal line. Terminals
+/// outside the directory `dir` and terminals that cannot be examined are omitted. The kernel
+/// updates the time of the last input with a resolution of eight seconds.
 pub fn terminal_input_times(dir: &Path, logins: &[Login]) -> BTreeMap<String, Micros> {
-    let input_time = |login: &Login| {
+    let line_and_input_time = |login: &Login| {
         // The terminal lines come from files that other programs write, so only paths inside the
         // directory are accepted.
         let is_inside = !login.terminal.starts_with('/')
@@ -79,7 +80,7 @@ pub fn terminal_input_times(dir: &Path, logins: &[Login]) -> BTreeMap<String, Mi
             Micros::from_secs(seconds) + Micros(metadata.atime_nsec().unsigned_abs() / 1000),
         ))
     };
-    logins.iter().filter_map(input_time).collect()
+    logins.iter().filter_map(line_and_input_time).collect()
 }
 
 /// Detects the use of keyboard and mouse by their interrupt counters.
@@ -111,9 +112,9 @@ impl InputProbe {
         &self.evidence
     }
 
-    /// Reads the interrupt counters at the time of day `now`. Does nothing if the last attempt
-    /// found no keyboard or could not read the counters, and was less than [`INPUT_RETRY_INTERVAL`]
-    /// ago.
+    /// Reads the interrupt counters at the time of day `now` and updates the evidence. If the last
+    /// attempt found no keyboard or mouse or could not read the counters, does nothing for
+    /// [`INPUT_RETRY_INTERVAL`] afterwards.
     pub fn read_if_due(&mut self, now: Micros) {
         if self
             .retry_at
@@ -185,7 +186,7 @@ mod tests {
     fn only_session_files_are_read() {
         let dir = tempfile::tempdir().expect("a folder");
         assert!(
-            matches!(read_session_files(&dir.path().join("no")), Evidence::Unavailable(why) if why.contains("does not exist"))
+            matches!(read_session_files(&dir.path().join("no")), Evidence::Unavailable(reason) if reason.contains("does not exist"))
         );
         assert_eq!(read_session_files(dir.path()), Evidence::Known(Vec::new()));
         let text = "USER=olga\nCLASS=user\nTYPE=tty\nTTY=tty2\nREALTIME=5\n";
@@ -219,7 +220,7 @@ mod tests {
             origin: String::new(),
             at: Micros(1),
         };
-        let lines = [
+        let terminal_lines = [
             "pts/3",
             "pts/4",
             "pts",
@@ -235,14 +236,15 @@ mod tests {
             .parent()
             .expect("it has one")
             .to_path_buf();
-        let input_times = terminal_input_times(&dir, &lines.map(login));
+        let input_times = terminal_input_times(&dir, &terminal_lines.map(login));
         assert_eq!(
             input_times,
             BTreeMap::from([("pts/3".to_string(), Micros(5_000_007))])
         );
     }
 
-    /// Any change of the interrupt count means input; the first count does not.
+    /// Any change of the interrupt count means input. The first count that is read does not mean
+    /// input.
     #[test]
     fn rising_interrupt_count_means_input() {
         let dir = tempfile::tempdir().expect("a folder");
@@ -274,7 +276,7 @@ mod tests {
         );
     }
 
-    /// The machine is examined again after the retry interval.
+    /// A machine without a keyboard is examined again after the retry interval.
     #[test]
     fn missing_keyboard_is_reported_and_retried() {
         let dir = tempfile::tempdir().expect("a folder");
@@ -283,7 +285,7 @@ mod tests {
         let mut probe = InputProbe::new(path.clone());
         probe.read_if_due(at_second(100));
         assert!(
-            matches!(probe.evidence(), Evidence::Unavailable(why) if why.starts_with("no keyboard"))
+            matches!(probe.evidence(), Evidence::Unavailable(reason) if reason.starts_with("no keyboard"))
         );
         fs::write(&path, "  CPU0\n 1: 10 IO-APIC i8042\n").expect("the test's own file");
         probe.read_if_due(at_second(100) + Micros(INPUT_RETRY_INTERVAL.0 - 1));
@@ -293,7 +295,7 @@ mod tests {
         let mut probe_without_file = InputProbe::new(dir.path().join("no"));
         probe_without_file.read_if_due(at_second(1));
         assert!(
-            matches!(probe_without_file.evidence(), Evidence::Unavailable(why) if why.contains("cannot be read"))
+            matches!(probe_without_file.evidence(), Evidence::Unavailable(reason) if reason.contains("cannot be read"))
         );
     }
 }

@@ -1,12 +1,12 @@
-//! Parsers for /proc files (proc(5)) and control group files. They allocate no memory, and return
-//! `None` for malformed text.
+//! Parsers for /proc files (proc(5)) and control group files. The parsers allocate no memory, and
+//! return `None` for malformed text.
 //!
 //! The crate `procfs` is not used here: every sample runs these parsers on files that stay open,
 //! whereas the crate opens a file for each reading and allocates memory. Files that are read
-//! outside of samples are read with the crate, except for two:
+//! outside of samples are read with the crate, except for two files:
 //!
-//! - `interrupts`: the crate does not read it.
-//! - `net/unix`: a socket of any user whose name contains a line break makes the crate fail.
+//! - `interrupts`: the crate does not read this file.
+//! - `net/unix`: the crate fails if any user has a socket whose name contains a line break.
 
 use std::fs::File;
 use std::io;
@@ -46,7 +46,7 @@ impl CpuTimes {
 pub fn read_from_start<'a>(file: &File, buffer: &'a mut [u8]) -> io::Result<&'a [u8]> {
     loop {
         match file.read_at(buffer, 0) {
-            Ok(len) => return Ok(&buffer[..len]),
+            Ok(byte_count) => return Ok(&buffer[..byte_count]),
             Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
             Err(e) => return Err(e),
         }
@@ -61,8 +61,8 @@ pub(crate) fn read_unix_sockets() -> io::Result<String> {
     std::fs::read_to_string("/proc/net/unix")
 }
 
-fn parse_number<T: FromStr>(token: &[u8]) -> Option<T> {
-    std::str::from_utf8(token).ok()?.parse().ok()
+fn parse_number<T: FromStr>(word: &[u8]) -> Option<T> {
+    std::str::from_utf8(word).ok()?.parse().ok()
 }
 
 /// Returns the first line without its line break, and the text after it.
@@ -100,7 +100,7 @@ pub fn leading_numbers(text: &[u8]) -> impl Iterator<Item = u64> {
     split_words(text).map_while(parse_number)
 }
 
-/// Returns the number after `name` in the first line that begins with `name`.
+/// Returns the number after `name` in the first line that begins with `name` and a space.
 pub fn named_number(text: &[u8], name: &[u8]) -> Option<u64> {
     split_lines(text).find_map(|line| {
         let rest = line
@@ -189,8 +189,8 @@ pub struct ProcessUsage {
 
 /// Returns CPU time and start time of a process from /proc/PID/stat.
 pub fn parse_process_usage(text: &[u8]) -> Option<ProcessUsage> {
-    // The program's name may contain any character, including brackets, so the last bracket ends
-    // the name.
+    // The program's name is in brackets and may itself contain any character, also brackets.
+    // Therefore the last closing bracket ends the name.
     let mut rest = &text[text.iter().rposition(|b| *b == b')')? + 1..];
     // After the name follows the state, one letter.
     rest = rest.trim_ascii_start().get(1..)?;
@@ -214,7 +214,8 @@ pub fn parse_process_usage(text: &[u8]) -> Option<ProcessUsage> {
     }
 }
 
-/// Texts that identify interrupt lines of keyboards and pointing devices.
+/// Texts that identify the lines of keyboards and pointing devices in /proc/interrupts, in any
+/// case.
 const INPUT_DEVICE_NAMES: [&[u8]; 6] = [
     b"i8042",
     b"keyboard",
@@ -239,8 +240,8 @@ pub fn parse_input_interrupts(text: &[u8]) -> Option<u64> {
     let sum_counters = |line: &[u8]| {
         let colon_index = line.iter().position(|b| *b == b':')?;
         let (mut sum, mut rest) = (0_u64, &line[colon_index + 1..]);
-        while let Some((number, behind)) = leading_number(rest) {
-            (sum, rest) = (sum.wrapping_add(number), behind);
+        while let Some((number, remaining_text)) = leading_number(rest) {
+            (sum, rest) = (sum.wrapping_add(number), remaining_text);
         }
         Some(sum)
     };
@@ -284,11 +285,12 @@ mod tests {
             parse_available_bytes(b"MemTotal: 8 kB\nMemFree: 1 kB\nMemAvailable:    5 kB\n"),
             Some(5120)
         );
-        let pressure_text = b"some avg10=12.50 avg60=0.00 avg300=0.00 total=5\nfull avg10=99.00 avg60=0.00 avg300=0.00 total=0\n";
-        assert_eq!(parse_cpu_pressure(pressure_text), Some(0.125));
+        let pressure_file = b"some avg10=12.50 avg60=0.00 avg300=0.00 total=5\nfull avg10=99.00 avg60=0.00 avg300=0.00 total=0\n";
+        assert_eq!(parse_cpu_pressure(pressure_file), Some(0.125));
     }
 
-    /// The result is the busy share of the elapsed time, even if the idle time decreases.
+    /// The result is the busy share of the elapsed time. It is at most 1, even if the idle time
+    /// decreases; without elapsed time there is no result.
     #[test]
     fn busy_is_share_of_elapsed_time() {
         let (first_times, _) = parse_cpu_times(STAT_TEXT).expect("a good file");
@@ -306,7 +308,7 @@ mod tests {
         assert_eq!(times_with_less_idle.busy_since(first_times), Some(1.0));
     }
 
-    /// The name may contain spaces and brackets.
+    /// The name of the program may contain spaces and brackets.
     #[test]
     fn process_usage_is_parsed_with_any_name() {
         let stat =

@@ -2,10 +2,10 @@
 //! the machine. With a published policy, an owner needs no rights in another user's virtual
 //! machine, and the load watchers need no access to the owner's home directory.
 //!
-//! A policy is stored in `/var/tmp/sempa-owner-UID.policy.toml` and trusted under the same
-//! conditions as an override (see [`owner_override`]). Its text is parsed like any policy file. If
-//! the text is malformed, the policy is refused and the previous one stays in force; if there was
-//! none, no guest may run.
+//! The policy of the user UID is stored in `/var/tmp/sempa-owner-UID.policy.toml` and trusted under
+//! the same conditions as an override (see [`owner_override`]). The text of the policy is parsed
+//! like any policy file. If the text is malformed, the policy is refused and the previous policy
+//! stays in force; if there was none, no guest may run.
 
 use crate::owner_override::{self, OVERRIDE_PREFIX, UntrustedFileError};
 use crate::policy::{POLICY_BYTES_MAX, Policy, PolicyError};
@@ -38,7 +38,7 @@ pub fn policy_file(dir: &Path, uid: u32) -> PathBuf {
 /// published no policy.
 ///
 /// # Errors
-/// Another user could have written the policy, or it is malformed.
+/// Another user could have written the policy, or the policy cannot be read or is malformed.
 pub fn read(dir: &Path, uid: u32) -> Result<Option<(String, Policy)>, PublishedPolicyError> {
     let path = policy_file(dir, uid);
     let text = owner_override::read_trusted(&path, uid, POLICY_BYTES_MAX as u64)?;
@@ -59,7 +59,7 @@ pub fn read_all(dir: &Path) -> Vec<(u32, Result<Policy, PublishedPolicyError>)> 
         Some((
             uid,
             read(dir, uid)
-                .map(|read_result| read_result.map(|(_, policy)| policy))
+                .map(|text_and_policy| text_and_policy.map(|(_, policy)| policy))
                 .transpose()?,
         ))
     })

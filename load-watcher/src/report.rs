@@ -12,16 +12,17 @@ pub const SAMPLE_INTERVAL_STEADY_LOAD: Micros = Micros::from_secs(5);
 const UNCHANGED_SAMPLES_MIN: u32 = 5;
 /// Maximum interval between reports. The resource manager considers a sample valid for 15 s.
 pub const REPORT_INTERVAL_MAX: Micros = Micros::from_secs(10);
-/// Minimum difference of `busy`, a share from 0 to 1, that counts as a change.
+/// Minimum difference of `busy_share`, a share from 0 to 1, that counts as a change. Also the
+/// minimum difference of the processors that tasks use, as a share of the usable processors.
 const BUSY_CHANGE_MIN: f32 = 0.1;
-/// Difference of `cpu_limit` that counts as a change if it is exceeded, in processors.
+/// Difference of `cpu_limit`, in processors, above which the limit counts as changed.
 const CPU_LIMIT_TOLERANCE_PROCESSORS: f32 = 0.02;
 /// Minimum difference of the number of runnable threads that counts as a change.
 const RUNNING_THREADS_CHANGE_MIN: u32 = 2;
 /// Maximum number of logins in a report.
 pub const REPORTED_LOGINS_MAX: usize = 64;
 
-/// True if two samples differ so much that the resource manager needs the newer one.
+/// True if two samples differ so much that the resource manager needs the newer sample.
 fn differ_notably(a: &LoadSample, b: &LoadSample) -> bool {
     let memory_difference = a.available_bytes.abs_diff(b.available_bytes);
     a.cores != b.cores
@@ -46,35 +47,39 @@ pub struct Reporter {
 }
 
 impl Reporter {
-    /// True if the owner verdict or its reason has changed since the last report.
-    pub fn owner_changed(&self, owner: &OwnerVerdict, reason: &str) -> bool {
+    /// True if the owner verdict or its reason has changed since the last report, or if no report
+    /// was sent yet.
+    pub fn owner_changed(&self, verdict: &OwnerVerdict, reason: &str) -> bool {
         self.last_report
             .as_ref()
-            .is_none_or(|(_, _, was, because)| was != owner || because != reason)
-    }
-
-    /// True if this sample must be reported at `now` (monotonic clock), because the load has
-    /// changed or the last report is too old.
-    pub fn must_report_load(&self, now: Micros, sample: &LoadSample) -> bool {
-        self.last_report
-            .as_ref()
-            .is_none_or(|(at, last_sample, ..)| {
-                now.since(*at) >= REPORT_INTERVAL_MAX || differ_notably(last_sample, sample)
+            .is_none_or(|(_, _, reported_verdict, reported_reason)| {
+                reported_verdict != verdict || reported_reason != reason
             })
     }
 
-    /// Records that a report with this content was sent at `now` (monotonic clock).
+    /// True if this sample must be reported at the time `now` (monotonic clock): the load has
+    /// changed since the last report, the last report is too old, or no report was sent yet.
+    pub fn must_report_load(&self, now: Micros, sample: &LoadSample) -> bool {
+        self.last_report
+            .as_ref()
+            .is_none_or(|(reported_at, last_sample, ..)| {
+                now.since(*reported_at) >= REPORT_INTERVAL_MAX
+                    || differ_notably(last_sample, sample)
+            })
+    }
+
+    /// Records that a report with this content was sent at the time `now` (monotonic clock).
     pub fn record_report(
         &mut self,
         now: Micros,
         sample: LoadSample,
-        owner: OwnerVerdict,
+        verdict: OwnerVerdict,
         reason: String,
     ) {
-        self.last_report = Some((now, sample, owner, reason));
+        self.last_report = Some((now, sample, verdict, reason));
     }
 
-    /// Records `sample` as the newest sample, and returns the interval until the next one.
+    /// Records `sample` as the newest sample, and returns the interval until the next sample.
     pub fn next_sample_interval(&mut self, sample: &LoadSample) -> Micros {
         let has_changed = self
             .last_sample
@@ -97,11 +102,11 @@ impl Reporter {
 mod tests {
     use super::*;
 
-    fn load_sample(busy: f32, running: u32) -> LoadSample {
+    fn load_sample(busy_share: f32, runnable_threads: u32) -> LoadSample {
         LoadSample {
             cores: 2,
-            busy_share: busy,
-            runnable_threads: running,
+            busy_share,
+            runnable_threads,
             available_bytes: 1 << 30,
             ..LoadSample::default()
         }
@@ -144,26 +149,26 @@ mod tests {
             absent_verdict(),
             String::new(),
         );
-        let before_deadline = Micros::from_secs(9);
-        assert!(!reporter.must_report_load(before_deadline, &load_sample(0.25, 2)));
-        assert!(reporter.must_report_load(before_deadline, &load_sample(0.4, 1)));
-        assert!(reporter.must_report_load(before_deadline, &load_sample(0.2, 3)));
+        let time_before_deadline = Micros::from_secs(9);
+        assert!(!reporter.must_report_load(time_before_deadline, &load_sample(0.25, 2)));
+        assert!(reporter.must_report_load(time_before_deadline, &load_sample(0.4, 1)));
+        assert!(reporter.must_report_load(time_before_deadline, &load_sample(0.2, 3)));
         assert!(reporter.must_report_load(
-            before_deadline,
+            time_before_deadline,
             &LoadSample {
                 cores: 4,
                 ..load_sample(0.2, 1)
             }
         ));
         assert!(reporter.must_report_load(
-            before_deadline,
+            time_before_deadline,
             &LoadSample {
                 task_cpus: Some(0.3),
                 ..load_sample(0.2, 1)
             }
         ));
         assert!(reporter.must_report_load(
-            before_deadline,
+            time_before_deadline,
             &LoadSample {
                 available_bytes: 1 << 29,
                 ..load_sample(0.2, 1)
@@ -172,8 +177,8 @@ mod tests {
         assert!(reporter.must_report_load(Micros::from_secs(10), &load_sample(0.2, 1)));
     }
 
-    /// After several unchanged samples the sample interval gets longer. The first change makes it
-    /// short again.
+    /// After several unchanged samples the sample interval gets longer. The first change makes the
+    /// interval short again.
     #[test]
     fn sample_interval_depends_on_changes() {
         let mut reporter = Reporter::default();

@@ -17,28 +17,29 @@ use std::sync::{Arc, Mutex, PoisonError};
 /// Tag of the notification that the resource manager has exited.
 const RM_EXIT_TAG: i32 = 1;
 
-/// State of the subscription: which resource manager receives the reports, and whether it has
-/// changed.
+/// The subscription of a resource manager to the reports: which resource manager receives the
+/// reports, and whether another resource manager has requested them.
 #[derive(Debug)]
 pub(crate) struct RmSubscription {
     /// The resource manager that receives the reports; `None` after it has exited.
     rm_tid: Mutex<Option<Tid>>,
-    /// Readable after another resource manager has requested the reports, until
-    /// [`RmSubscription::take_change`].
+    /// Readable after a resource manager has requested the reports, until
+    /// [`RmSubscription::take_change_event`].
     change_event: EventFd,
 }
 
 impl RmSubscription {
-    /// Starts a thread that tracks the resource manager. Reports are sent to `rm` until it exits or
-    /// another resource manager requests them. When the virtual machine ends, this process exits.
+    /// Starts a thread that tracks the resource manager, and returns the subscription. Reports are
+    /// sent to the resource manager `rm` until it exits or another resource manager requests the
+    /// reports. When the virtual machine ends, this process exits.
     ///
     /// # Errors
     /// The error of the system or of the daemon.
     pub(crate) fn start_tracking(vm: &Vm, rm: Option<Tid>) -> anyhow::Result<Arc<Self>> {
-        let change_notifier = EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?;
+        let change_event = EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?;
         let subscription = Arc::new(Self {
             rm_tid: Mutex::new(rm),
-            change_event: change_notifier,
+            change_event,
         });
         rm.map(|rm| notify_on_exit(vm, rm)).transpose()?;
         let (vm, thread_subscription) = (vm.clone(), Arc::clone(&subscription));
@@ -77,18 +78,18 @@ impl RmSubscription {
         }
     }
 
-    /// Returns the tid of the resource manager that receives the reports.
+    /// Returns the tid of the resource manager that receives the reports; `None` if there is none.
     pub(crate) fn rm_tid(&self) -> Option<Tid> {
         *self.rm_tid.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns true if another resource manager has requested the reports since the last call.
+    /// Returns true if a resource manager has requested the reports since the last call.
     pub(crate) fn take_change_event(&self) -> bool {
         self.change_event.read().is_ok()
     }
 
-    /// Creates an epoll instance that is readable when another resource manager requests the
-    /// reports, or when one of the descriptors `additional_fds` is readable.
+    /// Creates an epoll instance that is readable when a resource manager requests the reports, or
+    /// when one of the descriptors `additional_fds` is readable.
     ///
     /// # Errors
     /// The process has no free descriptor.

@@ -14,9 +14,9 @@ use std::time::Instant;
 /// Maximum number of bytes that are read from a /proc file. /proc/stat begins with the lines of the
 /// processors, so the limit suffices for about a thousand processors.
 const PROC_FILE_BYTES_MAX: usize = 64 << 10;
-/// Maximum age of the available memory in a sample while no owner reserves memory. The kernel needs
-/// longer to produce /proc/meminfo than for all other files of a sample, and the memory that
-/// matters for placement does not change within seconds.
+/// Maximum age of the available memory in a sample while no owner reserves memory. Memory is read
+/// rarely, because the kernel needs longer to produce /proc/meminfo than all other files of a
+/// sample, and the memory that matters for placement does not change within seconds.
 ///
 /// While an owner reserves memory, samples read memory and pressure alternately; the kernel updates
 /// the pressure every two seconds.
@@ -26,10 +26,10 @@ pub const MEMORY_AGE_MAX: Micros = Micros::from_secs(30);
 #[derive(Debug)]
 pub struct Sampler {
     stat: File,
-    /// The CPU account of all processors, which costs less to read than `stat`; `None` if it is not
-    /// available.
+    /// The CPU account of all processors, which costs less to read than `stat`; `None` if there is
+    /// no readable account.
     cpu_account: Option<File>,
-    /// CPU times derived from `cpu_account`; `None` before the first reading of both files.
+    /// CPU times derived from `cpu_account`; `None` until `cpu_account` and `stat` were both read.
     cpu_usage: Option<CpuUsage>,
     started_at: Instant,
     loadavg: File,
@@ -42,7 +42,7 @@ pub struct Sampler {
     group_times: Option<proc::CpuTimes>,
     buffer: Box<[u8]>,
     last_cpu_times: Option<proc::CpuTimes>,
-    /// Time of day of the last reading of the memory, and the available memory in bytes.
+    /// Time of day of the last reading of the available memory, and the available memory in bytes.
     available_memory: Option<(Micros, u64)>,
     /// True if an owner reserves memory. Samples then read memory and pressure alternately.
     memory_matters: bool,
@@ -50,7 +50,7 @@ pub struct Sampler {
     last_sample_read_memory: bool,
 }
 
-/// Returns the error for the file `name` whose content cannot be parsed.
+/// Returns the error for the file `name` that cannot be parsed.
 fn parse_error(name: &str) -> io::Error {
     io::Error::new(
         io::ErrorKind::InvalidData,
@@ -98,16 +98,18 @@ impl Sampler {
         Ok(self)
     }
 
-    /// Sets how often memory is read: in every second sample, starting with the next one, if
-    /// `matters` is true; otherwise when the last reading is older than [`MEMORY_AGE_MAX`].
+    /// Sets how often the available memory is read. If `matters` is true, the memory is read in
+    /// every second sample, starting with the next sample. Otherwise the memory is read when the
+    /// last reading is older than [`MEMORY_AGE_MAX`].
     pub fn set_memory_matters(&mut self, matters: bool) {
         if self.memory_matters != matters {
             (self.memory_matters, self.last_sample_read_memory) = (matters, false);
         }
     }
 
-    /// Takes a sample at the time of day `at`. Does not measure the share of the virtual machine's
-    /// tasks (`task_cpus`). `busy` covers the time since the previous sample; in the first sample
+    /// Takes a sample at the time of day `at`. With a processor limit, the sample describes the
+    /// control group, otherwise the machine. `task_cpus`, the use by the virtual machine's tasks,
+    /// is not measured. `busy_share` covers the time since the previous sample; in the first sample
     /// it is estimated from the number of runnable threads. The available memory may be as old as
     /// [`MEMORY_AGE_MAX`]. While memory matters, each sample reads either the memory or the
     /// pressure, and takes the other value from the previous sample.
@@ -116,7 +118,7 @@ impl Sampler {
     /// A file cannot be read or parsed.
     pub fn sample(&mut self, at: Micros) -> io::Result<LoadSample> {
         let (times, cores) = self.read_cpu_times()?;
-        let (load1, runnable_count) =
+        let (one_minute_load, runnable_count) =
             proc::parse_loadavg(read_from_start(&self.loadavg, &mut self.buffer)?)
                 .ok_or_else(|| parse_error("loadavg"))?;
         let available_bytes = self.read_available_bytes(at)?;
@@ -126,7 +128,7 @@ impl Sampler {
         // The thread that reads the file is itself runnable and is not counted.
         let other_runnable_count = runnable_count.saturating_sub(1);
         let runnable_share = (other_runnable_count as f32 / cores as f32).min(1.0);
-        let busy = self
+        let busy_share = self
             .last_cpu_times
             .and_then(|previous_times| times.busy_since(previous_times))
             .unwrap_or(runnable_share);
@@ -137,24 +139,24 @@ impl Sampler {
             .and_then(|group| group.measure(at));
         self.group_times = limit_usage.map(|limit_usage| limit_usage.cpu_times(at, cores));
         if let Some(limit_usage) = limit_usage {
-            // The other numbers in /proc describe the whole machine. Only the control group
+            // All other numbers in /proc describe the whole machine. Only the control group
             // describes the processors that this host may use.
             let demand_processors = limit_usage.used_processors + limit_usage.throttled_threads;
-            let (busy, runnable_count) = (
+            let (busy_share, runnable_count) = (
                 (limit_usage.used_processors / limit_usage.processor_limit).min(1.0),
                 demand_processors.round() as u32,
             );
             let processor_limit = limit_usage.processor_limit.min(cores as f32);
-            let (load1, pressure, task_processors) = (demand_processors, 0.0, None);
+            let (one_minute_load, cpu_pressure, task_processors) = (demand_processors, 0.0, None);
             return Ok(LoadSample {
                 at,
                 cores,
                 cpu_limit: processor_limit,
                 runnable_threads: runnable_count,
-                one_minute_load: load1,
-                busy_share: busy,
+                one_minute_load,
+                busy_share,
                 available_bytes,
-                cpu_pressure: pressure,
+                cpu_pressure,
                 task_cpus: task_processors,
             });
         }
@@ -163,26 +165,27 @@ impl Sampler {
             cores,
             cpu_limit: 0.0,
             runnable_threads: other_runnable_count,
-            one_minute_load: load1,
-            busy_share: busy,
+            one_minute_load,
+            busy_share,
             available_bytes,
             cpu_pressure: self.last_pressure,
             task_cpus: None,
         })
     }
 
-    /// Returns the CPU times of the newest sample. With a processor limit, these are the times of
-    /// the limited group.
+    /// Returns the CPU times of the newest sample; `None` before the first sample. With a processor
+    /// limit, these are the times of the limiting control group.
     pub fn cpu_times(&self) -> Option<proc::CpuTimes> {
         self.group_times.or(self.last_cpu_times)
     }
 
-    /// Returns the CPU times summed over all processors, and the number of processors.
+    /// Returns the CPU times summed over all processors, and the number of processors. Reads the
+    /// CPU account, and /proc/stat if the account does not suffice.
     fn read_cpu_times(&mut self) -> io::Result<(proc::CpuTimes, u32)> {
         let now = Micros(u64::try_from(self.started_at.elapsed().as_micros()).unwrap_or(u64::MAX));
-        let parse_used =
+        let read_used_us =
             |file: &File| proc::group_cpu_time_us(read_from_start(file, &mut self.buffer).ok()?);
-        let account_us = self.cpu_account.as_ref().and_then(parse_used);
+        let account_us = self.cpu_account.as_ref().and_then(read_used_us);
         if let (Some(account_us), Some(cpu_usage)) = (account_us, &mut self.cpu_usage)
             && !cpu_usage.needs_stat(now)
         {
@@ -199,25 +202,28 @@ impl Sampler {
         Ok(cpu_usage.update_with_stat(now, account_us, stat, cores))
     }
 
-    /// Returns the CPU pressure as a share from 0 to 1; 0 if the kernel does not measure it. If the
-    /// measurement was disabled at boot, the file exists but cannot be read.
+    /// Returns the CPU pressure as a share from 0 to 1; 0 if the kernel does not measure the
+    /// pressure. If the measurement was disabled at boot, the file exists but cannot be read.
     fn read_pressure(&mut self) -> f32 {
-        let parse =
+        let read_pressure_share =
             |file: &File| proc::parse_cpu_pressure(read_from_start(file, &mut self.buffer).ok()?);
-        self.pressure.as_ref().and_then(parse).unwrap_or(0.0)
+        self.pressure
+            .as_ref()
+            .and_then(read_pressure_share)
+            .unwrap_or(0.0)
     }
 
-    /// Returns the available memory in bytes, at the time of day `at` or at the last reading if
-    /// that is recent enough.
+    /// Returns the available memory in bytes at the time of day `at`. If the last reading is recent
+    /// enough, returns the value of that reading instead.
     fn read_available_bytes(&mut self, at: Micros) -> io::Result<u64> {
         // The difference is absolute because the time of day may be set back.
-        let is_recent = |read_at: Micros| match self.memory_matters {
+        let reading_is_recent = |read_at: Micros| match self.memory_matters {
             true => self.last_sample_read_memory,
             false => at.0.abs_diff(read_at.0) < MEMORY_AGE_MAX.0,
         };
         self.last_sample_read_memory = !self
             .available_memory
-            .is_some_and(|(read_at, _)| is_recent(read_at));
+            .is_some_and(|(read_at, _)| reading_is_recent(read_at));
         if let Some((_, bytes)) = self
             .available_memory
             .filter(|_| !self.last_sample_read_memory)

@@ -1,5 +1,6 @@
-//! Parser for login sessions of systemd-logind, from its files (one file in `/run/systemd/sessions`
-//! for each session) or from its D-Bus properties. Pure; accepts any text.
+//! Parser for login sessions of systemd-logind. The input is either a file of logind (one file in
+//! `/run/systemd/sessions` for each session) or the D-Bus properties of a session. Pure; accepts
+//! any text.
 //!
 //! Only sessions of persons are returned: class `user` with a terminal or a screen. A login screen,
 //! a lock screen, a cron job or a command over ssh does not mean that a person uses the machine.
@@ -38,8 +39,8 @@ pub struct Session {
     pub screen_use: ScreenUse,
 }
 
-/// Parses `text`, the content of the session file `name`; `None` if the session does not belong to
-/// a person.
+/// Parses `text`, the content of the session file `name`. Returns `None` if the session does not
+/// belong to a person.
 pub fn parse_session_file(name: &str, text: &str) -> Option<Session> {
     session_from_values(name, |key| {
         let line = text
@@ -50,7 +51,8 @@ pub fn parse_session_file(name: &str, text: &str) -> Option<Session> {
 }
 
 /// Creates a session from its values. `value` returns the value of a key, named as in a session
-/// file. `None` if the session does not belong to a person.
+/// file. Returns `None` if the session does not belong to a person, is closing, or has neither a
+/// terminal nor a screen.
 pub(crate) fn session_from_values(
     name: &str,
     value: impl Fn(&str) -> Option<String>,
@@ -64,37 +66,39 @@ pub(crate) fn session_from_values(
     let is_person = class == "user" || class.starts_with("user-early") || class == "user-light";
     let is_open = value("STATE").is_none_or(|state| state != "closing");
     let session_type = value("TYPE");
-    let graphical = matches!(
+    let has_screen = matches!(
         session_type.as_deref(),
         Some("x11" | "wayland" | "mir" | "web")
     );
-    let has_terminal_or_screen = graphical || session_type.as_deref() == Some("tty");
+    let has_terminal_or_screen = has_screen || session_type.as_deref() == Some("tty");
     if !is_person || !is_open || !has_terminal_or_screen {
         return None;
     }
-    let user = value("USER").or_else(|| Some(format!("user {}", value("UID")?)))?;
-    let line = value("TTY")
+    let user_name = value("USER").or_else(|| Some(format!("user {}", value("UID")?)))?;
+    let terminal = value("TTY")
         .or_else(|| value("DISPLAY"))
         .unwrap_or_else(|| format!("session {name}"));
-    let line = line
+    let terminal = terminal
         .strip_prefix("/dev/")
-        .map_or(line.clone(), str::to_string);
-    let at = Micros(
+        .map_or(terminal.clone(), str::to_string);
+    let started_at = Micros(
         value("REALTIME")
             .and_then(|text| text.parse().ok())
             .unwrap_or(0),
     );
-    let remote = value("REMOTE").is_some_and(|flag| flag == "1");
-    let from = value("REMOTE_HOST").filter(|_| remote).unwrap_or_default();
+    let is_remote = value("REMOTE").is_some_and(|flag| flag == "1");
+    let origin = value("REMOTE_HOST")
+        .filter(|_| is_remote)
+        .unwrap_or_default();
     Some(Session {
         login: Login {
-            user_name: user,
-            terminal: line,
-            origin: from,
-            at,
+            user_name,
+            terminal,
+            origin,
+            at: started_at,
         },
-        is_remote: remote,
-        has_screen: graphical,
+        is_remote,
+        has_screen,
         screen_use: ScreenUse::Unknown,
     })
 }
@@ -115,7 +119,8 @@ fn replace_control_chars(value: &str) -> String {
 }
 
 /// Merges login records and sessions into a list of logins, earliest first. A session whose
-/// terminal has a login record is omitted, because both describe the same login.
+/// terminal has a login record is omitted, because the session and the record describe the same
+/// login.
 pub fn merge_logins(records: &[Login], sessions: &[Session]) -> Vec<Login> {
     let mut logins = records.to_vec();
     let unrecorded_logins = sessions
@@ -148,12 +153,12 @@ mod tests {
     fn session_file_gives_user_terminal_and_start() {
         let Session {
             login,
-            is_remote: remote,
-            has_screen: graphical,
+            is_remote,
+            has_screen,
             ..
         } = parse_session_file("3", DESKTOP_SESSION).expect("somebody");
         assert!(
-            graphical
+            has_screen
                 && !parse_with_value("TYPE", "tty")
                     .expect("somebody")
                     .has_screen
@@ -166,7 +171,10 @@ mod tests {
             ),
             ("alice", "tty2", "")
         );
-        assert_eq!((login.at, remote), (Micros(1_700_000_000_000_000), false));
+        assert_eq!(
+            (login.at, is_remote),
+            (Micros(1_700_000_000_000_000), false)
+        );
         let remote_session = parse_session_file(
             "4",
             &format!(

@@ -1,8 +1,8 @@
 //! Answers queries of users about the use of this machine by guests.
 //!
 //! Every load watcher listens on a socket with an abstract name, so that no file remains after its
-//! exit. It sends one JSON value to each client and reads nothing from the client. The value
-//! contains no more than `ps` shows. [`query_all`] is the client side.
+//! exit. The load watcher sends one JSON value to each client and reads nothing from the client.
+//! The value contains no more than `ps` shows. [`query_all`] is the client side.
 
 use crate::proc;
 use nix::sys::socket::{getsockopt, sockopt};
@@ -33,7 +33,8 @@ pub struct PolicySetting {
     pub name: String,
     /// Value as in a policy file.
     pub value: String,
-    /// Origin of the setting: a file, an override or the user of the virtual machine.
+    /// Origin of the setting: a file, the command of an override, or the user of the virtual
+    /// machine.
     pub from: String,
 }
 
@@ -71,10 +72,10 @@ pub struct WatcherStatus {
     pub guests: String,
     /// Reason why guests must stop; empty if they are welcome.
     pub guests_why: String,
-    /// Time at which guests will be evicted, in microseconds since 1970; `None` if they may run or
-    /// are never evicted.
+    /// Time at which guests will be evicted, in microseconds since 1970; `None` if guests may run
+    /// or are never evicted.
     pub leave_at_us: Option<u64>,
-    /// How guests are evicted: `move`, `kill` or `checkpoint`; `None` if they may run.
+    /// How guests are evicted: `move`, `kill` or `checkpoint`; `None` if guests may run.
     pub then: Option<String>,
     /// Mechanism by which guests are stopped: `control groups`, `signals`, or `unknown`.
     #[serde(default)]
@@ -115,7 +116,7 @@ impl StatusListener {
         Ok(Self(listener))
     }
 
-    /// Returns the descriptor of the socket. It is readable when a client waits.
+    /// Returns the descriptor of the socket. The descriptor is readable when a client waits.
     pub fn fd(&self) -> BorrowedFd<'_> {
         self.0.as_fd()
     }
@@ -169,14 +170,14 @@ fn query_watcher(name: &str, uid: u32) -> io::Result<WatcherStatus> {
 }
 
 /// Queries all load watchers of this host. Returns their answers, and an error sentence for each
-/// load watcher that did not answer.
+/// load watcher that did not answer or whose answer was refused.
 ///
 /// # Errors
 /// The list of sockets cannot be read.
 pub fn query_all() -> io::Result<(Vec<WatcherStatus>, Vec<String>)> {
     let socket_list = proc::read_unix_sockets()?;
-    // A listener and its accepted connections have the same name in the list, so duplicate names
-    // are removed.
+    // The list contains a listener and its accepted connections under the same name, so duplicate
+    // names are removed.
     let mut names: Vec<(&str, u32)> = socket_list.lines().filter_map(parse_socket_name).collect();
     names.sort_unstable();
     names.dedup();
@@ -195,7 +196,8 @@ pub fn query_all() -> io::Result<(Vec<WatcherStatus>, Vec<String>)> {
 mod tests {
     use super::*;
 
-    /// No error is reported for a load watcher that has exited.
+    /// Every running load watcher answers a query. No error is reported for a load watcher that has
+    /// exited.
     #[test]
     fn running_watchers_answer_queries() {
         let uid = nix::unistd::geteuid().as_raw();
@@ -236,23 +238,23 @@ mod tests {
     /// Socket names with another prefix or without a uid are ignored.
     #[test]
     fn only_watcher_sockets_are_recognized() {
-        let line = |name: &str| {
+        let socket_line = |name: &str| {
             format!("0000000000000000: 00000002 00000000 00010000 0001 01 20114 {name}")
         };
         assert_eq!(
-            parse_socket_name(&line("@sempa-owner/7/pvm/0")),
+            parse_socket_name(&socket_line("@sempa-owner/7/pvm/0")),
             Some(("sempa-owner/7/pvm/0", 7))
         );
-        for foreign_name in [
+        for other_name in [
             "@sempa-owner/x/pvm",
             "/tmp/sempa-owner/7/pvm/0",
             "@other",
             "",
         ] {
             assert_eq!(
-                parse_socket_name(&line(foreign_name)),
+                parse_socket_name(&socket_line(other_name)),
                 None,
-                "{foreign_name}"
+                "{other_name}"
             );
         }
     }

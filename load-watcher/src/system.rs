@@ -26,8 +26,8 @@ pub fn time_of_day() -> Micros {
     )
 }
 
-/// Returns the day of the week and the minute of the day at `unix_seconds` since 1970, in the time
-/// zone of `TZ` or of the machine.
+/// Returns the day of the week and the minute of the day at a time, in the time zone of `TZ` or of
+/// the machine. `unix_seconds` is the time in seconds since 1970.
 pub fn local_time(unix_seconds: u64) -> LocalTime {
     let c_time = libc::time_t::try_from(unix_seconds).unwrap_or(0);
     let mut tm_value = MaybeUninit::<libc::tm>::zeroed();
@@ -56,7 +56,8 @@ pub(crate) fn thread_ids(pid: i32) -> io::Result<impl Iterator<Item = i32>> {
     Ok(threads.flatten().map(|thread| thread.tid))
 }
 
-/// Raises the nice level of each thread of a process to at least `level`.
+/// Raises the nice level of each thread of a process to at least `level`. Threads with a higher
+/// level keep their level.
 ///
 /// # Errors
 /// The process does not exist, or the error of the last thread whose level could not be changed. A
@@ -89,17 +90,19 @@ mod tests {
     fn local_time_is_near_utc() {
         // 2001-09-09T01:46:40Z was a Sunday. Every time zone differs from UTC by at most fourteen
         // hours.
-        let local = local_time(1_000_000_000);
-        let local_minute = i32::from(local.day) * 1440 + i32::from(local.minute);
+        let local_time_of_week = local_time(1_000_000_000);
+        let local_minute =
+            i32::from(local_time_of_week.day) * 1440 + i32::from(local_time_of_week.minute);
         let utc_minute = 6 * 1440 + 106;
         let difference_minutes = (local_minute - utc_minute).rem_euclid(7 * 1440);
         assert!(
             difference_minutes <= 14 * 60 || difference_minutes >= 7 * 1440 - 14 * 60,
-            "{local:?}"
+            "{local_time_of_week:?}"
         );
     }
 
-    /// A process keeps its own nice level if that level is higher than requested.
+    /// The nice level is raised to the requested level. A level that is higher than requested is
+    /// kept.
     #[test]
     fn nice_level_is_only_raised() {
         let mut child = std::process::Command::new("sleep")
@@ -107,14 +110,14 @@ mod tests {
             .spawn()
             .expect("sleep");
         let pid = child.id().cast_signed();
-        let level = || {
+        let nice_level = || {
             let stat = Process::new(pid).and_then(|process| process.stat());
             stat.expect("it lives").nice
         };
         raise_nice_level(pid, 7).expect("nicer is always allowed");
-        let initial_level = level();
+        let initial_level = nice_level();
         raise_nice_level(pid, 3).expect("nothing to do");
-        let raised_level = level();
+        let raised_level = nice_level();
         child.kill().expect("it is ours");
         child.wait().expect("it is ours");
         assert!(

@@ -60,43 +60,46 @@ fn parse_record(record: &[u8]) -> UtmpRecord {
 /// Returns the users who are logged in, earliest login first. An incomplete record at the end of
 /// the file is ignored.
 ///
-/// If a terminal has several records, the newest is used; of equally old records, the last one in
-/// the file.
+/// If a terminal has several records, the newest record is used; of equally old records, the last
+/// record in the file.
 pub fn parse_logins(file: &[u8]) -> Vec<Login> {
-    let mut newest: BTreeMap<String, UtmpRecord> = BTreeMap::new();
+    let mut newest_records: BTreeMap<String, UtmpRecord> = BTreeMap::new();
     for record in file.chunks_exact(UTMP_RECORD_BYTES).map(parse_record) {
         if !matches!(record.record_type, USER_PROCESS | DEAD_PROCESS) {
             continue;
         }
-        let is_not_newer = |other: &UtmpRecord| other.login.at <= record.login.at;
-        if newest.get(&record.login.terminal).is_none_or(is_not_newer) {
-            newest.insert(record.login.terminal.clone(), record);
+        let other_is_not_newer = |other: &UtmpRecord| other.login.at <= record.login.at;
+        if newest_records
+            .get(&record.login.terminal)
+            .is_none_or(other_is_not_newer)
+        {
+            newest_records.insert(record.login.terminal.clone(), record);
         }
     }
-    let current_records = newest
+    let login_records = newest_records
         .into_values()
         .filter(|r| r.record_type == USER_PROCESS && !r.login.user_name.is_empty());
-    let mut logins: Vec<Login> = current_records.map(|r| r.login).collect();
+    let mut logins: Vec<Login> = login_records.map(|r| r.login).collect();
     logins.sort_by(|a, b| (a.at, &a.terminal).cmp(&(b.at, &b.terminal)));
     logins
 }
 
 /// Encodes a login record in the format that login programs write.
 pub fn encode_record(record_type: i16, login: &Login) -> [u8; UTMP_RECORD_BYTES] {
-    let mut out = [0; UTMP_RECORD_BYTES];
-    out[..2].copy_from_slice(&record_type.to_ne_bytes());
-    for (at, max, text) in [
+    let mut record = [0; UTMP_RECORD_BYTES];
+    record[..2].copy_from_slice(&record_type.to_ne_bytes());
+    for (offset, bytes_max, text) in [
         (8, 32, &login.terminal),
         (44, 32, &login.user_name),
         (76, 256, &login.origin),
     ] {
-        let len = text.len().min(max);
-        out[at..at + len].copy_from_slice(&text.as_bytes()[..len]);
+        let len = text.len().min(bytes_max);
+        record[offset..offset + len].copy_from_slice(&text.as_bytes()[..len]);
     }
     let seconds = u32::try_from(login.at.0 / 1_000_000).unwrap_or(u32::MAX);
-    out[340..344].copy_from_slice(&seconds.to_ne_bytes());
-    out[344..348].copy_from_slice(&((login.at.0 % 1_000_000) as u32).to_ne_bytes());
-    out
+    record[340..344].copy_from_slice(&seconds.to_ne_bytes());
+    record[344..348].copy_from_slice(&((login.at.0 % 1_000_000) as u32).to_ne_bytes());
+    record
 }
 
 #[cfg(test)]
@@ -104,12 +107,12 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    fn login(user: &str, line: &str, seconds: u64) -> Login {
+    fn login(user: &str, terminal: &str, login_at_s: u64) -> Login {
         Login {
             user_name: user.into(),
-            terminal: line.into(),
+            terminal: terminal.into(),
             origin: "10.77.0.1".into(),
-            at: Micros::from_secs(seconds),
+            at: Micros::from_secs(login_at_s),
         }
     }
 
@@ -127,7 +130,8 @@ mod tests {
         assert_eq!(parse_logins(&file), [bob, alice]);
     }
 
-    /// A login that has ended is not returned, even if its end precedes its start in the file.
+    /// A login that has ended is not returned, even if the record of its end precedes the record of
+    /// its start in the file.
     #[test]
     fn ended_login_is_removed_in_any_order() {
         let alice_record = encode_record(USER_PROCESS, &login("alice", "pts/0", 300));
@@ -135,7 +139,7 @@ mod tests {
         assert_eq!(parse_logins(&end_record), []);
         assert_eq!(parse_logins(&[alice_record, end_record].concat()), []);
         assert_eq!(parse_logins(&[end_record, alice_record].concat()), []);
-        // An end does not hide a newer login at the same terminal.
+        // The record of an end does not hide a newer login at the same terminal.
         let newer_login = login("carol", "pts/0", 500);
         assert_eq!(
             parse_logins(&[encode_record(USER_PROCESS, &newer_login), end_record].concat()),
@@ -184,13 +188,13 @@ mod tests {
         fn written_logins_parse_unchanged(
             users in prop::collection::btree_map("[a-z]{1,8}/[0-9]{1,3}", ("[a-z]{1,32}", 0_u64..4_000_000_000_000_000), 0..20),
         ) {
-            let mut expected: Vec<Login> = users
+            let mut expected_logins: Vec<Login> = users
                 .into_iter()
-                .map(|(line, (user, at))| Login { user_name: user, terminal: line, origin: String::new(), at: Micros(at) })
+                .map(|(terminal, (user, at))| Login { user_name: user, terminal, origin: String::new(), at: Micros(at) })
                 .collect();
-            let file: Vec<u8> = expected.iter().flat_map(|l| encode_record(USER_PROCESS, l)).collect();
-            expected.sort_by(|a, b| (a.at, &a.terminal).cmp(&(b.at, &b.terminal)));
-            prop_assert_eq!(parse_logins(&file), expected);
+            let file: Vec<u8> = expected_logins.iter().flat_map(|l| encode_record(USER_PROCESS, l)).collect();
+            expected_logins.sort_by(|a, b| (a.at, &a.terminal).cmp(&(b.at, &b.terminal)));
+            prop_assert_eq!(parse_logins(&file), expected_logins);
         }
     }
 }

@@ -53,16 +53,16 @@ use std::time::{Duration, Instant};
 /// Minimum interval between two readings of the expensive sources, and between two assessments
 /// while no source changes.
 const SLOW_CHECKS_INTERVAL: Micros = Micros::from_secs(5);
-/// Minimum interval between two queries of the virtual machine's tasks and measurements of their
-/// load.
+/// Minimum interval between two queries of the virtual machine's tasks; the load of the tasks is
+/// measured after each query.
 const TASK_QUERY_INTERVAL: Micros = Micros::from_secs(10);
 /// Minimum interval between two queries of the tasks while the owner limits guests. It is shorter
-/// than [`TASKS_INTERVAL`], because the limits must be applied to new guests soon.
+/// than [`TASK_QUERY_INTERVAL`], because the limits must be applied to new guests soon.
 const LIMITED_TASK_QUERY_INTERVAL: Micros = Micros::from_secs(1);
-/// Time for which a resource manager may exist without requesting reports; afterwards this load
-/// watcher exits. Without a resource manager the load watcher never exits for this reason.
+/// Time for which a resource manager may run without requesting reports; after this time, the load
+/// watcher exits. While there is no resource manager, the load watcher continues to run.
 const NO_REQUEST_TIMEOUT: Micros = Micros::from_secs(30);
-/// Interval of reading the paths that cannot be watched.
+/// Interval at which paths that cannot be watched are read.
 const UNWATCHED_READ_INTERVAL: Micros = Micros::from_secs(10);
 
 /// Error context of a failed sample.
@@ -80,8 +80,8 @@ const WATCHED_PATH_COUNT: usize = 5;
 struct Observations {
     login_records: LoginRecords,
     sessions: Evidence<Vec<Session>>,
-    /// The reason why logind cannot be queried over D-Bus; the sessions then come from logind's
-    /// files. `None` if the sessions come from logind itself.
+    /// The reason why logind cannot be queried over D-Bus; `sessions` was then read from logind's
+    /// files. `None` if logind has answered.
     logind_error: Option<String>,
     terminal_input: BTreeMap<String, Micros>,
     input_probe: InputProbe,
@@ -91,10 +91,11 @@ struct Observations {
 pub(crate) struct Watcher {
     vm: Vm,
     rm_subscription: Arc<RmSubscription>,
-    /// Time since which a resource manager exists that has not requested reports.
+    /// Time since which a resource manager runs that has not requested reports; `None` if there is
+    /// no such resource manager.
     not_requested_since: Option<Micros>,
     /// An epoll instance that is readable when a user of this host queries the status, when logind
-    /// reports a change, or when another resource manager requests reports.
+    /// reports a change, or when a resource manager requests reports.
     wake_epoll: Epoll,
     /// Name of the virtual machine.
     vm_name: String,
@@ -116,7 +117,8 @@ pub(crate) struct Watcher {
     external_processors: f32,
     reporter: Reporter,
     status_listener: Option<StatusListener>,
-    /// `None` if logind cannot be queried; only its files are read then.
+    /// `None` if no thread for queries of logind could be started; only logind's files are read
+    /// then.
     logind_client: Option<LogindClient>,
     last_sample: LoadSample,
     assessment: OwnerAssessment,
@@ -137,10 +139,10 @@ struct Deadlines {
     unwatched_read: Micros,
 }
 
-/// Determines the paths to watch, and reads the policies of owners, administrator and the user with
-/// the uid `user`. Logs the errors in them.
+/// Determines the paths to watch, and reads the policies of the owners, the administrator and the
+/// user with the uid `user`. Logs the errors in the policies and the refused paths.
 fn read_policies(args: &Args, user: u32) -> (FileWatcher, HostPolicy) {
-    let home = || {
+    let home_dir = || {
         nix::unistd::User::from_uid(user.into())
             .ok()
             .flatten()
@@ -149,8 +151,8 @@ fn read_policies(args: &Args, user: u32) -> (FileWatcher, HostPolicy) {
     let user_path = args
         .owner_policy
         .clone()
-        .or_else(|| Some(user_policy_file(&home()?)));
-    let (admin, admin_warning) = trusted_path(
+        .or_else(|| Some(user_policy_file(&home_dir()?)));
+    let (admin_path, admin_warning) = trusted_path(
         args.admin_policy.clone(),
         Path::new(ADMIN_FILE),
         user.into(),
@@ -162,7 +164,7 @@ fn read_policies(args: &Args, user: u32) -> (FileWatcher, HostPolicy) {
     );
     let paths = PolicyPaths {
         user: user_path.unwrap_or_else(|| PathBuf::from("/nonexistent/owner.toml")),
-        admin,
+        admin: admin_path,
         overrides: overrides_path,
     };
     let file_watcher = FileWatcher::new(vec![
@@ -192,7 +194,7 @@ fn read_policies(args: &Args, user: u32) -> (FileWatcher, HostPolicy) {
 impl Watcher {
     pub(crate) fn new(
         vm: Vm,
-        subscription: Arc<RmSubscription>,
+        rm_subscription: Arc<RmSubscription>,
         args: Args,
     ) -> anyhow::Result<Self> {
         let mut sampler = Sampler::open(Path::new("/proc")).context(SAMPLING_CONTEXT)?;
@@ -203,36 +205,36 @@ impl Watcher {
         }
         let sample = sampler.sample(time_of_day()).context(SAMPLING_CONTEXT)?;
         let euid = nix::unistd::geteuid().as_raw();
-        let (watch, initial_policy) = read_policies(&args, euid);
+        let (file_watcher, initial_policy) = read_policies(&args, euid);
         let vmid = std::env::var("PVM_VMID")
             .ok()
             .filter(|vmid| !vmid.is_empty())
             .unwrap_or_else(|| "pvm".into());
         // Without a listener, users of this host cannot query the status; all other functions work.
-        let listener = StatusListener::open(euid, &vmid)
+        let status_listener = StatusListener::open(euid, &vmid)
             .inspect_err(|e| tracing::warn!("status queries are not answered: {e}"))
             .ok();
         let initial_observations = Observations {
-            login_records: read_login_records(watch.path(UTMP_PATH_INDEX)),
+            login_records: read_login_records(file_watcher.path(UTMP_PATH_INDEX)),
             sessions: Evidence::Unavailable("not read yet".into()),
             logind_error: None,
             terminal_input: BTreeMap::new(),
             input_probe: InputProbe::new(args.interrupts.clone()),
             external_load: Evidence::Unavailable("not measured yet".into()),
         };
-        let logind = LogindClient::start_queries(args.bus.clone())
+        let logind_client = LogindClient::start_queries(args.bus.clone())
             .inspect_err(|e| tracing::warn!("logind cannot be queried: {e}"))
             .ok();
-        let wake_fds = listener
+        let wake_fds = status_listener
             .iter()
             .map(StatusListener::fd)
-            .chain(logind.iter().map(LogindClient::fd));
-        let epoll = subscription
+            .chain(logind_client.iter().map(LogindClient::fd));
+        let epoll = rm_subscription
             .create_wake_epoll(wake_fds)
             .context("waiting for queries")?;
         let mut watcher = Self {
             vm,
-            rm_subscription: subscription,
+            rm_subscription,
             not_requested_since: None,
             wake_epoll: epoll,
             vm_name: vmid,
@@ -240,7 +242,7 @@ impl Watcher {
             uid: euid,
             started_at: Instant::now(),
             sampler,
-            file_watcher: watch,
+            file_watcher,
             observations: initial_observations,
             host_policy: initial_policy,
             owner_detector: OwnerDetector::default(),
@@ -250,8 +252,8 @@ impl Watcher {
             guests_limited: false,
             external_processors: 0.0,
             reporter: Reporter::default(),
-            status_listener: listener,
-            logind_client: logind,
+            status_listener,
+            logind_client,
             last_sample: sample,
             assessment: OwnerAssessment::default(),
             guest_decision: GuestDecision::default(),
@@ -347,12 +349,12 @@ impl Watcher {
             idle_after: Micros::from_secs(u64::from(idle_after_min) * 60),
         };
         self.assessment = self.owner_detector.derive_verdict(now, &signs);
-        let is_idle_since = |at: &Micros| now.since(*at) >= signs.idle_after;
+        let input_is_old = |at: &Micros| now.since(*at) >= signs.idle_after;
         let idle_terminals = self
             .observations
             .terminal_input
             .iter()
-            .filter(|(_, at)| is_idle_since(at));
+            .filter(|(_, at)| input_is_old(at));
         let idle_paths: BTreeSet<PathBuf> = idle_terminals
             .map(|(line, _)| self.args.terminals.join(line))
             .collect();
@@ -382,8 +384,8 @@ impl Watcher {
         Ok(())
     }
 
-    /// Sends the daemon a directive that states whether guests may run, unless the daemon already
-    /// has the same directive. If the daemon refuses, logs the first refusal.
+    /// Sends the daemon a directive that states whether guests may run, unless the same directive
+    /// was sent last. If the daemon refuses directives, logs the first refusal.
     fn send_directive(&mut self) {
         let GuestDecision {
             access: guest_access,
@@ -408,8 +410,9 @@ impl Watcher {
         self.sent_directive = Some(directive);
     }
 
-    /// Reads the sources whose path index `selects_index` accepts. Sets missing watches before the
-    /// reads, so that no change between watch and read is missed.
+    /// Reads the sources whose path index `selects_index` accepts. Sets missing watches before
+    /// reading the sources, so that no change between watch and read is missed. Logs new errors of
+    /// the policies.
     fn read_sources(&mut self, selects_index: impl Fn(usize) -> bool) {
         (0..WATCHED_PATH_COUNT)
             .filter(|path_index| selects_index(*path_index))
@@ -434,8 +437,8 @@ impl Watcher {
         self.log_new_errors(&previous_errors);
     }
 
-    /// Logs the errors of the policies that are not in `previous_errors`, the errors before the
-    /// last reading.
+    /// Logs the errors of the policies that `previous_errors` does not contain. `previous_errors`
+    /// are the errors before the last reading.
     fn log_new_errors(&self, previous_errors: &[String]) {
         self.host_policy
             .errors()
@@ -444,15 +447,15 @@ impl Watcher {
             .for_each(|line| tracing::warn!("{line}"));
     }
 
-    /// Tries again to watch the unwatched paths whose index `selects_index` accepts, and reads the
-    /// sources whose path is watched now.
+    /// Tries again to watch the unwatched paths whose index `selects_index` accepts. Reads the
+    /// sources that [`FileWatcher::retry_watch`] requires to be read now.
     fn retry_unwatched(&mut self, selects_index: impl Fn(usize) -> bool) {
-        let newly_watched: Vec<bool> = (0..WATCHED_PATH_COUNT)
+        let must_read: Vec<bool> = (0..WATCHED_PATH_COUNT)
             .map(|path_index| {
                 selects_index(path_index) && self.file_watcher.retry_watch(path_index)
             })
             .collect();
-        self.read_sources(|path_index| newly_watched[path_index]);
+        self.read_sources(|path_index| must_read[path_index]);
     }
 
     /// Reads the sessions from logind. If logind cannot be queried, reads logind's files, which
@@ -482,8 +485,9 @@ impl Watcher {
         }
     }
 
-    /// Stores in the sample how many processors the virtual machine's tasks use, if at least
-    /// [`LOW_LOAD_PROCESSORS`] are used in total.
+    /// Stores in the sample how many processors the virtual machine's tasks use. The number is not
+    /// stored if less than [`LOW_LOAD_PROCESSORS`] are used in total, if it cannot be measured, or
+    /// if the external load has risen so much that the tasks must be listed again.
     fn attribute_load(&mut self) {
         let used_processors = self.last_sample.busy_share * self.last_sample.usable_processors();
         let Some(times) = self
@@ -500,11 +504,11 @@ impl Watcher {
         else {
             return;
         };
-        let previous_external = std::mem::replace(
+        let previous_external_processors = std::mem::replace(
             &mut self.external_processors,
             used_processors - vm_processors,
         );
-        if self.external_processors > previous_external + LOW_LOAD_PROCESSORS {
+        if self.external_processors > previous_external_processors + LOW_LOAD_PROCESSORS {
             // New external load may come from new tasks of the virtual machine. The tasks are
             // listed now, so that the next sample attributes the load correctly.
             self.set_task_processes(&self.query_tasks());
@@ -524,7 +528,8 @@ impl Watcher {
         self.task_load.set_task_processes(&vm_pids);
     }
 
-    /// Applies the owner's limits to guests, and measures the external load.
+    /// Applies the owner's limits to guests, and measures the external load. Queries the tasks only
+    /// if there are limits or the origin of the load matters.
     fn limit_and_measure_tasks(&mut self) {
         let Some(times) = self.sampler.cpu_times() else {
             return;
@@ -535,7 +540,7 @@ impl Watcher {
             || self
                 .cpu_confinement
                 .as_ref()
-                .is_some_and(|confine| confine.is_needed(cores));
+                .is_some_and(|confinement| confinement.is_needed(cores));
         if is_limited || self.task_load.origin_matters(times, self.last_sample.cores) {
             let tasks = self.query_tasks();
             if is_limited {
@@ -544,14 +549,14 @@ impl Watcher {
                     .flat_map(|task| task_processes(Path::new("/proc"), task.pid))
                     .collect();
                 // Setting the nice level fails for a process that has exited.
-                let levels = nice
+                let pids_and_levels = nice
                     .map(i32::from)
                     .into_iter()
                     .flat_map(|level| guest_pids.iter().map(move |pid| (*pid, level)));
-                levels.for_each(|(pid, level)| drop(raise_nice_level(pid, level)));
+                pids_and_levels.for_each(|(pid, level)| drop(raise_nice_level(pid, level)));
                 self.cpu_confinement
                     .iter_mut()
-                    .for_each(|confine| confine.apply(cores, guest_pids.iter().copied()));
+                    .for_each(|confinement| confinement.apply(cores, guest_pids.iter().copied()));
             }
             self.set_task_processes(&tasks);
         }
@@ -577,8 +582,8 @@ impl Watcher {
         if now >= self.deadlines.unwatched_read {
             self.deadlines.unwatched_read = now + UNWATCHED_READ_INTERVAL;
             self.retry_unwatched(|path_index| path_index != UTMP_PATH_INDEX);
-            // A watch does not report that a file has become readable, so refused files are read
-            // again periodically.
+            // No watch reports that a file has become readable. While a refused file closes the
+            // host, the policies are therefore read again periodically.
             if self.host_policy.policy_unknown().is_some() {
                 self.read_sources(|path_index| {
                     [
@@ -618,8 +623,8 @@ impl Watcher {
         }
     }
 
-    /// Returns the time until the next sample. If the policy depends on the time of day, the sample
-    /// is taken no later than at the next full minute.
+    /// Returns the time until the next sample. If the policy depends on the time of day, this time
+    /// ends no later than the next full minute.
     fn next_interval(&mut self) -> Micros {
         let interval = self.reporter.next_sample_interval(&self.last_sample);
         let interval = if self.file_watcher.is_unwatched(UTMP_PATH_INDEX) {
@@ -636,7 +641,7 @@ impl Watcher {
     pub(crate) fn run_main_loop(&mut self) -> anyhow::Result<()> {
         self.assess_and_notify()?;
         let mut next_sample_at = self.now() + SAMPLE_INTERVAL_CHANGING_LOAD;
-        let mut minute = time_of_day().0 / 60_000_000;
+        let mut current_minute = time_of_day().0 / 60_000_000;
         loop {
             self.send_report();
             let timeout = Duration::from_micros(next_sample_at.since(self.now()).0);
@@ -670,14 +675,16 @@ impl Watcher {
                 .context(SAMPLING_CONTEXT)?;
             self.attribute_load();
             let now = self.now();
-            let previous_minute = std::mem::replace(&mut minute, time_of_day().0 / 60_000_000);
-            let hours_may_apply = previous_minute != minute && self.host_policy.depends_on_clock();
+            let previous_minute =
+                std::mem::replace(&mut current_minute, time_of_day().0 / 60_000_000);
+            let hours_need_decision =
+                previous_minute != current_minute && self.host_policy.depends_on_clock();
             let memory_needs_decision = self.guest_gate.needs_decision(
                 &self.host_policy.merged_policy().policy,
                 self.last_sample.available_bytes,
                 time_of_day(),
             );
-            if self.run_periodic_checks(now) || hours_may_apply || memory_needs_decision {
+            if self.run_periodic_checks(now) || hours_need_decision || memory_needs_decision {
                 self.assess_and_notify()?;
             }
             if self.reporter.must_report_load(now, &self.last_sample) {
@@ -707,7 +714,7 @@ impl Watcher {
             OwnerVerdict::Uncertain { .. } => "maybe",
             OwnerVerdict::Present { .. } => "present",
         };
-        let setting = |(name, value, origin): &(&str, String, String)| PolicySetting {
+        let policy_setting = |(name, value, origin): &(&str, String, String)| PolicySetting {
             name: name.to_string(),
             value: value.clone(),
             from: origin.clone(),
@@ -744,7 +751,7 @@ impl Watcher {
                 .merged_policy()
                 .settings
                 .iter()
-                .map(setting)
+                .map(policy_setting)
                 .collect(),
             wrong: self.host_policy.errors(),
             tasks: tasks
@@ -757,7 +764,7 @@ impl Watcher {
     }
 }
 
-/// True for a spawned task that does not serve the virtual machine.
+/// True for a task that was spawned and does not serve the virtual machine.
 fn is_guest(task: &TaskInfo) -> bool {
     task.flags & TASK_FORKED != 0
         && task.flags & TASK_SERVICE_FLAGS == 0
@@ -765,7 +772,7 @@ fn is_guest(task: &TaskInfo) -> bool {
 }
 
 /// Returns the mechanism by which the daemon stops guests. The second string is the reason why
-/// control groups are not used, or empty.
+/// control groups are not used, or is empty.
 fn stop_mechanism(reply: Reply) -> (&'static str, String) {
     match reply {
         Reply::Freezer(Some(Ok(()))) => ("control groups", String::new()),
@@ -789,11 +796,11 @@ fn daemon_pids() -> Vec<i32> {
     let Ok(daemon) = text.trim().parse::<i32>() else {
         return Vec::new();
     };
-    let children = Process::new(daemon)
+    let child_pids = Process::new(daemon)
         .and_then(|daemon| daemon.task_main_thread()?.children())
         .unwrap_or_default();
-    let children = children.into_iter().map(u32::cast_signed);
-    std::iter::once(daemon).chain(children).collect()
+    let child_pids = child_pids.into_iter().map(u32::cast_signed);
+    std::iter::once(daemon).chain(child_pids).collect()
 }
 
 /// Returns the boot time of this machine in seconds since 1970; `None` if the kernel's statistics
@@ -804,7 +811,7 @@ fn boot_time() -> Option<u64> {
 
 fn guest_status(task: &TaskInfo, boot_s: Option<u64>) -> GuestStatus {
     let stat = Process::new(task.pid).and_then(|process| process.stat());
-    let (ticks, start_time) = stat.map_or((0, 0), |stat| {
+    let (cpu_ticks, start_time) = stat.map_or((0, 0), |stat| {
         let child_ticks = (stat.cutime + stat.cstime).unsigned_abs();
         (stat.utime + stat.stime + child_ticks, stat.starttime)
     });
@@ -818,6 +825,6 @@ fn guest_status(task: &TaskInfo, boot_s: Option<u64>) -> GuestStatus {
         pid: task.pid,
         user: user_name(task.uid),
         since_us: start_time.unwrap_or(0),
-        cpu_s: ticks as f64 / ticks_per_second as f64,
+        cpu_s: cpu_ticks as f64 / ticks_per_second as f64,
     }
 }

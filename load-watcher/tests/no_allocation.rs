@@ -25,7 +25,8 @@ fn a_sample_allocates_nothing() {
     assert!(cores > 0);
 }
 
-/// The measurement covers both the tasks' own load and the external load.
+/// Neither a measurement of the load of tasks nor a measurement of the external load allocates
+/// memory.
 #[test]
 fn task_load_measurement_allocates_nothing() {
     let mut sampler = Sampler::open(Path::new("/proc")).expect("this is Linux");

@@ -67,18 +67,18 @@ impl WatchedLoginFile {
     }
 }
 
-/// Waits until the login records equal `expected`. Fails the test after [`TIMEOUT`].
-fn wait_for_records(login_file: &mut WatchedLoginFile, expected: &LoginRecords) {
+/// Waits until the login records equal `expected_records`. Fails the test after [`WAIT_TIMEOUT`].
+fn wait_for_records(login_file: &mut WatchedLoginFile, expected_records: &LoginRecords) {
     let deadline = Instant::now() + WAIT_TIMEOUT;
     loop {
-        let current = login_file.read_records();
-        if current == *expected {
+        let current_records = login_file.read_records();
+        if current_records == *expected_records {
             return;
         }
         let remaining_time = deadline.saturating_duration_since(Instant::now());
         assert!(
             login_file.wait_for_change(remaining_time),
-            "still {current:?}, not {expected:?}"
+            "still {current_records:?}, not {expected_records:?}"
         );
     }
 }
@@ -113,7 +113,7 @@ fn created_replaced_and_removed_files_are_noticed() {
     write_record(&replacement_path, DEAD_PROCESS);
     fs::rename(&replacement_path, &path).expect("the test's own file");
     wait_for_records(&mut login_file, &LoginRecords::Logins(Vec::new()));
-    // The new file at the path is watched instead of the replaced one.
+    // The new file at the path is watched instead of the file that it has replaced.
     write_record(&path, USER_PROCESS);
     wait_for_records(&mut login_file, &LoginRecords::Logins(vec![alice_login()]));
     fs::remove_file(&path).expect("the test's own file");
@@ -122,17 +122,17 @@ fn created_replaced_and_removed_files_are_noticed() {
     wait_for_records(&mut login_file, &LoginRecords::Logins(vec![alice_login()]));
 }
 
-/// A retry must find the new directory; until the retry, the files in the directory must be read
-/// periodically.
+/// A directory that is created later is watched from the next retry. Until the retry, the login
+/// records in the directory must be read periodically.
 #[test]
 fn late_directory_is_watched_from_next_retry() {
     let dir = tempfile::tempdir().expect("a directory");
     let path = dir.path().join("run/utmp");
     let mut login_file = WatchedLoginFile::new(path.clone());
     assert!(login_file.is_unwatched());
-    let retry_results = [0; 4].map(|_| login_file.watcher.retry_watch(0));
+    let must_read_results = [0; 4].map(|_| login_file.watcher.retry_watch(0));
     assert_eq!(
-        retry_results,
+        must_read_results,
         [true, true, false, false],
         "without its folder it says nothing"
     );
@@ -162,7 +162,8 @@ fn other_files_in_directory_cause_no_wake() {
     assert!(!login_file.wait_for_change(Duration::ZERO));
 }
 
-/// The kernel reports all changes in one directory through one watch.
+/// The watcher reports a change only for the changed path, although the kernel reports all changes
+/// in one directory through one watch.
 #[test]
 fn change_is_reported_for_its_path_only() {
     let dir = tempfile::tempdir().expect("a directory");
@@ -174,7 +175,7 @@ fn change_is_reported_for_its_path_only() {
         WatchedPath::file(path_of("b")),
         WatchedPath::dir(path_of(""), "word-"),
     ]);
-    let mut changed_paths = |name: &str| {
+    let mut write_and_get_changes = |name: &str| {
         fs::write(path_of(name), "x").expect("the test's own file");
         let wake_reasons = watcher.wait(WAIT_TIMEOUT, None);
         (0..3).for_each(|i| watcher.set_missing_watches(i));
@@ -186,23 +187,24 @@ fn change_is_reported_for_its_path_only() {
             wake_reasons.path_changed(2),
         ]
     };
-    assert_eq!(changed_paths("a"), [true, false, false]);
-    assert_eq!(changed_paths("b"), [false, true, false]);
-    assert_eq!(changed_paths("word-7"), [false, false, true]);
-    assert_eq!(changed_paths("b"), [false, true, false]);
+    assert_eq!(write_and_get_changes("a"), [true, false, false]);
+    assert_eq!(write_and_get_changes("b"), [false, true, false]);
+    assert_eq!(write_and_get_changes("word-7"), [false, false, true]);
+    assert_eq!(write_and_get_changes("b"), [false, true, false]);
 }
 
-/// A key at a terminal that is not in the list is ignored.
+/// A key at a watched idle terminal ends the wait at once. A key at a terminal that is not watched
+/// is ignored.
 #[test]
 fn key_at_an_idle_terminal_is_noticed_at_once() {
     let (idle_terminal, unlisted_terminal) = (
         nix::pty::openpty(None, None).expect("a terminal"),
         nix::pty::openpty(None, None).expect("one"),
     );
-    let name =
+    let terminal_path =
         |pty: &nix::pty::OpenptyResult| nix::unistd::ttyname(&pty.slave).expect("it has a name");
     let mut watcher = FileWatcher::new(Vec::new());
-    watcher.watch_idle_terminals(&BTreeSet::from([name(&idle_terminal)]));
+    watcher.watch_idle_terminals(&BTreeSet::from([terminal_path(&idle_terminal)]));
     let press_key = |pty: &nix::pty::OpenptyResult| {
         nix::unistd::write(&pty.master, b"x\n").expect("there is room");
         nix::unistd::read(&pty.slave, &mut [0; 8]).expect("a line");
@@ -253,7 +255,7 @@ fn additional_descriptor_ends_wait() {
     );
 }
 
-/// The error text is the system's.
+/// If the login records cannot be read, the result contains the system's error text.
 #[test]
 fn unreadable_records_contain_reason() {
     let dir = tempfile::tempdir().expect("a directory");
@@ -285,22 +287,22 @@ fn reserved_memory_alternates_with_pressure() {
     fs::create_dir(dir.path().join("pressure")).expect("the test's own directory");
     write_file("stat", "cpu 100 0 0 100 0 0 0 0\ncpu0 1\nintr 0\n");
     write_file("loadavg", "1.50 1 1 3/100 7\n");
-    let write_memory_and_pressure = |number: u64| {
+    let write_memory_and_pressure = |value: u64| {
         write_file(
             "meminfo",
-            &format!("MemTotal: 99 kB\nMemAvailable: {number} kB\n"),
+            &format!("MemTotal: 99 kB\nMemAvailable: {value} kB\n"),
         );
         write_file(
             "pressure/cpu",
-            &format!("some avg10={number}.00 avg60=0.00 avg300=0.00 total=0\n"),
+            &format!("some avg10={value}.00 avg60=0.00 avg300=0.00 total=0\n"),
         );
     };
     write_memory_and_pressure(1);
     let mut sampler = Sampler::open(dir.path()).expect("all files are there");
-    let mut memory_and_pressure = |number: u64, memory_matters: bool| {
-        write_memory_and_pressure(number);
+    let mut memory_and_pressure = |value: u64, memory_matters: bool| {
+        write_memory_and_pressure(value);
         sampler.set_memory_matters(memory_matters);
-        let memory_and_pressure = sampler.sample(Micros(number)).expect("all files are good");
+        let memory_and_pressure = sampler.sample(Micros(value)).expect("all files are good");
         (
             memory_and_pressure.available_bytes >> 10,
             (memory_and_pressure.cpu_pressure * 100.0).round() as u64,
@@ -309,24 +311,25 @@ fn reserved_memory_alternates_with_pressure() {
     assert_eq!(memory_and_pressure(2, false), (2, 2));
     assert_eq!(memory_and_pressure(3, false), (2, 3), "nobody keeps it");
     assert_eq!(
-        [4, 5, 6, 7].map(|number| memory_and_pressure(number, true)),
+        [4, 5, 6, 7].map(|value| memory_and_pressure(value, true)),
         [(4, 3), (4, 5), (6, 5), (6, 7)]
     );
     assert_eq!(
-        [8, 9].map(|number| memory_and_pressure(number, false)),
+        [8, 9].map(|value| memory_and_pressure(value, false)),
         [(6, 8), (6, 9)]
     );
 }
 
-/// An inner group's account would contain only a part of the load.
+/// The load comes from the CPU account of the outermost control group, because the account of an
+/// inner group contains only a part of the load.
 #[test]
 fn load_comes_from_the_outermost_control_group() {
     let dir = tempfile::tempdir().expect("a directory");
     let write_file = |name: &str, text: &str| {
         fs::write(dir.path().join(name), text).expect("the test's own file")
     };
-    for folder in ["self", "groups"] {
-        fs::create_dir(dir.path().join(folder)).expect("the test's own directory");
+    for dir_name in ["self", "groups"] {
+        fs::create_dir(dir.path().join(dir_name)).expect("the test's own directory");
     }
     write_file(
         "self/mountinfo",

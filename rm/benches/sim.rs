@@ -64,7 +64,8 @@ fn read_json<T: for<'a> Deserialize<'a>>(file: &str) -> Result<T, String> {
     serde_json::from_slice(&bytes).map_err(|error| format!("{file}: {error}"))
 }
 
-/// Reads the results of the benchmarks `owners_file` and `migrate_file` from these files.
+/// Reads the results of the benchmark `owners` from `owners_file` and those of the benchmark
+/// `migrate` from `migrate_file`. Returns the times from which durations are drawn.
 ///
 /// # Errors
 ///

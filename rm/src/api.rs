@@ -114,11 +114,7 @@ pub trait VmApi {
         suspend: bool,
         cause: suspend::SuspendCause,
     ) -> Result<(), Error>;
-    /// Requests a checkpoint of a job, after which the job ends. The event log reports the result.
-    ///
-    /// # Errors
-    ///
-    /// Errors of the daemon.
+    /// Requests that a job is checkpointed and then ended. The event log reports the result.
     fn checkpoint_and_end(&self, job: Tid) -> Result<(), Error>;
     /// Requests the restart of the checkpoint `checkpoint` on the hosts `hosts`. The event log
     /// reports the result.
@@ -142,7 +138,8 @@ pub struct RealVm {
 }
 
 impl RealVm {
-    /// Uses a task that has joined the virtual machine, and disables its spinning.
+    /// Creates the interface from `vm`, a task that has joined the virtual machine. Disables the
+    /// spinning of this task.
     pub fn new(vm: Vm) -> Self {
         // The resource manager becomes active whenever a task starts or ends. At such a moment
         // other processes need the processors, so the resource manager must not spin.

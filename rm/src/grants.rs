@@ -1,14 +1,14 @@
 //! Placements granted in advance (placement leases). A task that has spawned twice in the same way
-//! will probably do so again. With a grant it need not send a request for each spawn. The module
-//! does no input or output: the service chooses the hosts and sends the grants
+//! will probably do so again. With a grant the task need not send a request for each spawn. The
+//! module does no input or output: the service chooses the hosts and sends the grants
 //! ([`sempa_proto::sm::PlacementLease`]). A slot is the right to start one task on one of the
 //! hosts.
 //!
 //! - Grants are reviewed every second, and replaced if the same request would now get other hosts.
 //!   The hosts of a grant are therefore at most one second out of date.
 //! - A daemon rejects a granted host whose owner accepts no guests, as for every placement.
-//! - The total number of slots is bounded, so that many tasks cannot be sent to the same host
-//!   before the first of them is known.
+//! - The total number of slots is bounded, so that not too many tasks are sent to the same host
+//!   before the resource manager knows the first of them.
 
 use crate::spawns::IncomingSpawn;
 use sempa_proto::rm::PlacementAttempt;
@@ -24,11 +24,11 @@ pub const GRANT_WINDOW: Micros = Micros::from_secs(30);
 pub const REVIEW_INTERVAL: Micros = Micros::from_secs(1);
 /// Maximum number of unused granted slots of all tasks.
 pub const GRANTED_SLOTS_MAX: usize = 2 * LEASE_HOSTS_MAX;
-/// Time for which a request is remembered after its last use. It exceeds [`GRANT_WINDOW`], because
-/// daemons report the last used slots only after the end of the task that used them.
+/// Time for which a request is remembered after its last use. This time exceeds [`GRANT_WINDOW`],
+/// because daemons report the last used slots only after the end of the task that used them.
 const REQUEST_MEMORY_WINDOW: Micros = Micros::from_secs(60);
-/// Maximum number of tasks whose requests are remembered. When it is exceeded, a task without slots
-/// is removed: the one whose last spawn is oldest.
+/// Maximum number of tasks whose requests are remembered. If there are more, the task without slots
+/// whose last spawn is oldest is removed.
 const REMEMBERED_TASKS_MAX: usize = 1024;
 /// Maximum size of a request's environment in bytes. A request with a larger environment gets no
 /// grant.
@@ -66,7 +66,7 @@ struct RepeatedRequest {
 pub struct GrantUse {
     /// The request for which the grant was made.
     pub incoming: IncomingSpawn,
-    /// Explanation of the placement of the tasks on these hosts.
+    /// Explanation of the granted placement.
     pub attempt: PlacementAttempt,
     /// True if at least half of the slots are used, so that a new grant is needed.
     pub needs_renewal: bool,
@@ -83,50 +83,56 @@ impl RepeatedRequest {
 }
 
 impl Grants {
-    /// Records a request whose tasks have all been started. Returns true if it is similar to the
-    /// task's previous request, so that the task should get a grant. Requests with more than
+    /// Records a request whose tasks have all been started. Returns true if the request is similar
+    /// to the task's previous request, so that the task should get a grant. Requests with more than
     /// [`LEASE_TASKS_MAX`] tasks or a large environment are not recorded.
-    pub fn record_request(&mut self, now: Micros, incoming: &IncomingSpawn) -> bool {
+    pub fn record_request(&mut self, now: Micros, incoming_spawn: &IncomingSpawn) -> bool {
         self.remove_expired_requests(now);
-        let env_bytes: usize = incoming.request.env.iter().map(Vec::len).sum();
-        if env_bytes > ENV_BYTES_MAX || incoming.request.task_count as usize > LEASE_TASKS_MAX {
+        let env_bytes: usize = incoming_spawn.request.env.iter().map(Vec::len).sum();
+        if env_bytes > ENV_BYTES_MAX || incoming_spawn.request.task_count as usize > LEASE_TASKS_MAX
+        {
             return false;
         }
         if self.requests_by_task.len() >= REMEMBERED_TASKS_MAX
-            && !self.requests_by_task.contains_key(&incoming.requester)
+            && !self
+                .requests_by_task
+                .contains_key(&incoming_spawn.requester)
         {
             // There is always a task without slots, because fewer slots exist than tasks are
             // remembered.
             let eviction_order = |requests: &VecDeque<RepeatedRequest>| {
-                requests
-                    .front()
-                    .map(|repeated| (repeated.has_slots(now), repeated.last_used_at))
+                requests.front().map(|repeated_request| {
+                    (
+                        repeated_request.has_slots(now),
+                        repeated_request.last_used_at,
+                    )
+                })
             };
-            let oldest = self
+            let oldest_task = self
                 .requests_by_task
                 .iter()
                 .min_by_key(|(_, requests)| eviction_order(requests))
                 .map(|(task, _)| *task);
-            oldest.map(|oldest| self.requests_by_task.remove(&oldest));
+            oldest_task.map(|oldest_task| self.requests_by_task.remove(&oldest_task));
         }
         let request = SpawnRequest {
             args: Vec::new(),
-            ..incoming.request.clone()
+            ..incoming_spawn.request.clone()
         };
         let narrowed_spawn = IncomingSpawn {
             request,
-            ..incoming.clone()
+            ..incoming_spawn.clone()
         };
         let requests = self
             .requests_by_task
             .entry(narrowed_spawn.requester)
             .or_default();
-        let is_similar = |repeated: &RepeatedRequest| {
-            repeated
+        let is_similar = |repeated_request: &RepeatedRequest| {
+            repeated_request
                 .request
                 .request
                 .has_same_placement_as(&narrowed_spawn.request)
-                && now.since(repeated.last_used_at) < GRANT_WINDOW
+                && now.since(repeated_request.last_used_at) < GRANT_WINDOW
         };
         let is_repeated = requests.front().is_some_and(is_similar);
         requests.push_front(RepeatedRequest {
@@ -149,8 +155,8 @@ impl Grants {
             .filter(|(tid, _)| **tid != task)
             .filter_map(|(_, task_requests)| task_requests.front());
         let granted_count: usize = other_requests
-            .filter(|repeated| repeated.has_slots(now))
-            .map(|repeated| repeated.unused_hosts.len())
+            .filter(|repeated_request| repeated_request.has_slots(now))
+            .map(|repeated_request| repeated_request.unused_hosts.len())
             .sum();
         GRANTED_SLOTS_MAX
             .saturating_sub(granted_count)
@@ -162,7 +168,7 @@ impl Grants {
         self.requests_by_task
             .get(&task)?
             .front()
-            .map(|repeated| &repeated.request)
+            .map(|repeated_request| &repeated_request.request)
     }
 
     /// Returns the time at which the next review is due; `None` if no slots are granted.
@@ -171,7 +177,7 @@ impl Grants {
             .requests_by_task
             .values()
             .filter_map(VecDeque::front)
-            .any(|repeated| repeated.has_slots(self.reviewed_at));
+            .any(|repeated_request| repeated_request.has_slots(self.reviewed_at));
         has_grants.then_some(self.reviewed_at + REVIEW_INTERVAL)
     }
 
@@ -182,9 +188,15 @@ impl Grants {
             .requests_by_task
             .iter()
             .filter_map(|(task, task_requests)| Some((task, task_requests.front()?)));
-        let granted_requests = granted_requests.filter(|(_, repeated)| repeated.has_slots(now));
+        let granted_requests =
+            granted_requests.filter(|(_, repeated_request)| repeated_request.has_slots(now));
         granted_requests
-            .map(|(task, repeated)| (*task, repeated.unused_hosts.iter().copied().collect()))
+            .map(|(task, repeated_request)| {
+                (
+                    *task,
+                    repeated_request.unused_hosts.iter().copied().collect(),
+                )
+            })
             .collect()
     }
 
@@ -202,7 +214,7 @@ impl Grants {
     }
 
     /// Records a daemon's report that the task has used slots on these hosts. `wid`: wait id of the
-    /// request for which the grant was made. Returns `None` if the grant is unknown.
+    /// request for which the grant was made. Returns the grant; `None` if the grant is unknown.
     pub fn record_use(
         &mut self,
         now: Micros,
@@ -244,29 +256,30 @@ impl Grants {
     /// includes tasks whose slots are all used according to the reports, because the reports may
     /// belong to an earlier grant.
     pub fn revoke_all(&mut self, now: Micros) -> Vec<(Tid, i32)> {
-        self.revoke_where(|repeated| repeated.is_open(now))
+        self.revoke_where(|repeated_request| repeated_request.is_open(now))
     }
 
     /// Revokes grants that were not used for [`REVIEW_INTERVAL`], because other tasks need slots.
     /// Returns the tasks to notify, each with the wait id of its grant.
     pub fn revoke_idle(&mut self, now: Micros) -> Vec<(Tid, i32)> {
-        self.revoke_where(|repeated| {
-            repeated.has_slots(now) && now.since(repeated.last_used_at) >= REVIEW_INTERVAL
+        self.revoke_where(|repeated_request| {
+            repeated_request.has_slots(now)
+                && now.since(repeated_request.last_used_at) >= REVIEW_INTERVAL
         })
     }
 
     fn revoke_where(&mut self, matches: impl Fn(&RepeatedRequest) -> bool) -> Vec<(Tid, i32)> {
-        let mut to_notify = Vec::new();
+        let mut tasks_to_notify = Vec::new();
         for (task, task_requests) in &mut self.requests_by_task {
-            if let Some(repeated) = task_requests
+            if let Some(repeated_request) = task_requests
                 .front_mut()
-                .filter(|repeated| matches(repeated))
+                .filter(|repeated_request| matches(repeated_request))
             {
-                repeated.is_closed = true;
-                to_notify.push((*task, repeated.request.wait_id));
+                repeated_request.is_closed = true;
+                tasks_to_notify.push((*task, repeated_request.request.wait_id));
             }
         }
-        to_notify
+        tasks_to_notify
     }
 
     /// Closes the grants of a task that has sent a spawn request or has ended. The task has no
@@ -276,25 +289,25 @@ impl Grants {
             .get_mut(&task)
             .into_iter()
             .flatten()
-            .for_each(|repeated| repeated.is_closed = true);
+            .for_each(|repeated_request| repeated_request.is_closed = true);
     }
 
     /// Closes the grants of all tasks for which `is_known` is false.
     pub fn close_unknown(&mut self, is_known: impl Fn(Tid) -> bool) {
-        let unknown = self
+        let unknown_tasks = self
             .requests_by_task
             .iter_mut()
             .filter(|(task, _)| !is_known(**task));
-        unknown
+        unknown_tasks
             .flat_map(|(_, task_requests)| task_requests)
-            .for_each(|repeated| repeated.is_closed = true);
+            .for_each(|repeated_request| repeated_request.is_closed = true);
     }
 
     fn remove_expired_requests(&mut self, now: Micros) {
         self.requests_by_task.retain(|_, task_requests| {
-            task_requests
-                .front()
-                .is_some_and(|repeated| now.since(repeated.last_used_at) < REQUEST_MEMORY_WINDOW)
+            task_requests.front().is_some_and(|repeated_request| {
+                now.since(repeated_request.last_used_at) < REQUEST_MEMORY_WINDOW
+            })
         });
     }
 }

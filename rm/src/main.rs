@@ -115,16 +115,16 @@ fn group_labels(arguments: &[(String, String, String)]) -> HostLabels {
         .collect()
 }
 
-/// Returns the location of the history's database: in `state` if it is not `None`, otherwise in the
-/// directory of the daemon's socket.
-fn store_location(state: Option<&Path>) -> anyhow::Result<StoreLocation> {
+/// Returns the location of the history's database: in `state_dir` if it is not `None`, otherwise in
+/// the directory of the daemon's socket.
+fn store_location(state_dir: Option<&Path>) -> anyhow::Result<StoreLocation> {
     let env_variable = |name: &str| std::env::var(name).ok().filter(|value| !value.is_empty());
     let runtime_paths = RuntimePaths::from_env(nix::unistd::geteuid().as_raw(), env_variable)?;
     // A spawned task knows the socket of its daemon, but possibly not the environment variables
     // from which the daemon chose its directory.
     let socket =
         env_variable("PVMSOCK").map_or_else(|| runtime_paths.daemon_socket_path(), PathBuf::from);
-    Ok(match state {
+    Ok(match state_dir {
         Some(dir) => StoreLocation {
             dir: dir.to_path_buf(),
             file_name: format!("rm-{}.redb", runtime_paths.vm_name()),
@@ -162,10 +162,10 @@ fn command_line_policy(args: &Args) -> anyhow::Result<(EffectivePolicy, Option<P
     match args.policy.as_str() {
         "load" => Ok((base_policy, None)),
         name if name == "round-robin" || name.starts_with("choice:") => {
-            let placing = policy::parse_placement(name)?;
+            let placement_policy = policy::parse_placement(name)?;
             Ok((
                 EffectivePolicy {
-                    placement: placing,
+                    placement: placement_policy,
                     ..base_policy
                 },
                 None,
@@ -176,22 +176,22 @@ fn command_line_policy(args: &Args) -> anyhow::Result<(EffectivePolicy, Option<P
 }
 
 fn run(args: &Args) -> anyhow::Result<()> {
-    let (command_line, policy_path) = command_line_policy(args)?;
+    let (base_policy, policy_path) = command_line_policy(args)?;
     let policy_file = policy_path
         .as_ref()
         .map(|path| path.display().to_string())
         .unwrap_or_default();
     let content_result = policy_path.as_deref().map(policy_file::read);
     let mut options = Options {
-        policy: command_line,
-        command_line_policy: command_line,
+        policy: base_policy,
+        command_line_policy: base_policy,
         policy_file,
         policy_content: content_result,
         ..Options::default()
     };
     let policy = options.start_policy();
-    if let Some(record) = &args.replay {
-        return replay(record, policy?, args.json);
+    if let Some(record_path) = &args.replay {
+        return replay(record_path, policy?, args.json);
     }
     let location = store_location(args.state.as_deref())?;
     let policy_error = match policy.err() {
@@ -250,8 +250,8 @@ fn run(args: &Args) -> anyhow::Result<()> {
 }
 
 /// Replays a record under its own policy and under `policy`, and prints both results.
-fn replay(record: &Path, policy: EffectivePolicy, json: bool) -> anyhow::Result<()> {
-    let entries = recording::read(record)?;
+fn replay(record_path: &Path, policy: EffectivePolicy, json: bool) -> anyhow::Result<()> {
+    let entries = recording::read(record_path)?;
     let recorded_result = replay::replay_recording(&entries, replay::recorded_policy(&entries))?;
     let other_result = replay::replay_recording(&entries, policy)?;
     if json {

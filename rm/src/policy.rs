@@ -72,12 +72,13 @@ impl fmt::Display for EffectivePolicy {
             self.gain_margin,
             wait.0 / 1_000_000
         )?;
-        let limit = |n: Option<u32>| n.map_or_else(|| "no limit".to_string(), |n| n.to_string());
+        let limit_text =
+            |n: Option<u32>| n.map_or_else(|| "no limit".to_string(), |n| n.to_string());
         write!(
             f,
             ", tasks of a user {}, of a job {}",
-            limit(limits.user_tasks_max),
-            limit(limits.job_tasks_max)
+            limit_text(limits.user_tasks_max),
+            limit_text(limits.job_tasks_max)
         )?;
         write!(
             f,
@@ -174,14 +175,14 @@ impl EffectivePolicy {
         if !is_text {
             return Err(error_at(text.len(), "this is not UTF-8 text".into()));
         }
-        let parsed = toml::from_str::<PolicyFile>(text).map_err(|error| {
+        let parsed_file = toml::from_str::<PolicyFile>(text).map_err(|error| {
             error_at(
                 error.span().map_or(0, |span| span.start),
                 error.message().trim().to_string(),
             )
         })?;
         let mut policy = self;
-        if let Some(margin) = parsed.margin {
+        if let Some(margin) = parsed_file.margin {
             if !VALID_MARGINS.contains(margin.get_ref()) {
                 let (margin_min, margin_max) = (VALID_MARGINS.start(), VALID_MARGINS.end());
                 return Err(error_at(
@@ -191,7 +192,7 @@ impl EffectivePolicy {
             }
             policy.gain_margin = margin.into_inner();
         }
-        if let Some(wait) = parsed.wait_s {
+        if let Some(wait) = parsed_file.wait_s {
             if *wait.get_ref() > WAIT_S_MAX {
                 return Err(error_at(
                     wait.span().start,
@@ -200,19 +201,19 @@ impl EffectivePolicy {
             }
             policy.spawn_rules.wait_max = Micros::from_secs(wait.into_inner());
         }
-        if let Some(name) = parsed.placing {
+        if let Some(name) = parsed_file.placing {
             policy.placement = parse_placement(name.get_ref())
                 .map_err(|error| error_at(name.span().start, error.to_string()))?;
         }
-        policy.rebalances = parsed.balance.unwrap_or(policy.rebalances);
-        policy.preempts = parsed.give_way.unwrap_or(policy.preempts);
+        policy.rebalances = parsed_file.balance.unwrap_or(policy.rebalances);
+        policy.preempts = parsed_file.give_way.unwrap_or(policy.preempts);
         let TaskLimits {
             user_tasks_max: user_tasks,
             job_tasks_max: job_tasks,
         } = policy.spawn_rules.task_limits;
         policy.spawn_rules.task_limits = TaskLimits {
-            user_tasks_max: parsed.user_tasks.or(user_tasks),
-            job_tasks_max: parsed.job_tasks.or(job_tasks),
+            user_tasks_max: parsed_file.user_tasks.or(user_tasks),
+            job_tasks_max: parsed_file.job_tasks.or(job_tasks),
         };
         Ok(policy)
     }
@@ -236,12 +237,15 @@ mod tests {
                 job_tasks_max: None,
             },
         };
-        let command_line = EffectivePolicy {
+        let command_line_policy = EffectivePolicy {
             rebalances: true,
             spawn_rules: rules,
             ..EffectivePolicy::default()
         };
-        assert_eq!(command_line.with_file("f", ""), Ok(command_line));
+        assert_eq!(
+            command_line_policy.with_file("f", ""),
+            Ok(command_line_policy)
+        );
         let text = "placing = \"round-robin\"\nmargin = 2 # twice\njob_tasks = 4\n";
         let limits = TaskLimits {
             user_tasks_max: Some(3),
@@ -251,15 +255,15 @@ mod tests {
             task_limits: limits,
             ..rules
         };
-        let expected = EffectivePolicy {
+        let expected_policy = EffectivePolicy {
             placement: PlacementPolicy::RoundRobin,
             gain_margin: 2.0,
             spawn_rules: rules,
-            ..command_line
+            ..command_line_policy
         };
         assert_eq!(
-            command_line.with_file("f", text.replace("= 2 ", "= 2.0 ")),
-            Ok(expected)
+            command_line_policy.with_file("f", text.replace("= 2 ", "= 2.0 ")),
+            Ok(expected_policy)
         );
     }
 

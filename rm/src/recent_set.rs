@@ -3,7 +3,7 @@
 use std::collections::{HashSet, VecDeque};
 use std::hash::Hash;
 
-/// A set of at most `max` values. When it is full, an insertion removes the value that was inserted
+/// A set of limited size. If the set is full, an insertion removes the value that was inserted
 /// first.
 #[derive(Debug)]
 pub(crate) struct RecentSet<T> {
@@ -26,15 +26,14 @@ impl<T: Copy + Eq + Hash> RecentSet<T> {
             self.insertion_order.push_back(value);
         }
         while self.insertion_order.len() > self.len_max {
-            let oldest = self
+            let oldest_value = self
                 .insertion_order
                 .pop_front()
                 .expect("longer than the limit");
-            self.values.remove(&oldest);
+            self.values.remove(&oldest_value);
         }
     }
 
-    /// Removes a value from the set.
     pub(crate) fn remove(&mut self, value: T) {
         if self.values.remove(&value) {
             self.insertion_order.retain(|other| *other != value);
@@ -53,11 +52,11 @@ mod tests {
     /// If the set is full, an insertion removes the oldest value.
     #[test]
     fn oldest_values_are_dropped_first() {
-        let mut recent = RecentSet::new(2);
-        [1, 2, 2, 3].into_iter().for_each(|n| recent.insert(n));
-        assert!(!recent.contains(1) && recent.contains(2) && recent.contains(3));
-        recent.remove(3);
-        recent.insert(4);
-        assert!(recent.contains(2) && !recent.contains(3) && recent.contains(4));
+        let mut recent_set = RecentSet::new(2);
+        [1, 2, 2, 3].into_iter().for_each(|n| recent_set.insert(n));
+        assert!(!recent_set.contains(1) && recent_set.contains(2) && recent_set.contains(3));
+        recent_set.remove(3);
+        recent_set.insert(4);
+        assert!(recent_set.contains(2) && !recent_set.contains(3) && recent_set.contains(4));
     }
 }

@@ -58,7 +58,7 @@ pub enum RecordedInput {
         request_id: (Tid, i32),
         tids: Vec<Tid>,
     },
-    /// A task has ended.
+    /// A task has ended, with the processor time and memory that it used.
     TaskEnded { tid: Tid, usage: Usage },
     /// The drain of a host begins or ends.
     Drain {
@@ -250,7 +250,7 @@ mod tests {
     }
 
     /// A complete recording is read as it was written. A truncated recording is read up to the last
-    /// complete record.
+    /// complete record. A new recording renames the existing file.
     #[test]
     fn truncated_recording_is_read_up_to_the_cut() {
         let dir = tempfile::tempdir().expect("a directory");
@@ -259,19 +259,22 @@ mod tests {
         for n in 1..=3 {
             assert_eq!(recorder.append(Micros(u64::from(n)), task_end(n)), None);
         }
-        let complete = read(&path).expect("a record");
+        let complete_entries = read(&path).expect("a record");
         assert_eq!(
-            complete.iter().map(|e| e.input.clone()).collect::<Vec<_>>(),
+            complete_entries
+                .iter()
+                .map(|e| e.input.clone())
+                .collect::<Vec<_>>(),
             [task_end(1), task_end(2), task_end(3)]
         );
         let bytes = std::fs::read(&path).expect("it is there");
         std::fs::write(&path, &bytes[..bytes.len() - 1]).expect("it can be written");
-        assert_eq!(read(&path).expect("a record")[..], complete[..2]);
+        assert_eq!(read(&path).expect("a record")[..], complete_entries[..2]);
         drop(Recorder::create(&path).expect("it can be written"));
         assert_eq!(read(&path).expect("a record"), []);
         assert_eq!(
             read(&dir.path().join("record.before")).expect("the former one")[..],
-            complete[..2]
+            complete_entries[..2]
         );
     }
 

@@ -33,7 +33,8 @@ const ABANDONED_ORDERS_MAX: usize = 4096;
 pub enum WatcherOutput {
     /// Start a watcher on a host, then call [`Watchers::record_order_sent`].
     Start(HostId),
-    /// Request this watcher, which an earlier resource manager started, to report to this one.
+    /// Request this watcher, which an earlier resource manager started, to report to the current
+    /// resource manager.
     Adopt(Tid),
     /// Request a notification of this watcher's end.
     Notify(Tid),
@@ -89,10 +90,10 @@ pub struct Watchers {
 impl Default for Watchers {
     fn default() -> Self {
         let (no_orders, no_tasks) = (HashMap::new(), HashMap::new());
-        let (hosts, due) = (BTreeMap::new(), BTreeSet::new());
+        let (hosts, check_times) = (BTreeMap::new(), BTreeSet::new());
         Self {
             watchers: hosts,
-            checks: due,
+            checks: check_times,
             hosts_by_order: no_orders,
             hosts_by_task: no_tasks,
             abandoned_orders: RecentSet::new(ABANDONED_ORDERS_MAX),
@@ -228,7 +229,8 @@ impl Watchers {
         }
     }
 
-    /// Records the wait id of an order that was sent; `None` if it could not be sent.
+    /// Records the wait id of an order that was sent. `None`: the order could not be sent, and the
+    /// start is retried later.
     pub fn record_order_sent(&mut self, now: Micros, host: HostId, wid: Option<i32>) {
         match wid {
             Some(wid) => self.set_state(
@@ -259,8 +261,8 @@ impl Watchers {
             if !self.abandoned_orders.contains(wid) {
                 return None;
             }
-            // The order was abandoned, or another watcher of the host has reported and is used. If
-            // the started watcher is not that one, it is terminated.
+            // The order was abandoned, or another watcher of the host has reported and is used. The
+            // started watcher is terminated, unless it is the watcher that is used.
             if let Ok(tid) = result.map_err(|_| ())
                 && self.watched_host(tid).is_none()
             {
@@ -353,7 +355,7 @@ impl Watchers {
         true
     }
 
-    /// Returns the host that this task watches; `None` if the task is no watcher.
+    /// Returns the host that this task watches; `None` if the task is not a watcher.
     pub fn watched_host(&self, task: Tid) -> Option<HostId> {
         self.hosts_by_task.get(&task).copied()
     }
@@ -477,8 +479,8 @@ mod tests {
             .collect()
     }
 
-    /// Starts the next watcher, with order and task number `number`, and ends it after `run_time`.
-    /// Returns the notes about it.
+    /// Starts the next watcher, with order and task number `number`, and ends the watcher after
+    /// `run_time`. Returns the notes about the watcher.
     fn run_and_end(watchers: &mut Watchers, number: u32, run_time: Micros) -> Vec<String> {
         let host = HostId::MASTER;
         let (wid, tid) = (

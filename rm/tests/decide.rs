@@ -81,7 +81,7 @@ fn round_robin_assigns_blocks_in_rotation() {
 fn place_names_host_directory_or_architecture() {
     let mut snapshot = pool(3, PlacementPolicy::Load);
     snapshot.hosts[2].arch = "LINUXPPC64".into();
-    for (flags, place_text, expected) in [
+    for (flags, place_text, expected_indices) in [
         (SPAWN_HOST, "h2", [2, 2].as_slice()),
         (SPAWN_HOST, "h2:/var", &[2, 2]),
         (SPAWN_HOST, ".", &[1, 1]),
@@ -97,7 +97,11 @@ fn place_names_host_directory_or_architecture() {
             &snapshot,
             &to_placement_request(&request(flags, place_text, 2)),
         );
-        assert_eq!(indices(&placement.hosts), expected, "{flags} {place_text}");
+        assert_eq!(
+            indices(&placement.hosts),
+            expected_indices,
+            "{flags} {place_text}"
+        );
     }
 }
 
@@ -182,12 +186,12 @@ fn many_exclusions_are_listed_then_counted() {
     let plan = plan_evictions(&snapshot);
     for (stay_decision, first_host) in plan.stays.iter().zip([host_id(2), host_id(1)]) {
         let StayReason::NoTargetHost {
-            exclusions: excluded,
+            exclusions: excluded_hosts,
         } = &stay_decision.reason
         else {
             panic!("{stay_decision:?}")
         };
-        assert_eq!(excluded[0].0, first_host, "not the host where it is");
+        assert_eq!(excluded_hosts[0].0, first_host, "not the host where it is");
         let explanation = stay_decision.describe_stay(&snapshot);
         assert!(explanation.ends_with("; and 983 more)"), "{explanation}");
     }
@@ -390,14 +394,14 @@ fn tasks_without_target_stay_with_reasons() {
     let plan = plan_evictions(&snapshot);
     assert!(plan.evictions.is_empty());
     let StayReason::NoTargetHost {
-        exclusions: excluded,
+        exclusions: excluded_hosts,
     } = &plan.stays[0].reason
     else {
         panic!("{:?}", plan.stays)
     };
-    assert_eq!(excluded.len(), 3);
+    assert_eq!(excluded_hosts.len(), 3);
     assert_eq!(
-        excluded[1].1,
+        excluded_hosts[1].1,
         ExclusionReason::OtherArch {
             arch: "LINUXPPC64".into()
         }
@@ -517,9 +521,12 @@ fn small_guest_leaves_although_large_one_cannot() {
     );
     let lacks_memory = |stay_decision: &StayDecision| match &stay_decision.reason {
         StayReason::NoTargetHost {
-            exclusions: excluded,
+            exclusions: excluded_hosts,
         } => {
-            matches!(excluded[0], (_, ExclusionReason::MemoryReserved { .. }))
+            matches!(
+                excluded_hosts[0],
+                (_, ExclusionReason::MemoryReserved { .. })
+            )
         }
         _ => false,
     };
@@ -615,16 +622,16 @@ fn any_host(index: u16) -> impl Strategy<Value = HostView> {
         .prop_map(
             move |(
                 owner,
-                (cores, running, load1, busy, received_s),
+                (cores, runnable_count, load1, busy_fraction, received_s),
                 tasks,
                 has_other_arch,
                 speed,
             )| {
                 let sample = LoadSample {
                     cores,
-                    runnable_threads: running,
+                    runnable_threads: runnable_count,
                     one_minute_load: load1,
-                    busy_share: busy,
+                    busy_share: busy_fraction,
                     ..LoadSample::default()
                 };
                 HostView {
@@ -752,7 +759,7 @@ proptest! {
                 migrated_task.recent_migrations.push(now);
                 let is_long_absent = |h: &HostView| match h.owner {
                     OwnerState::Present { .. } => false,
-                    OwnerState::Absent { left_at: Some(left) } => now.since(left) >= OWNER_RETURN_WINDOW,
+                    OwnerState::Absent { left_at: Some(left_time) } => now.since(left_time) >= OWNER_RETURN_WINDOW,
                     _ => true,
                 };
                 let has_settled_target = snapshot.hosts.iter().any(|h| h.id != eviction.source && is_long_absent(h));

@@ -218,13 +218,13 @@ fn migration_respects_reserved_memory() {
     );
     let plan = plan_for_guest((1 << 30) + 1);
     let StayReason::NoTargetHost {
-        exclusions: excluded,
+        exclusions: excluded_hosts,
     } = stay_reason(&plan).0
     else {
         panic!("{plan:?}")
     };
     assert_eq!(
-        excluded.iter().next(),
+        excluded_hosts.iter().next(),
         Some(&(
             host_id(2),
             ExclusionReason::MemoryReserved {
@@ -265,7 +265,7 @@ fn blocked_programs_and_users_are_excluded() {
         set_limits(&mut snapshot, 2, limits);
         let plan = plan_evictions(&snapshot);
         assert!(
-            matches!(stay_reason(&plan).0, StayReason::NoTargetHost { exclusions: excluded } if excluded.len() == 1),
+            matches!(stay_reason(&plan).0, StayReason::NoTargetHost { exclusions: excluded_hosts } if excluded_hosts.len() == 1),
             "{plan:?}"
         );
     }
@@ -290,11 +290,11 @@ fn host_with_idle_owner_is_last_choice() {
         0
     );
     assert_eq!(plan_evictions(&snapshot), EvictionPlan::default());
-    for place in ["?rank = cores", "?same-host"] {
+    for place_text in ["?rank = cores", "?same-host"] {
         assert_eq!(
-            task_count_on(&place_request(&snapshot, &request(0, place, 2)), 2),
+            task_count_on(&place_request(&snapshot, &request(0, place_text, 2)), 2),
             0,
-            "{place}"
+            "{place_text}"
         );
     }
     let round_robin_snapshot = Snapshot {
@@ -370,8 +370,8 @@ proptest! {
         snapshot.policy = if is_load_policy { PlacementPolicy::Load } else { PlacementPolicy::RoundRobin };
         for (i, (guests_max, reserved_gib, is_blocked, owner)) in limits.iter().enumerate() {
             let programs = if *is_blocked { vec!["worker".to_string()] } else { Vec::new() };
-            let (guests_max, memory_free) = (*guests_max, reserved_gib << 30);
-            set_limits(&mut snapshot, i as u16 + 1, GuestLimits { guests_max, free_memory_bytes: memory_free, blocked_programs: programs, blocked_users: Vec::new() });
+            let (guests_max, free_bytes) = (*guests_max, reserved_gib << 30);
+            set_limits(&mut snapshot, i as u16 + 1, GuestLimits { guests_max, free_memory_bytes: free_bytes, blocked_programs: programs, blocked_users: Vec::new() });
             let reason = String::new();
             snapshot.hosts[i].owner = match owner {
                 0 => OwnerState::Closed { why: reason },

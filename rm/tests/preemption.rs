@@ -229,9 +229,9 @@ fn preempted_task_resumes_where_there_is_room() {
         [],
         "something is being started there"
     );
-    let just_preempted = BTreeMap::from([(task_id(1, 1), Micros(NOW.0 - 1_000_000))]);
+    let recently_preempted_at = BTreeMap::from([(task_id(1, 1), Micros(NOW.0 - 1_000_000))]);
     assert_eq!(
-        select_resumable(&snapshot, &just_preempted, &no_hosts),
+        select_resumable(&snapshot, &recently_preempted_at, &no_hosts),
         [],
         "what it made room for has not begun"
     );
@@ -459,11 +459,11 @@ fn resume_all(
     is_allowed: impl Fn(&HostView) -> bool,
 ) -> Result<(), TestCaseError> {
     loop {
-        let resumable = select_resumable(snapshot, preempted_at, &BTreeSet::new());
-        if resumable.is_empty() {
+        let resumable_tasks = select_resumable(snapshot, preempted_at, &BTreeSet::new());
+        if resumable_tasks.is_empty() {
             return Ok(());
         }
-        for (tid, source, resume_at) in resumable {
+        for (tid, source, resume_target) in resumable_tasks {
             let host = snapshot.hosts.edit(source).expect("a host");
             let task_position = host
                 .tasks
@@ -474,7 +474,7 @@ fn resume_all(
                 suspended: false,
                 ..host.tasks.remove(task_position)
             };
-            let target = if let ResumeTarget::OtherHost(target) = resume_at {
+            let target = if let ResumeTarget::OtherHost(target) = resume_target {
                 target
             } else {
                 source
@@ -497,8 +497,8 @@ fn resume_all(
 
 proptest! {
     /// A preempted task does not slow down the tasks for which it was preempted, whatever the
-    /// external load is. It is not preempted again after its resume while a request waits. It stays
-    /// suspended only while the tasks for which it was preempted run.
+    /// external load is. After its resume, the task is not preempted again while a request waits.
+    /// The task stays suspended only while the tasks for which it was preempted run.
     #[test]
     fn preempted_tasks_resume_when_replacements_end(
         hosts in prop::collection::vec((1_u32..4, 0_u32..3, any::<bool>(), 0_u32..8, 0_u32..40), 1..20),
@@ -564,7 +564,7 @@ proptest! {
     }
 
     /// If the selected tasks are suspended, the request gets as many slots as if no host had any
-    /// task. Each selected task is necessary for that.
+    /// task. Each selected task is necessary for these slots.
     #[test]
     fn victims_free_exactly_the_needed_slots(
         hosts in prop::collection::vec((1_u32..4, 0_u32..4, any::<bool>()), 1..80), count in 1_u32..6, place_index in 0_usize..6,

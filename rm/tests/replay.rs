@@ -137,13 +137,14 @@ fn spawn_recording(policy: EffectivePolicy, count: u32) -> Vec<RecordingEntry> {
 /// On hosts of different speeds, tasks end earlier under the load policy than under round robin.
 #[test]
 fn load_policy_beats_round_robin_on_unequal_hosts() {
-    let round_robin = EffectivePolicy {
+    let round_robin_policy = EffectivePolicy {
         placement: PlacementPolicy::RoundRobin,
         ..EffectivePolicy::default()
     };
-    let entries = spawn_recording(round_robin, 4);
-    assert_eq!(recorded_policy(&entries), round_robin.into());
-    let round_robin_figures = replay::replay_recording(&entries, round_robin).expect("it runs");
+    let entries = spawn_recording(round_robin_policy, 4);
+    assert_eq!(recorded_policy(&entries), round_robin_policy.into());
+    let round_robin_figures =
+        replay::replay_recording(&entries, round_robin_policy).expect("it runs");
     let load_figures =
         replay::replay_recording(&entries, EffectivePolicy::default()).expect("it runs");
     assert_eq!(
@@ -210,7 +211,7 @@ fn replay_balances_and_evicts() {
     );
 }
 
-/// In a replay, a spawn waits for a free host if the policy allows waiting. Otherwise it is
+/// In a replay, a spawn waits for a free host if the policy allows waiting. Otherwise the spawn is
 /// refused.
 #[test]
 fn replayed_spawn_waits_only_if_policy_allows() {
@@ -265,27 +266,30 @@ fn replayed_drain_keeps_host_empty() {
         entries.sort_by_key(|entry| entry.at);
         replay::replay_recording(&entries, default_policy).expect("it runs")
     };
-    let early_drain = replay_with(&[(10, true)]);
+    let early_drain_figures = replay_with(&[(10, true)]);
     assert_eq!(
         (
-            early_drain.placed.get("h3"),
-            early_drain.started,
-            early_drain.finished
+            early_drain_figures.placed.get("h3"),
+            early_drain_figures.started,
+            early_drain_figures.finished
         ),
         (None, 4, 4),
-        "{early_drain:?}"
+        "{early_drain_figures:?}"
     );
-    let ended_drain = replay_with(&[(10, true), (15, false)]);
-    assert_eq!(ended_drain.placed["h3"], 2, "{ended_drain:?}");
-    let late_drain = replay_with(&[(40, true)]);
+    let ended_drain_figures = replay_with(&[(10, true), (15, false)]);
+    assert_eq!(
+        ended_drain_figures.placed["h3"], 2,
+        "{ended_drain_figures:?}"
+    );
+    let late_drain_figures = replay_with(&[(40, true)]);
     assert_eq!(
         (
-            late_drain.placed["h3"],
-            late_drain.moves_owner,
-            late_drain.finished
+            late_drain_figures.placed["h3"],
+            late_drain_figures.moves_owner,
+            late_drain_figures.finished
         ),
         (2, 2, 4),
-        "{late_drain:?}"
+        "{late_drain_figures:?}"
     );
 }
 
@@ -294,22 +298,26 @@ fn replayed_drain_keeps_host_empty() {
 fn report_with_checkpoint_mode(host: u16, is_owner_present: bool) -> RecordedInput {
     let RecordedInput::Report {
         mut report,
-        vm_task_count: own,
+        vm_task_count: vm_tasks,
     } = owner_report(host, is_owner_present)
     else {
         unreachable!("a report")
     };
-    if let GuestAccess::Paused { eviction: then, .. } = &mut report.guest_access {
-        *then = EvictionMode::Checkpoint;
+    if let GuestAccess::Paused {
+        eviction: eviction_mode,
+        ..
+    } = &mut report.guest_access
+    {
+        *eviction_mode = EvictionMode::Checkpoint;
     }
     RecordedInput::Report {
         report,
-        vm_task_count: own,
+        vm_task_count: vm_tasks,
     }
 }
 
-/// Returns a recording in which a top task with one second of work spawns one task with 60 seconds
-/// of work, and ends after the spawned task.
+/// Returns a recording in which the first task of a job, with one second of work, spawns a task
+/// with 60 seconds of work and ends after the spawned task.
 fn recording_with_top_task(policy: EffectivePolicy) -> Vec<RecordingEntry> {
     let (console, top_task) = (
         Tid::for_task(host_id(1), 2).expect("a task"),
@@ -515,12 +523,12 @@ fn host_labels_are_part_of_recording() {
             request.where_arg = "?disk = ssd".into();
         }
     }
-    let round_robin = EffectivePolicy {
+    let round_robin_policy = EffectivePolicy {
         placement: PlacementPolicy::RoundRobin,
         ..EffectivePolicy::default()
     };
     let unlabelled_figures =
-        replay::replay_recording(&entries, round_robin).expect("an older record runs");
+        replay::replay_recording(&entries, round_robin_policy).expect("an older record runs");
     assert_eq!(
         (unlabelled_figures.started, unlabelled_figures.refused),
         (0, 2),
@@ -535,7 +543,7 @@ fn host_labels_are_part_of_recording() {
         2,
         entry_at(1, RecordedInput::labels(&labels).expect("there are some")),
     );
-    for policy in [round_robin, EffectivePolicy::default()] {
+    for policy in [round_robin_policy, EffectivePolicy::default()] {
         let figures = replay::replay_recording(&entries, policy).expect("it runs");
         assert_eq!(
             (figures.placed.get("h2"), figures.started),
@@ -549,11 +557,11 @@ fn host_labels_are_part_of_recording() {
 /// A replay applies the recorded policy changes, unless it uses another policy.
 #[test]
 fn recorded_policy_changes_are_replayed() {
-    let round_robin = EffectivePolicy {
+    let round_robin_policy = EffectivePolicy {
         placement: PlacementPolicy::RoundRobin,
         ..EffectivePolicy::default()
     };
-    let mut entries = spawn_recording(round_robin, 4);
+    let mut entries = spawn_recording(round_robin_policy, 4);
     assert!(!recorded_policy(&entries).replays_changes);
     entries.push(entry_at(
         10,
@@ -562,7 +570,7 @@ fn recorded_policy_changes_are_replayed() {
     entries.sort_by_key(|entry| entry.at);
     let recorded_figures =
         replay::replay_recording(&entries, recorded_policy(&entries)).expect("it runs");
-    let constant_figures = replay::replay_recording(&entries, round_robin).expect("it runs");
+    let constant_figures = replay::replay_recording(&entries, round_robin_policy).expect("it runs");
     assert_eq!(
         (recorded_figures.placed["h3"], constant_figures.placed["h3"]),
         (2, 1),

@@ -67,7 +67,7 @@ fn constraints_apply_under_every_policy() {
     snapshot.hosts[2].speed = 2000;
     for policy in [PlacementPolicy::Load, PlacementPolicy::RoundRobin] {
         snapshot.policy = policy;
-        for (text, expected) in [
+        for (text, expected_indices) in [
             ("?memory >= 5G", [5, 0].as_slice()),
             ("?disk = ssd", &[5, 5]),
             ("?disk != ssd; cores <= 1", &[1, 1]),
@@ -82,7 +82,7 @@ fn constraints_apply_under_every_policy() {
             let placement = place_request(&snapshot, &request(text, 2));
             assert_eq!(
                 host_indices(&placement),
-                expected,
+                expected_indices,
                 "{policy} {text}: {}",
                 placement.describe(&snapshot)
             );
@@ -108,13 +108,16 @@ fn unmeetable_request_lists_exclusions() {
     );
     let ExclusionReason::UnmetCondition {
         condition,
-        actual: has,
+        actual: found_value,
     } = &placement.exclusions[1].1
     else {
         panic!("{:?}", placement.exclusions)
     };
     assert_eq!(
-        (condition.to_string().as_str(), has.to_string().as_str()),
+        (
+            condition.to_string().as_str(),
+            found_value.to_string().as_str()
+        ),
         ("memory >= 2.5G", "2.0G")
     );
     let impossible_placement = place_request(&snapshot, &request("?cores >= 99", 2));
@@ -168,12 +171,12 @@ fn spread_and_memory_limit_tasks_per_host() {
 #[test]
 fn constraints_keep_meaning_of_plain_places() {
     let snapshot = pool(3);
-    let place_indices = |flags, place: &str| {
+    let place_indices = |flags, place_text: &str| {
         host_indices(&place_request(
             &snapshot,
             &SpawnRequest {
                 flags,
-                ..request(place, 1)
+                ..request(place_text, 1)
             },
         ))
     };
@@ -306,21 +309,21 @@ fn near_host_beats_slightly_better_far_one() {
     );
 }
 
-/// Records a migration of a gibibyte of memory between two hosts (positions in the snapshot) that
-/// took `duration_s` seconds.
+/// Records a migration that transferred a gibibyte of memory in `duration_s` seconds. `source` and
+/// `target` are positions of hosts in the snapshot.
 fn record_migration(snapshot: &mut Snapshot, source: usize, target: usize, duration_s: u64) {
     let host_pair = Some(HostPair::between(
         &snapshot.hosts[source],
         &snapshot.hosts[target],
     ));
     let (resident_bytes, total_time) = (1 << 30, Micros::from_secs(duration_s));
-    let frozen = Micros::from_secs(0);
+    let freeze_duration = Micros::from_secs(0);
     snapshot.estimates.record_migration(&MigrationSample {
         pair: host_pair,
         slowness: 1.0,
         image_bytes: 0,
         resident_bytes,
-        freeze_time: frozen,
+        freeze_time: freeze_duration,
         time_until_complete: total_time,
     });
 }
@@ -438,46 +441,48 @@ fn any_hosts() -> impl Strategy<Value = Vec<HostView>> {
         500_i32..3000,
     );
     prop::collection::vec(host_tuple, EXPLAINED_HOSTS_MAX + 1..200).prop_map(|host_tuples| {
-        let view = |(i, (cores, busy, tasks, zone, has_owner, received_s, speed)): (usize, _)| {
-            let index = i as u16 + 1;
-            let sample = LoadSample {
-                cores,
-                busy_share: busy,
-                available_bytes: 4 << 30,
-                ..LoadSample::default()
-            };
-            let sample = Some(TimedSample {
-                sample,
-                received_at: Micros::from_secs(received_s),
-                vm_task_count: 0,
-            });
-            let reason = "alice".to_string();
-            let owner = if has_owner {
-                OwnerState::Present { why: reason }
-            } else {
-                OwnerState::Unknown
-            };
-            let mut tasks: Vec<TaskView> = (1..=tasks).map(|n| task(index, n)).collect();
-            if let Some(first_task) = tasks.first_mut().filter(|_| i % 7 == 0) {
-                first_task.migration = Some(HostId::new(index / 2));
-            }
-            for (n, task) in tasks.iter_mut().enumerate() {
-                (task.user, task.memory_bytes) = (i as u32 % 3, [0, 1 << 20, 1 << 30][(i + n) % 3]);
-                task.migration_obstacle = (i % 11 == 0).then(|| Obstacle {
-                    until: NOW,
-                    reason: "held".into(),
+        let view =
+            |(i, (cores, busy_fraction, tasks, zone, has_owner, received_s, speed)): (usize, _)| {
+                let index = i as u16 + 1;
+                let sample = LoadSample {
+                    cores,
+                    busy_share: busy_fraction,
+                    available_bytes: 4 << 30,
+                    ..LoadSample::default()
+                };
+                let sample = Some(TimedSample {
+                    sample,
+                    received_at: Micros::from_secs(received_s),
+                    vm_task_count: 0,
                 });
-            }
-            HostView {
-                cores,
-                sample,
-                owner,
-                tasks,
-                zone,
-                speed,
-                ..host(index)
-            }
-        };
+                let reason = "alice".to_string();
+                let owner = if has_owner {
+                    OwnerState::Present { why: reason }
+                } else {
+                    OwnerState::Unknown
+                };
+                let mut tasks: Vec<TaskView> = (1..=tasks).map(|n| task(index, n)).collect();
+                if let Some(first_task) = tasks.first_mut().filter(|_| i % 7 == 0) {
+                    first_task.migration = Some(HostId::new(index / 2));
+                }
+                for (n, task) in tasks.iter_mut().enumerate() {
+                    (task.user, task.memory_bytes) =
+                        (i as u32 % 3, [0, 1 << 20, 1 << 30][(i + n) % 3]);
+                    task.migration_obstacle = (i % 11 == 0).then(|| Obstacle {
+                        until: NOW,
+                        reason: "held".into(),
+                    });
+                }
+                HostView {
+                    cores,
+                    sample,
+                    owner,
+                    tasks,
+                    zone,
+                    speed,
+                    ..host(index)
+                }
+            };
         host_tuples.into_iter().enumerate().map(view).collect()
     })
 }
@@ -490,36 +495,36 @@ proptest! {
         old_hosts in any_hosts(), changed_hosts in any_hosts(), changes in prop::collection::vec((any::<prop::sample::Index>(), 0_u8..4), 1..60),
         count in 1_u32..90, delay_s in 0_u64..30,
     ) {
-        let mut updated: HostList = old_hosts.iter().cloned().collect();
-        updated.refresh(NOW);
+        let mut updated_state: HostList = old_hosts.iter().cloned().collect();
+        updated_state.refresh(NOW);
         for (host_choice, change_kind) in changes {
             let changed_host = &changed_hosts[host_choice.index(changed_hosts.len())];
             match change_kind {
-                0 => updated.remove(changed_host.id),
-                1 => updated.insert(changed_host.clone()),
-                2 => if let Some(host) = updated.edit(changed_host.id) {
+                0 => updated_state.remove(changed_host.id),
+                1 => updated_state.insert(changed_host.clone()),
+                2 => if let Some(host) = updated_state.edit(changed_host.id) {
                     (host.owner, host.sample) = (changed_host.owner.clone(), changed_host.sample.clone());
                 },
-                _ => if let Some(host) = updated.edit(changed_host.id) {
+                _ => if let Some(host) = updated_state.edit(changed_host.id) {
                     host.tasks = changed_host.tasks.clone();
                 },
             }
-            updated.refresh(NOW);
+            updated_state.refresh(NOW);
         }
         let now = NOW + Micros::from_secs(delay_s);
-        updated.refresh(now);
-        let rebuilt: HostList = updated.iter().cloned().collect();
+        updated_state.refresh(now);
+        let rebuilt_state: HostList = updated_state.iter().cloned().collect();
         let snapshot = |hosts| Snapshot::new(now, PlacementPolicy::Load, hosts);
-        let (updated, rebuilt) = (snapshot(updated), snapshot(rebuilt));
+        let (updated_state, rebuilt_state) = (snapshot(updated_state), snapshot(rebuilt_state));
         for text in ["", "?cores >= 3", "?spread", "?memory >= 1G; speed > 900"] {
             let request = request(text, count);
-            let peers: Vec<HostId> = updated.hosts.first().map(|h| h.id).into_iter().collect();
+            let peers: Vec<HostId> = updated_state.hosts.first().map(|h| h.id).into_iter().collect();
             let placement_request = PlacementRequest { peer_hosts: &peers, ..PlacementRequest::new(0, &request, count, host_id(1)) };
-            prop_assert_eq!(place(&updated, &placement_request), place(&rebuilt, &placement_request));
+            prop_assert_eq!(place(&updated_state, &placement_request), place(&rebuilt_state, &placement_request));
         }
-        prop_assert_eq!(plan_evictions(&updated), plan_evictions(&rebuilt));
-        let (mut updated, mut rebuilt) = (updated, rebuilt);
-        for snapshot in [&mut updated, &mut rebuilt] {
+        prop_assert_eq!(plan_evictions(&updated_state), plan_evictions(&rebuilt_state));
+        let (mut updated_state, mut rebuilt_state) = (updated_state, rebuilt_state);
+        for snapshot in [&mut updated_state, &mut rebuilt_state] {
             for (i, host) in snapshot.hosts.iter_mut().enumerate() {
                 // Owners are present on most hosts. Therefore many classes of guests have no
                 // target, and some have one.
@@ -528,8 +533,8 @@ proptest! {
                 }
             }
         }
-        updated.hosts.refresh(now);
-        prop_assert_eq!(plan_evictions(&updated), plan_evictions(&rebuilt));
+        updated_state.hosts.refresh(now);
+        prop_assert_eq!(plan_evictions(&updated_state), plan_evictions(&rebuilt_state));
     }
 
     /// Every host that gets a task meets the constraints. No host gets more tasks than the

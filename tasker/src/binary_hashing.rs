@@ -13,8 +13,8 @@ use std::time::Duration;
 /// Maximum number of processes that are queued for hashing. The files of further processes are
 /// hashed by their first migration.
 const QUEUED_PROCESSES_MAX: usize = 256;
-/// Delay from the start of a process until its files are hashed. After it, most programs have
-/// loaded their libraries.
+/// Delay from the start of a process until its files are hashed. After this delay most programs
+/// have loaded their libraries.
 const HASH_DELAY: Duration = Duration::from_secs(1);
 /// Nice value of the hashing thread.
 const HASHER_NICE: i32 = 10;

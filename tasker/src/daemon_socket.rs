@@ -8,8 +8,8 @@ use std::collections::VecDeque;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
-/// Number of queued bytes from which on the tasker reads no output of its tasks. Their pipes then
-/// fill, and the tasks block.
+/// Number of queued bytes at which the tasker stops reading the output of its tasks. The pipes of
+/// the tasks then fill, and the tasks block.
 pub(crate) const OUTBOUND_BYTES_HIGH_WATER: usize = 4 << 20;
 /// Maximum number of bytes that one call of [`DaemonSocket::receive`] reads.
 const READ_BYTES_MAX: usize = 64 << 10;

@@ -23,7 +23,7 @@ pub(crate) struct DumpAttempt {
     pub(crate) first_started_at: Instant,
     /// True for the first attempt, which has a shorter time limit.
     pub(crate) is_first: bool,
-    /// The delays before further attempts of this dump, as far as they were not used.
+    /// Determines the delays before further attempts of this dump.
     pub(crate) retry_backoff: DumpRetry,
 }
 
@@ -49,14 +49,14 @@ impl DumpAttempt {
 pub(crate) fn sleep_unless_cancelled(cancel: &CancelHandle, duration: Duration) {
     let deadline = Instant::now() + duration;
     loop {
-        let remaining = deadline.saturating_duration_since(Instant::now());
-        if remaining.is_zero() {
+        let remaining_time = deadline.saturating_duration_since(Instant::now());
+        if remaining_time.is_zero() {
             return;
         }
         let mut fds = [PollFd::new(cancel.fd(), PollFlags::POLLIN)];
-        let timeout =
-            PollTimeout::try_from(remaining.as_micros().div_ceil(1000)).unwrap_or(PollTimeout::MAX);
-        if poll(&mut fds, timeout).is_ok_and(|ready| ready > 0) {
+        let timeout = PollTimeout::try_from(remaining_time.as_micros().div_ceil(1000))
+            .unwrap_or(PollTimeout::MAX);
+        if poll(&mut fds, timeout).is_ok_and(|ready_count| ready_count > 0) {
             return;
         }
     }

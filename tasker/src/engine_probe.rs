@@ -29,7 +29,7 @@ const RETRY_DELAY_MIN: Duration = Duration::from_secs(10);
 const RETRY_DELAY_MAX: Duration = Duration::from_secs(300);
 /// Prefix of the name of the directory in which a probe writes its images.
 const PROBE_DIR_PREFIX: &str = "sempa-trial-";
-/// Minimum age of a probe's directory that is considered stale, that is, the directory of a killed
+/// Minimum age at which the directory of a probe is considered stale, that is, left by a killed
 /// tasker. A probe takes much less time.
 const STALE_DIR_AGE_MIN: Duration = Duration::from_secs(120);
 
@@ -127,7 +127,8 @@ impl Supervisor {
         Ok(())
     }
 
-    /// Handles the result of the post-copy check, and starts the probe's dump.
+    /// Handles the result of the post-copy check, which determines whether this host supports
+    /// post-copy, and starts the probe's dump.
     pub(crate) fn on_probe_checked(&mut self, result: Result<(), Failure>) {
         self.migrations.post_copies.support = result.map_err(PostCopyUnavailable::CheckFailed);
         if let Err(why) = self.dump_probe() {
@@ -182,7 +183,7 @@ impl Supervisor {
         else {
             return Err(Failure::Cancelled("the tasker ends".into()));
         };
-        let source = std::mem::replace(
+        let source_namespace = std::mem::replace(
             &mut probe.namespace,
             Namespace::new(None).map_err(io_failure)?,
         );
@@ -192,14 +193,14 @@ impl Supervisor {
         let (output, output_writer) = Output::new().map_err(io_failure)?;
         probe.output = output;
         let pid_namespace = probe.namespace.open().map_err(io_failure)?;
-        let job = RestoreParams {
+        let restore_params = RestoreParams {
             dir: probe.image_dir.clone(),
             external_resources,
             pid_namespace,
             output: output_writer,
             post_copy: false,
         };
-        let running_restore = engine.start_restore(job)?;
+        let running_restore = engine.start_restore(restore_params)?;
         let limits = engine_limits(0)?;
         let (cancel, engine_pid) = (limits.cancel.clone(), running_restore.engine_pid());
         self.migrations
@@ -207,7 +208,7 @@ impl Supervisor {
             .start_worker(&cancel, Some(engine_pid), move || {
                 WorkerResult::ProbeRestored(running_restore.wait_until_restored(&limits))
             })?;
-        self.kill_namespace(source, Vec::new());
+        self.kill_namespace(source_namespace, Vec::new());
         Ok(())
     }
 
@@ -239,15 +240,15 @@ impl Supervisor {
             (EngineStatus::Probing(_), Err(why)) => {
                 self.mark_engine_unusable("", failure_reason(why))
             }
-            (EngineStatus::Reprobing(before), result) => {
-                let probed = |engine: &Arc<dyn Engine>| {
+            (EngineStatus::Reprobing(reason_before), result) => {
+                let query_probed_version = |engine: &Arc<dyn Engine>| {
                     engine.query_version().map_err(|why| why.to_string())
                 };
                 let version = result.map_err(failure_reason).and_then(|()| {
                     self.migrations
                         .engine
                         .as_ref()
-                        .map_or_else(|| Err(before.clone()), probed)
+                        .map_or_else(|| Err(reason_before.clone()), query_probed_version)
                 });
                 match version {
                     Ok(version) => {
@@ -255,7 +256,7 @@ impl Supervisor {
                         self.migrations.engine_status = EngineStatus::Usable(version);
                         self.send(&FromTasker::Ready(self.capabilities()));
                     }
-                    Err(why) => self.mark_engine_unusable(&before, why),
+                    Err(why) => self.mark_engine_unusable(&reason_before, why),
                 }
             }
             _ => {}
@@ -264,7 +265,8 @@ impl Supervisor {
     }
 }
 
-/// Returns the delay before the next probe after `failure_count` consecutive failures.
+/// Returns the delay from a failed probe to the next probe. `failure_count` is the number of
+/// consecutive failures before this one.
 fn retry_delay(failure_count: u32) -> Duration {
     RETRY_DELAY_MIN
         .saturating_mul(1 << failure_count.min(16))

@@ -10,8 +10,8 @@ use sempa_proto::migration::{Failure, Refusal, TaskFacts, Verdict};
 use sempa_proto::tasker::{FromTasker, ToTasker};
 use sempa_proto::{HostId, MigrationId, RequestId, Tid};
 
-/// The request for which a task is inspected or this host is checked. It determines the message
-/// that reports the result.
+/// The request for which a task is inspected or this host is checked. The request determines which
+/// message reports the result.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Requester {
     /// A migration of this task.
@@ -46,7 +46,7 @@ impl Supervisor {
     pub(crate) fn start_inspection(&mut self, requester: Requester, tid: Tid) {
         let refusal = match (self.tasks.get(&tid), self.engine_refusal()) {
             (None, _) => Some(Refusal::NoSuchTask),
-            (Some(_), no_engine) => no_engine,
+            (Some(_), refusal_by_engine) => refusal_by_engine,
         };
         let namespace = self
             .tasks

@@ -1,10 +1,10 @@
 //! Transfers open files together with a task.
 //!
 //! - At the source the files are copied next to the task's images.
-//! - At the target they are written to their original paths, if no file exists there, before the
-//!   task is restored.
-//! - If the migration fails, the target removes the written files again. If the tasker is killed
-//!   first, the daemon removes them; a journal next to the images lists the files.
+//! - At the target the copies are written to the original paths of the files, if no file exists
+//!   there, before the task is restored.
+//! - If the migration fails, the target removes the written files. If the tasker is killed first,
+//!   the daemon removes them; a journal next to the images lists the files.
 //!
 //! The files are written with the rights of the task's user, who is also the tasker's user. A
 //! thread that writes for any user but root drops all capabilities first. No symbolic link on the
@@ -68,9 +68,9 @@ pub(crate) fn copy_files_to_images(
     let mut remaining_bytes = COPIED_BYTES_MAX;
     let mut transferred_files = Vec::new();
     for (index, file) in open_files.into_iter().enumerate() {
-        let image = format!("{IMAGE_FILE_PREFIX}{index}");
-        remaining_bytes -=
-            copy_file_to_images(&file, &dir.join(&image), remaining_bytes).map_err(|e| {
+        let copy_name = format!("{IMAGE_FILE_PREFIX}{index}");
+        remaining_bytes -= copy_file_to_images(&file, &dir.join(&copy_name), remaining_bytes)
+            .map_err(|e| {
                 Failure::Io(format!(
                     "{}, which must be transferred, cannot be read: {e}",
                     file.path.display()
@@ -78,7 +78,7 @@ pub(crate) fn copy_files_to_images(
             })?;
         transferred_files.push(TransferredFile {
             path: file.path,
-            image_name: image,
+            image_name: copy_name,
             mode: file.mode,
             gid: file.gid,
         });
@@ -153,7 +153,8 @@ fn write_files(dir: &Path, files: &[TransferredFile]) -> Result<PlacedFiles, Fai
     Ok(PlacedFiles(Some(journal)))
 }
 
-/// Writes one file under a temporary name, then renames it.
+/// Writes one file under a temporary name, then renames it. Does nothing if a file exists at the
+/// path; a file that another process creates there in the meantime is not replaced either.
 fn place_file(
     dir: &Path,
     file: &TransferredFile,
@@ -265,13 +266,13 @@ impl Supervisor {
         let TargetStage::PlacingFiles {
             dir,
             redirect: redirection,
-            must_discard: discard,
+            must_discard: is_discarded,
         } = std::mem::replace(&mut target.stage, TargetStage::Prepared)
         else {
             return;
         };
         let result = match result {
-            Ok(_) if discard => Err(Failure::Cancelled("the migration was cancelled".into())),
+            Ok(_) if is_discarded => Err(Failure::Cancelled("the migration was cancelled".into())),
             result => result,
         };
         match result {
@@ -284,7 +285,7 @@ impl Supervisor {
                     migration,
                     result: Err(why),
                 }];
-                final_messages.extend(discard.then_some(FromTasker::Discarded { migration }));
+                final_messages.extend(is_discarded.then_some(FromTasker::Discarded { migration }));
                 self.remove_incoming_task(migration, final_messages);
             }
         }
@@ -304,13 +305,13 @@ mod tests {
     impl TestDir {
         fn new() -> Self {
             let dir = tempfile::tempdir().expect("dir");
-            let real = dir.path().canonicalize().expect("there");
+            let real_dir = dir.path().canonicalize().expect("there");
             for name in ["images", "data"] {
-                std::fs::create_dir(real.join(name)).expect("made");
+                std::fs::create_dir(real_dir.join(name)).expect("made");
             }
             Self {
                 _dir: dir,
-                real_path: real,
+                real_path: real_dir,
             }
         }
 
@@ -319,12 +320,12 @@ mod tests {
         }
 
         fn transferred_file(&self, path: &str, content: &str) -> TransferredFile {
-            let image = format!("{IMAGE_FILE_PREFIX}{}", path.replace('/', "-"));
-            std::fs::write(self.path("images").join(&image), content).expect("written");
+            let copy_name = format!("{IMAGE_FILE_PREFIX}{}", path.replace('/', "-"));
+            std::fs::write(self.path("images").join(&copy_name), content).expect("written");
             let gid = std::fs::metadata(self.path("data")).expect("there").gid();
             TransferredFile {
                 path: self.path(path),
-                image_name: image,
+                image_name: copy_name,
                 mode: 0o640,
                 gid,
             }

@@ -46,9 +46,9 @@ pub(crate) struct Freezer {
     /// are not locked.
     _dir_lock: Flock<File>,
     dir: PathBuf,
-    /// A private mount of version 2, if one was necessary. `path` then starts at this mount.
+    /// A private mount of version 2, if one was necessary. `dir` is then a path below this mount.
     _mount: Option<OwnedFd>,
-    /// Number of groups that were created so far. It is also the name of the next group.
+    /// Number of groups that were created so far. The number is also the name of the newest group.
     created_group_count: u64,
     /// Paths of dropped groups that still contained processes and could not be removed yet.
     unremoved_groups: Rc<RefCell<Vec<PathBuf>>>,
@@ -326,8 +326,9 @@ fn create_locked_dir(own_group: &Path) -> io::Result<Option<(PathBuf, Flock<File
     Ok(path.exists().then_some((path, dir_lock)))
 }
 
-/// Removes the directories of killed taskers from the control group `own_group`. Their tasks were
-/// killed with them. Groups that still contain ending processes are removed by the next tasker.
+/// Removes the directories of killed taskers from the control group `own_group`. The tasks of these
+/// taskers were killed with the taskers. Groups that still contain ending processes are removed by
+/// the next tasker.
 fn remove_stale_dirs(own_group: &Path) {
     for entry in fs::read_dir(own_group).into_iter().flatten().flatten() {
         let path = entry.path();
@@ -340,7 +341,7 @@ fn remove_stale_dirs(own_group: &Path) {
         }
         let dir_lock =
             File::open(&path).map(|file| Flock::lock(file, FlockArg::LockExclusiveNonblock));
-        if let Ok(Ok(_ours_now)) = dir_lock {
+        if let Ok(Ok(_acquired_lock)) = dir_lock {
             remove_groups(&path);
         }
     }

@@ -23,7 +23,7 @@ const IMAGE_FILES_MAX: usize = 65_536;
 pub(crate) struct ImageManifest {
     version: u16,
     /// Inode number of the pipe that receives the task's output at the source. Images identify the
-    /// pipe by it.
+    /// pipe by this number.
     pub(crate) output_pipe_inode: u64,
     /// PIDs, in the task's namespace, of processes that were already stopped before the migration
     /// stopped the task.
@@ -143,7 +143,8 @@ fn list_images(dir: &Path) -> Result<Vec<(String, u64)>, Failure> {
     Ok(images)
 }
 
-/// Creates an image directory with mode 0700, or checks that an existing one is empty.
+/// Creates an image directory with mode 0700. If the directory exists, checks that it is empty and
+/// sets its mode.
 pub(crate) fn prepare_image_dir(dir: &Path) -> Result<(), Failure> {
     let dir_failure = |e: &dyn std::fmt::Display| {
         Failure::Io(format!(

@@ -69,9 +69,9 @@ impl MemoryReservations {
     }
 
     /// Records the verdict on a task: removes its reservation if the task was refused.
-    pub(crate) fn record_verdict(&mut self, migration: MigrationId, accepted: bool) {
+    pub(crate) fn record_verdict(&mut self, migration: MigrationId, is_accepted: bool) {
         match self.0.get_mut(&migration) {
-            Some(reservation) if accepted => reservation.is_pending = false,
+            Some(reservation) if is_accepted => reservation.is_pending = false,
             _ => drop(self.0.remove(&migration)),
         }
     }
@@ -180,8 +180,8 @@ fn check_available(
     if reserved_bytes <= available_bytes {
         return Ok(());
     }
-    let reserved_for_others = reserved_bytes.saturating_sub(task_bytes);
-    Err(Failure::Refused(vec![match reserved_for_others {
+    let reserved_bytes_of_others = reserved_bytes.saturating_sub(task_bytes);
+    Err(Failure::Refused(vec![match reserved_bytes_of_others {
         0 => Refusal::Memory {
             need: task_bytes,
             have: available_bytes,

@@ -98,7 +98,7 @@ impl Migrations {
     pub(crate) fn new(namespaces_allowed: bool) -> io::Result<Self> {
         let locate_engine = || checkpoint::criu::Criu::locate(|name| std::env::var_os(name));
         let located_engine = if namespaces_allowed {
-            locate_engine().map_err(|none| none.to_string())
+            locate_engine().map_err(|no_engine| no_engine.to_string())
         } else {
             Err(NO_NAMESPACES.into())
         };
@@ -130,7 +130,7 @@ impl Migrations {
         })
     }
 
-    /// Returns the engine's version, or the reason why it cannot be used.
+    /// Returns the engine's version, or the reason why the engine cannot be used.
     pub(crate) fn engine_state(&self) -> Result<String, EngineUnavailable> {
         match &self.engine_status {
             EngineStatus::Probing(version) | EngineStatus::Usable(version) => Ok(version.clone()),
@@ -195,7 +195,8 @@ fn enter_span(migration_id: MigrationId) -> tracing::span::EnteredSpan {
     tracing::info_span!("migration", id = %migration_id).entered()
 }
 
-/// Returns the migration to which an order belongs; `None` if it belongs to a query or a task.
+/// Returns the migration to which an order belongs; `None` if the order belongs to a query or a
+/// task.
 fn order_migration(order: &ToTasker) -> Option<MigrationId> {
     match order {
         ToTasker::Inspect { migration, .. }
@@ -272,10 +273,16 @@ impl Supervisor {
                 migration,
                 tid,
                 image_dir: dir,
-                memory_write: again,
+                memory_write: repeated_redirect,
                 memory_socket_path: memory_socket,
             } => {
-                self.start_restore_or_report(migration, tid, &dir, again, memory_socket.as_deref());
+                self.start_restore_or_report(
+                    migration,
+                    tid,
+                    &dir,
+                    repeated_redirect,
+                    memory_socket.as_deref(),
+                );
             }
             ToTasker::MemoryLost {
                 migration,
@@ -286,9 +293,9 @@ impl Supervisor {
             }
             ToTasker::Run {
                 migration,
-                earlier_usage: used,
-                stays_paused: paused,
-            } => self.run_restored_task(migration, used, paused),
+                earlier_usage: used_resources,
+                stays_paused: must_stay_paused,
+            } => self.run_restored_task(migration, used_resources, must_stay_paused),
             ToTasker::Discard { migration } => self.discard_incoming_task(migration),
             ToTasker::Start(_)
             | ToTasker::Signal { .. }
@@ -330,8 +337,8 @@ impl Supervisor {
                 WorkerResult::Restored { migration, result } => self.on_restored(migration, result),
                 WorkerResult::JoinedControlGroup {
                     migration,
-                    succeeded: done,
-                } => self.on_joined_group(migration, done),
+                    succeeded: was_successful,
+                } => self.on_joined_group(migration, was_successful),
                 WorkerResult::Inspected { requester, result } => {
                     self.on_inspected(requester, result)
                 }
@@ -431,8 +438,9 @@ impl Supervisor {
             }
         }
         for (tid, migration, result) in stop_results {
-            // No process of the task runs any more. Its output must be read completely before the
-            // dump: the images would contain the rest, which would be delivered twice.
+            // Unless the time limit has passed, no process of the task runs any more. The output
+            // must be read completely before the dump: the images would contain the rest, which
+            // would be delivered twice.
             self.forward_all_output(tid);
             self.send(&FromTasker::Stopped { migration, result });
         }
@@ -445,9 +453,9 @@ impl Supervisor {
         image_dir: PathBuf,
         memory_socket: Option<&Path>,
     ) {
-        let pre_copied = self.migrations.pre_copies.take_sent_pages(migration);
+        let completed_pre_copy = self.migrations.pre_copies.take_sent_pages(migration);
         let start_result = prepare_image_dir(&image_dir).and_then(|()| {
-            let (page_socket, sent_pages) = match (memory_socket, pre_copied) {
+            let (page_socket, sent_pages) = match (memory_socket, completed_pre_copy) {
                 (Some(_), Some((stream, sent_pages))) => (Some(stream), Some(sent_pages)),
                 (way, _) => (
                     way.map(post_copy::connect_memory_socket)
@@ -460,7 +468,7 @@ impl Supervisor {
             Ok((self.start_dump(migration, tid, &attempt)?, attempt))
         });
         match start_result {
-            Ok((worker, attempt)) => self.record_dump_start(migration, tid, worker, attempt),
+            Ok((worker_id, attempt)) => self.record_dump_start(migration, tid, worker_id, attempt),
             Err(why) => {
                 self.migrations
                     .post_copies
@@ -530,7 +538,7 @@ impl Supervisor {
             .ok_or_else(|| self.engine_failure())?;
         let processes = namespace.pids();
         let memory_bytes = total_memory_bytes(&processes);
-        let (output_and_stopped, root_pid) = (
+        let (output_and_stopped_pids, root_pid) = (
             (task.output.pipe_inode(), task.already_stopped_pids.clone()),
             task.process.pid,
         );
@@ -544,7 +552,7 @@ impl Supervisor {
             .as_ref()
             .map(|stream| stream.try_clone())
             .transpose();
-        let job = DumpParams {
+        let dump_params = DumpParams {
             root_pid: task.process.pid,
             processes: processes.clone(),
             dir: dir.clone(),
@@ -552,7 +560,7 @@ impl Supervisor {
             page_stream: page_socket.map_err(|e| Failure::Io(format!("no descriptor: {e}")))?,
             sent_pages: attempt.pre_copied.clone(),
         };
-        let running_dump = engine.start_dump(job)?;
+        let running_dump = engine.start_dump(dump_params)?;
         let (cancel, engine_pid) = (limits.cancel.clone(), running_dump.engine_pid());
         self.migrations
             .workers
@@ -567,8 +575,8 @@ impl Supervisor {
                                 (files.len() as u32, facts::written_files(&processes));
                             let manifest = ImageManifest::from_image_dir(
                                 &dir,
-                                output_and_stopped.0,
-                                output_and_stopped.1,
+                                output_and_stopped_pids.0,
+                                output_and_stopped_pids.1,
                                 memory_bytes,
                                 files_being_written,
                                 files,
@@ -613,7 +621,7 @@ impl Supervisor {
                 result: Err(Failure::TaskEnded),
             });
         };
-        let mut resume_task = false;
+        let mut must_continue = false;
         if matches!(task.phase, TaskPhase::Dumping { migration: phase_migration, .. } if phase_migration == migration)
         {
             let phase = std::mem::replace(&mut task.phase, TaskPhase::Stopped { migration });
@@ -629,7 +637,7 @@ impl Supervisor {
                 attempt, aborted, ..
             } = phase
             {
-                resume_task = aborted;
+                must_continue = aborted;
                 let uses_post_copy = attempt.page_socket.is_some() && !aborted;
                 let root_pid = task.process.pid;
                 let failure = result.as_ref().err().filter(|_| !aborted);
@@ -653,13 +661,14 @@ impl Supervisor {
                 .map(|()| report)
         });
         self.send(&FromTasker::Dumped { migration, result });
-        if resume_task {
+        if must_continue {
             self.continue_task(migration, tid);
         }
     }
 
-    /// Schedules another attempt of a dump, if it failed only because it collided with another dump
-    /// or hung. Returns false if no attempt is scheduled.
+    /// Schedules another attempt of a dump that failed only because it collided with another dump,
+    /// or starts another attempt immediately if the first attempt hung. Returns false if there is
+    /// no further attempt.
     fn retry_dump(
         &mut self,
         migration: MigrationId,
@@ -687,11 +696,11 @@ impl Supervisor {
         let delay_worker = cancel
             .map_err(|e| Failure::Io(e.to_string()))
             .and_then(|cancel| {
-                let cancelled = cancel.clone();
+                let worker_cancel = cancel.clone();
                 self.migrations
                     .workers
                     .start_worker(&cancel, None, move || {
-                        sleep_unless_cancelled(&cancelled, Duration::from_micros(delay.0));
+                        sleep_unless_cancelled(&worker_cancel, Duration::from_micros(delay.0));
                         WorkerResult::RetryDelayOver {
                             migration,
                             tid,
@@ -699,10 +708,10 @@ impl Supervisor {
                         }
                     })
             });
-        let Ok(worker) = delay_worker else {
+        let Ok(worker_id) = delay_worker else {
             return false;
         };
-        self.record_dump_start(migration, tid, worker, attempt);
+        self.record_dump_start(migration, tid, worker_id, attempt);
         true
     }
 
@@ -729,19 +738,19 @@ impl Supervisor {
 
     /// Starts another attempt of a dump, in an emptied directory. Returns false on failure.
     fn restart_dump(&mut self, migration: MigrationId, tid: Tid, attempt: DumpAttempt) -> bool {
-        let removal =
+        let removal_result =
             std::fs::remove_dir_all(&attempt.image_dir).map_err(|e| Failure::Io(e.to_string()));
         let attempt = DumpAttempt {
             is_first: false,
             ..attempt
         };
-        let start_result = removal
+        let start_result = removal_result
             .and_then(|()| prepare_image_dir(&attempt.image_dir))
             .and_then(|()| self.start_dump(migration, tid, &attempt));
-        let Ok(worker) = start_result else {
+        let Ok(worker_id) = start_result else {
             return false;
         };
-        self.record_dump_start(migration, tid, worker, attempt);
+        self.record_dump_start(migration, tid, worker_id, attempt);
         true
     }
 
@@ -749,23 +758,23 @@ impl Supervisor {
         if let Some(task) = self.tasks.get_mut(&tid) {
             match &mut task.phase {
                 TaskPhase::Dumping {
-                    worker_id: worker,
+                    worker_id: active_worker_id,
                     aborted,
                     ..
                 } => {
                     // The reply is sent when the worker has finished.
                     *aborted = true;
-                    let worker = *worker;
-                    return self.migrations.workers.cancel_worker(worker);
+                    let active_worker_id = *active_worker_id;
+                    return self.migrations.workers.cancel_worker(active_worker_id);
                 }
                 TaskPhase::ServingMemory {
-                    worker_id: worker,
+                    worker_id: active_worker_id,
                     aborted,
                     ..
                 } => {
                     *aborted = true;
-                    let worker = *worker;
-                    return self.stop_serving(migration, worker);
+                    let active_worker_id = *active_worker_id;
+                    return self.stop_serving(migration, active_worker_id);
                 }
                 TaskPhase::Stopping {
                     migration: phase_migration,
@@ -837,20 +846,21 @@ impl Supervisor {
                 });
             }
             TaskPhase::Dumping {
-                worker_id: worker, ..
-            } => self.migrations.workers.cancel_worker(worker),
+                worker_id: active_worker_id,
+                ..
+            } => self.migrations.workers.cancel_worker(active_worker_id),
             TaskPhase::ServingMemory {
                 migration,
-                worker_id: worker,
+                worker_id: active_worker_id,
                 ..
-            } => self.stop_serving(migration, worker),
+            } => self.stop_serving(migration, active_worker_id),
             TaskPhase::Running | TaskPhase::Stopped { .. } => {}
         }
     }
 }
 
-/// Writes the redirect, if any, into the memory of a stopped task. The task's library reads it when
-/// the task continues on another host.
+/// Writes the redirect, if any, into the memory of a stopped task. The task's library reads the
+/// redirect when the task continues on another host.
 pub(crate) fn write_redirect(
     namespace: &Namespace,
     redirect: Option<MemoryWrite>,

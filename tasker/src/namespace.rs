@@ -23,8 +23,8 @@ use std::os::linux::fs::MetadataExt;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-/// Number of spare namespaces that the idle tasker creates and keeps. Each costs a sleeping
-/// process.
+/// Number of spare namespaces that the idle tasker creates and keeps. Each spare namespace costs a
+/// sleeping process.
 const SPARE_NAMESPACES_MIN: usize = 4;
 /// Maximum number of spare namespaces while tasks start and end.
 const SPARE_NAMESPACES_MAX: usize = 64;
@@ -98,7 +98,7 @@ impl Namespace {
         self.init.pidfd.as_fd()
     }
 
-    /// Returns the inode number of the namespace. Images identify the namespace by it.
+    /// Returns the inode number of the namespace, by which images identify the namespace.
     pub(crate) fn namespace_inode(&self) -> u64 {
         self.inode
     }
@@ -117,11 +117,11 @@ impl Namespace {
     fn run_with_children_inside<T>(&self, create_process: impl FnOnce() -> T) -> io::Result<T> {
         let own_namespace = File::open("/proc/self/ns/pid")?;
         setns(self.open()?, CloneFlags::CLONE_NEWPID)?;
-        let created = create_process();
+        let create_result = create_process();
         // A process may always return to its own namespace.
         setns(own_namespace, CloneFlags::CLONE_NEWPID)
             .expect("the way back into one's own namespace is open");
-        Ok(created)
+        Ok(create_result)
     }
 
     /// Starts a program in the namespace, as a direct child of the tasker.
@@ -150,7 +150,8 @@ impl Namespace {
     }
 
     /// Creates a process in the namespace by calling `create_process`, which receives the control
-    /// group. If the kernel refuses the group, `create_process` is called again without it.
+    /// group. If the kernel refuses the group, `create_process` is called again without a group.
+    /// Records whether the processes in the namespace are members of the group.
     fn start_in_group(
         &self,
         create_process: impl Fn(Option<BorrowedFd<'_>>) -> Result<Child, StartError>,
@@ -173,7 +174,8 @@ impl Namespace {
         start_in_namespace(None)
     }
 
-    /// Returns the control group if all processes in the namespace are members of it.
+    /// Returns the control group if all processes in the namespace are members of the group;
+    /// otherwise `None`.
     pub(crate) fn complete_control_group(&self) -> Option<&ControlGroup> {
         self.group.as_ref().filter(|_| self.members_in_group.get())
     }
@@ -236,8 +238,8 @@ impl Namespace {
     /// Orders the init to end as soon as the namespace contains no other process.
     pub(crate) fn end_when_empty(&self) {
         self.end_requested.set(true);
-        // The write cannot block: the pipe never contains more than this byte. It fails only if the
-        // init has ended.
+        // The write cannot block: the pipe never contains more than this byte. The write fails only
+        // if the init has ended.
         let _ = nix::unistd::write(&self.init_control, b"e");
     }
 
@@ -324,10 +326,10 @@ impl SpareNamespaces {
     /// `None` if no call is needed.
     pub(crate) fn maintenance_delay(&self) -> Option<Duration> {
         match self.namespaces.len() {
-            ready if ready < SPARE_NAMESPACES_MIN && !self.creation_failed => {
+            spare_count if spare_count < SPARE_NAMESPACES_MIN && !self.creation_failed => {
                 Some(SPARE_CREATION_DELAY)
             }
-            ready if ready > SPARE_NAMESPACES_MIN => Some(SPARE_IDLE_TIMEOUT),
+            spare_count if spare_count > SPARE_NAMESPACES_MIN => Some(SPARE_IDLE_TIMEOUT),
             _ => None,
         }
     }

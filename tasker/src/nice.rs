@@ -23,26 +23,26 @@ pub(crate) struct DeprioritizedThreads {
 
 impl DeprioritizedThreads {
     /// Lowers the priorities of the program's threads in these processes, and raises those of the
-    /// library's threads. Changes nothing if the tasker may not raise priorities, because it could
-    /// not restore them.
+    /// library's threads. Changes nothing if the tasker may not raise priorities, because the
+    /// tasker could not restore the previous priorities.
     pub(crate) fn change_priorities(pids: &[i32]) -> Self {
         let default_nice = pids
             .iter()
             .min()
             .and_then(|pid| sys::nice_of(*pid))
             .unwrap_or_default();
-        let mut deprioritized = Self {
+        let mut changed_threads = Self {
             previous_nice: BTreeMap::new(),
             default_nice,
         };
         if !sys::can_raise_priority() {
-            return deprioritized;
+            return changed_threads;
         }
         for (tid, name) in pids.iter().flat_map(|pid| threads_of(*pid)) {
             let Some(nice) = sys::nice_of(tid) else {
                 continue;
             };
-            deprioritized.previous_nice.insert(tid, nice);
+            changed_threads.previous_nice.insert(tid, nice);
             sys::set_nice(
                 tid,
                 if LIBRARY_THREADS.contains(&name.trim_end()) {
@@ -52,7 +52,7 @@ impl DeprioritizedThreads {
                 },
             );
         }
-        deprioritized
+        changed_threads
     }
 
     /// Restores the priorities of all threads of these processes.
@@ -82,9 +82,10 @@ pub(crate) fn deprioritize(pids: &[i32]) {
 /// Returns the ids of the threads of these processes except those of PVM's library; empty if the
 /// processes have no library threads.
 pub(crate) fn program_threads(pids: &[i32]) -> Vec<i32> {
-    let is_library = |(_, name): &(i32, String)| LIBRARY_THREADS.contains(&name.trim_end());
+    let is_library_thread = |(_, name): &(i32, String)| LIBRARY_THREADS.contains(&name.trim_end());
     let task_threads = pids.iter().flat_map(|pid| threads_of(*pid));
-    let (library_threads, other_threads): (Vec<_>, Vec<_>) = task_threads.partition(is_library);
+    let (library_threads, other_threads): (Vec<_>, Vec<_>) =
+        task_threads.partition(is_library_thread);
     if library_threads.is_empty() {
         Vec::new()
     } else {
@@ -135,9 +136,9 @@ mod tests {
             );
             std::thread::yield_now();
         }
-        let deprioritized = DeprioritizedThreads::change_priorities(&[pid]);
+        let changed_threads = DeprioritizedThreads::change_priorities(&[pid]);
         let lowered_nice = sys::nice_of(pid);
-        deprioritized.restore_priorities(&[pid]);
+        changed_threads.restore_priorities(&[pid]);
         assert_eq!(
             lowered_nice,
             Some(if sys::can_raise_priority() {

@@ -171,7 +171,8 @@ impl Task {
 
     /// Lets a paused task run for the time `run_time` so that the task can quiesce. In the first
     /// part of this time, which is `library_phase` long, only the library's threads run. A repeated
-    /// call while the task runs has no effect.
+    /// call while the task runs has no effect. A task that is not paused, or that is stopped for a
+    /// migration, is paused instead, as by [`Task::pause`].
     fn resume_to_quiesce(&mut self, library_phase: Duration, run_time: Duration) {
         if !matches!(self.phase, TaskPhase::Running) || matches!(&self.pause, Pause::NotPaused) {
             return self.pause(run_time);
@@ -239,8 +240,8 @@ impl Task {
             // processes are stopped by signals.
             let _ = group.start_freeze();
         }
-        // Processes that were already stopped by a signal must be recorded before the freeze,
-        // because all processes of a frozen group appear as stopped.
+        // Processes that were already stopped by a signal must be recorded before any process
+        // receives SIGSTOP. Afterwards they could not be distinguished from the other processes.
         self.record_already_stopped();
         let signalled_pids = match program_freeze {
             ProgramThreadFreeze::Active { .. } if self.frozen_group().is_none() => {
@@ -275,8 +276,10 @@ impl Task {
         self.already_stopped_pids = stop::stopped_by_signal(&self.member_pids());
     }
 
-    /// Ends the pause, so that a migration can stop the task. Returns the PIDs of the processes
-    /// that have received SIGSTOP.
+    /// Prepares the task for being stopped by a migration: restores the priorities of its threads,
+    /// and replaces the freeze of its processes by SIGSTOP. A paused task stays marked as paused,
+    /// so that it remains stopped when the migration ends. Returns the PIDs of the processes that
+    /// have received SIGSTOP.
     pub(crate) fn end_pause_for_migration(&mut self) -> BTreeSet<i32> {
         let pause = std::mem::take(&mut self.pause);
         if matches!(pause, Pause::NotPaused | Pause::Quiescing { .. }) {
@@ -335,7 +338,7 @@ impl Task {
         }
         let Pause::Stopping {
             mut signalled_pids,
-            ordered_at: since,
+            ordered_at: stop_ordered_at,
             deprioritized,
         } = std::mem::take(&mut self.pause)
         else {
@@ -353,7 +356,7 @@ impl Task {
         } else {
             self.pause = Pause::Stopping {
                 signalled_pids,
-                ordered_at: since,
+                ordered_at: stop_ordered_at,
                 deprioritized,
             };
         }

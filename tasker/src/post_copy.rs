@@ -83,7 +83,7 @@ struct ArrivingMemory {
     /// Tid of the task; `None` until the task runs.
     running_tid: Option<Tid>,
     is_complete: bool,
-    /// Why the missing memory will not arrive; `None` unless memory is lost.
+    /// Why the missing memory will not arrive; `None` if no memory is lost.
     lost_reason: Option<Failure>,
     /// True if the task has exited and needs no more memory.
     task_exited: bool,
@@ -122,13 +122,13 @@ impl PostCopies {
             Some(ModeOverride::Always) => PostCopyMode::AllTasks,
             None => PostCopyMode::LargeTasks,
         };
-        let (served_memory, arriving) = (BTreeMap::new(), BTreeMap::new());
+        let (served_memory, incoming_memory) = (BTreeMap::new(), BTreeMap::new());
         Self {
             mode,
             support: Err(PostCopyUnavailable::NotProbed),
             failed_at: None,
             served_memory,
-            arriving_memory: arriving,
+            arriving_memory: incoming_memory,
         }
     }
 
@@ -292,13 +292,13 @@ impl Supervisor {
         image_dir: &Path,
         socket_path: &Path,
     ) -> Result<(), Failure> {
-        let pre_copied = self.migrations.pre_copies.take_received_pages(migration)?;
+        let completed_pre_copy = self.migrations.pre_copies.take_received_pages(migration)?;
         let engine = self
             .migrations
             .engine
             .as_ref()
             .ok_or_else(|| self.engine_failure())?;
-        let (stream, received_pages) = match pre_copied {
+        let (stream, received_pages) = match completed_pre_copy {
             Some((stream, received_pages)) => {
                 let stream = stream
                     .try_clone()
@@ -308,7 +308,7 @@ impl Supervisor {
             None => (connect_memory_socket(socket_path)?, ReceivedPages::empty()),
         };
         let running_fetch = engine.start_fetch(image_dir, stream, received_pages)?;
-        let (limits, pid, completeness) = (
+        let (limits, pid, memory_completion) = (
             transfer_limits()?,
             running_fetch.engine_pid(),
             running_fetch.completion(),
@@ -324,7 +324,7 @@ impl Supervisor {
             .start_worker(&cancel, Some(pid), work)?;
         let arriving_memory = ArrivingMemory {
             worker_id,
-            fetch_completion: completeness,
+            fetch_completion: memory_completion,
             running_tid: None,
             is_complete: false,
             lost_reason: None,
@@ -341,7 +341,7 @@ impl Supervisor {
     /// Records that the restored task of this migration runs. If all its memory has arrived,
     /// reports that to the daemon.
     pub(crate) fn on_restored_task_runs(&mut self, migration: MigrationId, tid: Tid) {
-        let Some(arriving) = self
+        let Some(memory_state) = self
             .migrations
             .post_copies
             .arriving_memory
@@ -349,8 +349,8 @@ impl Supervisor {
         else {
             return;
         };
-        arriving.running_tid = Some(tid);
-        if arriving.is_complete {
+        memory_state.running_tid = Some(tid);
+        if memory_state.is_complete {
             self.migrations
                 .post_copies
                 .arriving_memory
@@ -362,7 +362,7 @@ impl Supervisor {
         }
     }
 
-    /// Cancels the fetch of memory for a restored task that is discarded.
+    /// Cancels the pre-copy and the fetch of memory for a restored task that is discarded.
     pub(crate) fn cancel_fetch(&mut self, migration: MigrationId) {
         self.migrations
             .pre_copies
@@ -381,23 +381,26 @@ impl Supervisor {
     /// task, because they would need the memory.
     pub(crate) fn cancel_fetch_of_exited(&mut self, task: &Task) {
         let tid = task.tid;
-        for arriving in self
+        for memory_state in self
             .migrations
             .post_copies
             .arriving_memory
             .values_mut()
-            .filter(|arriving| arriving.running_tid == Some(tid))
+            .filter(|memory_state| memory_state.running_tid == Some(tid))
         {
             // If memory was lost, the task did not exit by itself: the tasker has killed it.
-            arriving.task_exited = arriving.lost_reason.is_none();
+            memory_state.task_exited = memory_state.lost_reason.is_none();
             task.kill_immediately();
-            arriving.killed_pids = task.processes().pids();
-            self.migrations.workers.cancel_worker(arriving.worker_id);
+            memory_state.killed_pids = task.processes().pids();
+            self.migrations
+                .workers
+                .cancel_worker(memory_state.worker_id);
         }
     }
 
-    /// Handles the daemon's report that no more memory will arrive. If memory is missing, first
-    /// kills all processes that need the memory.
+    /// Handles the daemon's report that no more memory will arrive. Aborts a pre-copy and reports
+    /// its loss to the daemon. If a fetch lacks memory, kills all processes that need the memory
+    /// and then cancels the fetch.
     pub(crate) fn on_memory_lost(&mut self, migration: MigrationId, why: String) {
         if self
             .migrations
@@ -409,32 +412,34 @@ impl Supervisor {
                 failure: Failure::Images(why.clone()),
             });
         }
-        let arriving = self
+        let memory_state = self
             .migrations
             .post_copies
             .arriving_memory
             .get_mut(&migration);
-        let Some(arriving) =
-            arriving.filter(|arriving| !arriving.fetch_completion.close_if_complete())
+        let Some(memory_state) =
+            memory_state.filter(|memory_state| !memory_state.fetch_completion.close_if_complete())
         else {
             return;
         };
-        arriving.lost_reason = Some(Failure::Images(why));
-        let (running_tid, worker_id) = (arriving.running_tid, arriving.worker_id);
+        memory_state.lost_reason = Some(Failure::Images(why));
+        let (running_tid, worker_id) = (memory_state.running_tid, memory_state.worker_id);
         if let Some(task) = running_tid.and_then(|tid| self.tasks.get(&tid)) {
-            arriving.killed_pids = task.processes().pids();
+            memory_state.killed_pids = task.processes().pids();
             task.kill_immediately();
         }
         self.migrations.workers.cancel_worker(worker_id);
     }
 
-    /// Handles the completion or failure of a fetch.
+    /// Handles the completion or failure of a fetch. If memory is missing, kills the task, or
+    /// discards it if it does not run yet. Reports the result for a running task to the daemon; the
+    /// result for a task that does not run yet is reported later.
     pub(crate) fn on_fetch_ended(
         &mut self,
         migration: MigrationId,
         result: Result<(), (Failure, UffdGuard)>,
     ) {
-        let Some(mut arriving) = self
+        let Some(mut memory_state) = self
             .migrations
             .post_copies
             .arriving_memory
@@ -446,12 +451,14 @@ impl Supervisor {
             Ok(()) => (Ok(()), None),
             Err((why, missing_memory)) => (Err(why), Some(missing_memory)),
         };
-        let task = arriving.running_tid.and_then(|tid| self.tasks.get(&tid));
+        let task = memory_state
+            .running_tid
+            .and_then(|tid| self.tasks.get(&tid));
         // The engine may detect the task's exit before this thread does.
-        arriving.task_exited |=
-            arriving.lost_reason.is_none() && task.is_some_and(Task::has_first_process_ended);
-        let result = match (arriving.lost_reason.take(), result) {
-            (None, _) if arriving.task_exited => Ok(()),
+        memory_state.task_exited |=
+            memory_state.lost_reason.is_none() && task.is_some_and(Task::has_first_process_ended);
+        let result = match (memory_state.lost_reason.take(), result) {
+            (None, _) if memory_state.task_exited => Ok(()),
             (None, result) => {
                 self.migrations
                     .post_copies
@@ -462,23 +469,23 @@ impl Supervisor {
             (Some(lost_reason), _) => Err(lost_reason),
         };
         if let (Some(task), true) = (task, missing_memory.is_some()) {
-            arriving.killed_pids.extend(task.processes().pids());
+            memory_state.killed_pids.extend(task.processes().pids());
             task.kill_immediately();
         }
-        match (result, arriving.running_tid) {
+        match (result, memory_state.running_tid) {
             (Ok(()), None) => {
-                arriving.is_complete = true;
+                memory_state.is_complete = true;
                 self.migrations
                     .post_copies
                     .arriving_memory
-                    .insert(migration, arriving);
+                    .insert(migration, memory_state);
                 return;
             }
             (result, Some(_)) => self.send(&FromTasker::MemoryArrived { migration, result }),
             (Err(why), None) => self.discard_incomplete_copy(migration, why),
         }
         if let Some(missing_memory) = missing_memory {
-            self.keep_guard_until_exit(missing_memory, arriving.killed_pids);
+            self.keep_guard_until_exit(missing_memory, memory_state.killed_pids);
         }
     }
 
@@ -506,13 +513,13 @@ impl Supervisor {
     fn discard_incomplete_copy(&mut self, migration: MigrationId, why: Failure) {
         match self.migrations.incoming_stage(migration) {
             Some(TargetStage::Restoring {
-                worker_id: worker,
+                worker_id: active_worker_id,
                 lost_reason,
                 ..
             }) => {
                 *lost_reason = Some(why);
-                let worker = *worker;
-                self.migrations.workers.cancel_worker(worker);
+                let active_worker_id = *active_worker_id;
+                self.migrations.workers.cancel_worker(active_worker_id);
             }
             Some(stage @ (TargetStage::Prepared | TargetStage::Restored { .. })) => {
                 let reply = stage.lost_reply(migration, why);

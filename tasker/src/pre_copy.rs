@@ -171,8 +171,8 @@ impl PreCopies {
         let Some(pre_copy) = self.incoming_pre_copies.get_mut(&migration) else {
             return false;
         };
-        if let Some(store) = pre_copy.received_pages.take() {
-            free_in_background(store);
+        if let Some(aborted_pages) = pre_copy.received_pages.take() {
+            free_in_background(aborted_pages);
         }
         shut_down_socket(&pre_copy.stream);
         true
@@ -265,7 +265,8 @@ impl Supervisor {
         Ok(())
     }
 
-    /// Handles the end of a pre-copy at the source, and reports the result to the daemon.
+    /// Handles the end of a pre-copy at the source, and reports the result to the daemon. After a
+    /// failure the task's next migrations use no pre-copy.
     pub(crate) fn on_pre_copied(
         &mut self,
         migration: MigrationId,
@@ -341,7 +342,7 @@ impl Supervisor {
 
     /// Handles the end of a pre-copy at the target: confirms the received pages to the source and
     /// records them in the reservation. The main thread handles both before any further order of
-    /// the source.
+    /// the source. After a failure the pre-copy is aborted and its loss is reported to the daemon.
     pub(crate) fn on_pre_copy_received(
         &mut self,
         migration: MigrationId,

@@ -51,8 +51,8 @@ enum RunState {
     Running,
 }
 
-/// Returns the PIDs of those of these processes that are stopped by a signal. The returned PIDs are
-/// those in the task's namespace.
+/// Returns which of these processes are stopped by a signal. The returned PIDs are those in the
+/// task's namespace.
 pub(crate) fn stopped_by_signal(pids: &[i32]) -> Vec<i32> {
     let stopped_pids = pids
         .iter()
@@ -87,9 +87,9 @@ pub(crate) fn continue_processes(processes: &TaskProcesses<'_>, already_stopped_
 /// repeat the call until then.
 ///
 /// Each call sends SIGSTOP to the running processes that are not in `signalled_pids`, and adds
-/// them. Parents are stopped before their children: a parent that waits in vfork until its child's
-/// exec could never stop if the child were stopped first. A second SIGSTOP would stay pending and
-/// disturb a dump.
+/// these processes to the set. Parents are stopped before their children: a parent that waits in
+/// vfork until its child's exec could never stop if the child were stopped first. A second SIGSTOP
+/// would stay pending and disturb a dump.
 pub(crate) fn signal_and_check_stopped(
     processes: &TaskProcesses<'_>,
     signalled_pids: &mut BTreeSet<i32>,

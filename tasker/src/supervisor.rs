@@ -44,8 +44,8 @@ const PROBE_DELAY: Duration = Duration::from_secs(1);
 /// Delay from the end of a worker to the return of freed memory to the kernel. The next step of a
 /// migration might reuse the memory immediately.
 const HEAP_TRIM_DELAY: Duration = Duration::from_secs(1);
-/// Resolution of the timeout of poll(2). Timeouts are extended by it, so that a deadline has passed
-/// when poll(2) returns.
+/// Resolution of the timeout of poll(2). Timeouts are extended by this duration, so that a deadline
+/// has passed when poll(2) returns.
 const POLL_GRANULARITY: Duration = Duration::from_millis(1);
 
 /// A namespace whose task has ended. Processes of the task still run in the namespace, or were
@@ -136,7 +136,8 @@ impl Supervisor {
         })
     }
 
-    /// Runs the main loop until the daemon disconnects, then ends every process of every task.
+    /// Runs the main loop until the daemon disconnects or SIGTERM arrives, then ends every process
+    /// of every task.
     ///
     /// # Errors
     /// A system call failed, or the daemon sent an invalid order.
@@ -295,7 +296,7 @@ impl Supervisor {
             return PollTimeout::from(POLL_INTERVAL_MS);
         }
         let poll_interval = Duration::from_millis(POLL_INTERVAL_MS.into());
-        let pause_check = self
+        let pause_check_delay = self
             .tasks
             .values()
             .filter_map(|task| task.pause.next_check_delay(poll_interval))
@@ -303,14 +304,19 @@ impl Supervisor {
             .map(|timeout| timeout + POLL_GRANULARITY);
         let delay_until =
             |at: Instant| at.saturating_duration_since(Instant::now()) + POLL_GRANULARITY;
-        let (probe, heap_trim) = (
+        let (probe_delay, heap_trim_delay) = (
             self.probe_at.map(delay_until),
             self.heap_trim_at.map(delay_until),
         );
-        let timeout = [self.spare_check_delay(), probe, heap_trim, pause_check]
-            .into_iter()
-            .flatten()
-            .min();
+        let timeout = [
+            self.spare_check_delay(),
+            probe_delay,
+            heap_trim_delay,
+            pause_check_delay,
+        ]
+        .into_iter()
+        .flatten()
+        .min();
         timeout.map_or(PollTimeout::NONE, |timeout| {
             PollTimeout::try_from(timeout).expect("minutes at most")
         })
@@ -343,13 +349,13 @@ impl Supervisor {
             ToTasker::Kill { tid } => self.kill_task(tid),
             ToTasker::Pause {
                 tid,
-                run_time: run_for,
-            } => self.pause_task(tid, run_for),
+                run_time: run_duration,
+            } => self.pause_task(tid, run_duration),
             ToTasker::ResumeToQuiesce {
                 tid,
-                library_run_time: alone,
-                run_time: run_for,
-            } => self.resume_task_to_quiesce(tid, alone, run_for),
+                library_run_time: library_run_duration,
+                run_time: run_duration,
+            } => self.resume_task_to_quiesce(tid, library_run_duration, run_duration),
             ToTasker::Resume { tid } => self.end_pause(tid),
             migration_order => {
                 // The order is deferred until the first probe has ended, so the probe is started
@@ -445,7 +451,10 @@ impl Supervisor {
         }
     }
 
-    /// Requests a task to exit, so that its program can be restarted.
+    /// Requests a task to exit, so that its program can be restarted. Sends the signal that the
+    /// engine requires. If the program does not handle the signal of a self-checkpoint, no signal
+    /// is sent and the daemon is notified. If the request is a message, the daemon sends the
+    /// message after the tasker has recorded the request.
     fn request_exit(&mut self, tid: Tid, engine: Engine) {
         let (Some(task), Some((method, wait_s))) =
             (self.tasks.get_mut(&tid), engine.exit_request())
@@ -498,8 +507,10 @@ impl Supervisor {
             .read_all(|bytes| daemon_socket.send(&FromTasker::Output { tid, bytes }));
     }
 
-    /// Handles the exit of a task's first process. The task's other processes in the namespace
-    /// continue to run until they end or the daemon disconnects.
+    /// Handles the exit of a task's first process: reaps the process and reports the exit. If the
+    /// task has exited as its engine requires for a restart, all remaining processes are killed,
+    /// and the exit is reported when they have ended. Otherwise the remaining processes continue to
+    /// run until they end or the daemon disconnects.
     fn on_task_exit(&mut self, tid: Tid) {
         let Some(task) = self.tasks.get(&tid) else {
             return;
@@ -532,8 +543,8 @@ impl Supervisor {
             .exit_requested_for
             .is_some_and(|engine| engine.restarts_after(status))
         {
-            let exited = FromTasker::Exited { tid, status, usage };
-            return self.kill_remaining(task, exited);
+            let exit_message = FromTasker::Exited { tid, status, usage };
+            return self.kill_remaining(task, exit_message);
         }
         // Processes of a frozen group never end, so the group is thawed.
         task.frozen_group().into_iter().for_each(ControlGroup::thaw);
@@ -552,8 +563,8 @@ impl Supervisor {
         }
     }
 
-    /// Kills the remaining processes of a task. Sends the message `final_message` when they have
-    /// ended.
+    /// Kills the remaining processes of a task, and sends the message `final_message` when they
+    /// have ended. Without a namespace no process is killed, and the message is sent immediately.
     fn kill_remaining(&mut self, mut task: Task, final_message: FromTasker) {
         match task.namespace.take() {
             Some(namespace) => self.kill_namespace(namespace, vec![final_message]),
@@ -572,12 +583,12 @@ impl Supervisor {
     }
 
     fn remove_ended_namespaces(&mut self) {
-        let (ended, remaining) = std::mem::take(&mut self.orphaned_namespaces)
+        let (ended_namespaces, remaining) = std::mem::take(&mut self.orphaned_namespaces)
             .into_iter()
             .partition(|remaining: &OrphanedNamespace| remaining.namespace.has_ended());
         self.orphaned_namespaces = remaining;
-        let ended: Vec<OrphanedNamespace> = ended;
-        for message in ended
+        let ended_namespaces: Vec<OrphanedNamespace> = ended_namespaces;
+        for message in ended_namespaces
             .into_iter()
             .flat_map(|remaining| remaining.final_messages)
         {

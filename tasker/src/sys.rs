@@ -177,7 +177,7 @@ impl<'a> ExecPlan<'a> {
         program: &'a Program,
         stdin: BorrowedFd<'_>,
         output: BorrowedFd<'_>,
-        inherited: &'a TaskStartState,
+        start_state: &'a TaskStartState,
         die_with_parent: bool,
     ) -> Self {
         let pointers = |list: &[CString]| {
@@ -192,7 +192,7 @@ impl<'a> ExecPlan<'a> {
             program,
             stdin_fd: stdin.as_raw_fd(),
             output_fd: output.as_raw_fd(),
-            task_start_state: inherited,
+            task_start_state: start_state,
             die_with_parent,
             wait_before_exec: false,
             error: Cell::new(None),
@@ -226,11 +226,11 @@ impl TaskStartState {
     /// # Errors
     /// A system call failed.
     pub(crate) fn prepare() -> io::Result<Self> {
-        let (soft, hard) = getrlimit(Resource::RLIMIT_NOFILE)?;
-        nix::sys::resource::setrlimit(Resource::RLIMIT_NOFILE, hard, hard)?;
+        let (soft_limit, hard_limit) = getrlimit(Resource::RLIMIT_NOFILE)?;
+        nix::sys::resource::setrlimit(Resource::RLIMIT_NOFILE, hard_limit, hard_limit)?;
         let descriptor_limit = libc::rlimit {
-            rlim_cur: soft,
-            rlim_max: hard,
+            rlim_cur: soft_limit,
+            rlim_max: hard_limit,
         };
         Ok(Self {
             descriptor_limit,
@@ -281,7 +281,7 @@ pub(crate) unsafe fn clone3(
         tls: 0,
         set_tid: 0,
         set_tid_size: 0,
-        cgroup: group.map_or(0, |folder| folder.as_raw_fd() as u64),
+        cgroup: group.map_or(0, |group_dir| group_dir.as_raw_fd() as u64),
     };
     // SAFETY: without CLONE_VM and without a stack this behaves like fork; `args` lives through the
     // call and the kernel may write to `pidfd`. The caller guarantees what the child does.
@@ -331,7 +331,7 @@ pub(crate) fn start_program(
     // SAFETY: the new process runs `exec_child` on its own stack. The stack and the plan outlive
     // their use by the new process: this thread continues only after the exec or the end of that
     // process. The kernel writes the pidfd to the address that the guard reads.
-    let creation = unsafe {
+    let creation_result = unsafe {
         let plan = std::ptr::from_ref(plan).cast_mut().cast();
         match group {
             Some(group) => clone_into_cgroup::into_group(
@@ -357,7 +357,7 @@ pub(crate) fn start_program(
         }
     };
     let pidfd = guarded_start.stop_timer();
-    let pid = match creation {
+    let pid = match creation_result {
         Ok(pid) => pid,
         Err(failure) => {
             // `pidfd` is the number of a descriptor that the kernel has already closed, so it must

@@ -24,7 +24,7 @@ use std::path::{Path, PathBuf};
 /// yet. Further migrations are refused.
 const INCOMING_TASKS_MAX: usize = 64;
 
-/// A migration to this host.
+/// A migration to this host, until its task runs or is discarded.
 pub(crate) struct IncomingTask {
     pub(crate) tid: Tid,
     /// The namespace for the task. `None` if the tasker may not create namespaces; then only a
@@ -53,11 +53,11 @@ pub(crate) enum TargetStage {
         output: Output,
         redirect: Option<MemoryWrite>,
         must_discard: bool,
-        /// Why the post-copied memory will not arrive; `None` unless the memory is lost.
+        /// Why the post-copied memory will not arrive; `None` if no memory is lost.
         lost_reason: Option<Failure>,
     },
     /// The task is restored and stopped. The engine has ended before, so a death of the engine
-    /// cannot kill the task when it is the only copy.
+    /// cannot kill the task when this copy of the task is the only one.
     Restored {
         process: Child,
         /// PIDs, in the task's namespace, of processes that were already stopped before the
@@ -114,10 +114,13 @@ impl Supervisor {
         }
         let namespace = match self.uses_namespaces {
             true => {
-                let spare = self
+                let namespace_result = self
                     .spare_namespaces
                     .take_or_create(self.freezer.as_mut().ok());
-                Some(spare.map_err(|e| Failure::Io(format!("no process-id namespace: {e}")))?)
+                Some(
+                    namespace_result
+                        .map_err(|e| Failure::Io(format!("no process-id namespace: {e}")))?,
+                )
             }
             false => None,
         };
@@ -140,7 +143,7 @@ impl Supervisor {
         redirect: Option<MemoryWrite>,
         memory_socket: Option<&Path>,
     ) {
-        let check = match self.migrations.incoming_tasks.get(&migration) {
+        let check_result = match self.migrations.incoming_tasks.get(&migration) {
             Some(IncomingTask {
                 stage: TargetStage::Prepared,
                 tid: prepared_tid,
@@ -151,7 +154,7 @@ impl Supervisor {
             ))),
             None => self.prepare_target(migration, tid),
         };
-        if let Err(why) = check {
+        if let Err(why) = check_result {
             return self.send(&FromTasker::Restored {
                 migration,
                 result: Err(why),
@@ -161,10 +164,10 @@ impl Supervisor {
         self.migrations
             .reservations
             .record_image_arrival(migration, dir);
-        let check = image_manifest.as_ref().map_or(Ok(()), |image_manifest| {
+        let check_result = image_manifest.as_ref().map_or(Ok(()), |image_manifest| {
             self.check_grown_memory(migration, image_manifest.memory_bytes)
         });
-        let fetch_result = check.and_then(|()| {
+        let fetch_result = check_result.and_then(|()| {
             memory_socket.map_or(Ok(()), |path| self.start_fetch(migration, dir, path))
         });
         if let Some(target) = self.migrations.incoming_tasks.get_mut(&migration) {
@@ -307,7 +310,7 @@ impl Supervisor {
         let io_failure = |e: io::Error| Failure::Io(format!("cannot restore: {e}"));
         let (output, output_writer) = Output::new().map_err(io_failure)?;
         let limits = engine_limits(manifest.image_bytes())?;
-        let job = RestoreParams {
+        let restore_params = RestoreParams {
             dir: dir.into(),
             external_resources: ExternalResources {
                 output_pipe: manifest.output_pipe_inode,
@@ -316,7 +319,7 @@ impl Supervisor {
             output: output_writer,
             post_copy: uses_post_copy,
         };
-        let running_restore = engine.start_restore(job)?;
+        let running_restore = engine.start_restore(restore_params)?;
         let (cancel, engine_pid) = (limits.cancel.clone(), running_restore.engine_pid());
         // The images contain a stopped task. Therefore the task remains stopped when the engine
         // detaches.
@@ -333,12 +336,12 @@ impl Supervisor {
                 result: restore_result,
             }
         };
-        let worker = self
-            .migrations
-            .workers
-            .start_worker(&cancel, Some(engine_pid), work)?;
+        let restore_worker_id =
+            self.migrations
+                .workers
+                .start_worker(&cancel, Some(engine_pid), work)?;
         Ok(TargetStage::Restoring {
-            worker_id: worker,
+            worker_id: restore_worker_id,
             manifest,
             output,
             redirect,
@@ -356,14 +359,14 @@ impl Supervisor {
             manifest,
             output,
             redirect: redirection,
-            must_discard: discard,
+            must_discard: is_discarded,
             lost_reason,
             ..
         } = stage
         else {
             return;
         };
-        if target.uses_post_copy && !discard && lost_reason.is_none() {
+        if target.uses_post_copy && !is_discarded && lost_reason.is_none() {
             self.migrations
                 .post_copies
                 .back_off_after_failure(result.as_ref().err());
@@ -378,16 +381,16 @@ impl Supervisor {
             Ok(Child { pid, pidfd })
         });
         match process_result {
-            Ok(process) if !discard => {
+            Ok(process) if !is_discarded => {
                 let pid = process.pid;
                 let namespace = target.namespace.as_ref();
                 let joining_group = namespace.is_some_and(|n| {
                     start_joining_group(migration, n, &mut self.migrations.workers)
                 });
-                let stopped_before = manifest.already_stopped_pids;
+                let initially_stopped_pids = manifest.already_stopped_pids;
                 target.stage = TargetStage::Restored {
                     process,
-                    already_stopped_pids: stopped_before,
+                    already_stopped_pids: initially_stopped_pids,
                     output,
                     joining_group,
                     pending_run: None,
@@ -398,10 +401,11 @@ impl Supervisor {
                 });
             }
             Ok(_) => {
-                let cancelled = Err(Failure::Cancelled("the migration was cancelled".into()));
+                let cancelled_result =
+                    Err(Failure::Cancelled("the migration was cancelled".into()));
                 let final_messages = FromTasker::Restored {
                     migration,
-                    result: cancelled,
+                    result: cancelled_result,
                 };
                 self.remove_incoming_task(
                     migration,
@@ -413,7 +417,7 @@ impl Supervisor {
                     migration,
                     result: Err(why),
                 }];
-                final_messages.extend(discard.then_some(FromTasker::Discarded { migration }));
+                final_messages.extend(is_discarded.then_some(FromTasker::Discarded { migration }));
                 self.remove_incoming_task(migration, final_messages);
             }
         }
@@ -454,8 +458,8 @@ impl Supervisor {
         if let Some(namespace) = target.namespace.as_ref().filter(|_| succeeded) {
             namespace.record_group_membership();
         }
-        if let Some((used, held)) = pending_run.take() {
-            self.run_restored_task(migration, used, held);
+        if let Some((used_resources, must_stay_paused)) = pending_run.take() {
+            self.run_restored_task(migration, used_resources, must_stay_paused);
         }
     }
 
@@ -475,7 +479,7 @@ impl Supervisor {
             *pending_run = Some((usage, paused));
             return;
         }
-        let (tid, namespace, process, stopped_before, output) =
+        let (tid, namespace, process, initially_stopped_pids, output) =
             match self.migrations.incoming_tasks.remove(&migration) {
                 Some(IncomingTask {
                     tid,
@@ -483,7 +487,7 @@ impl Supervisor {
                     stage:
                         TargetStage::Restored {
                             process,
-                            already_stopped_pids: stopped_before,
+                            already_stopped_pids: initially_stopped_pids,
                             output,
                             ..
                         },
@@ -491,7 +495,7 @@ impl Supervisor {
                     ..
                 }) => {
                     placed_files.keep_files();
-                    (tid, namespace, process, stopped_before, output)
+                    (tid, namespace, process, initially_stopped_pids, output)
                 }
                 other => {
                     self.migrations
@@ -517,7 +521,7 @@ impl Supervisor {
             } else {
                 Pause::NotPaused
             },
-            already_stopped_pids: stopped_before,
+            already_stopped_pids: initially_stopped_pids,
             exit_requested_for: None,
             pending_redirect: None,
             deferred_signals: Vec::new(),
@@ -539,19 +543,19 @@ impl Supervisor {
         };
         match &mut target.stage {
             TargetStage::Restoring {
-                worker_id: worker,
-                must_discard: discard,
+                worker_id: active_worker_id,
+                must_discard: is_discarded,
                 ..
             } => {
-                *discard = true;
-                let worker = *worker;
-                self.migrations.workers.cancel_worker(worker);
+                *is_discarded = true;
+                let active_worker_id = *active_worker_id;
+                self.migrations.workers.cancel_worker(active_worker_id);
             }
             // The reply is sent after the worker has finished and the files have been removed.
             TargetStage::PlacingFiles {
-                must_discard: discard,
+                must_discard: is_discarded,
                 ..
-            } => *discard = true,
+            } => *is_discarded = true,
             TargetStage::Prepared | TargetStage::Restored { .. } => {
                 self.remove_incoming_task(migration, vec![FromTasker::Discarded { migration }]);
             }

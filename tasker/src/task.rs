@@ -117,7 +117,8 @@ impl Task {
             .map_or_else(|| self.processes().pids(), Namespace::member_pids)
     }
 
-    /// Continues a stopped task, unless it is paused. Sends the stored signals to it.
+    /// Ends the migration step of a stopped task. If the task is not paused, continues the task and
+    /// sends it the stored signals.
     pub(crate) fn continue_after_migration(&mut self) {
         self.phase = TaskPhase::Running;
         if !self.pause.is_inactive() {
@@ -210,7 +211,7 @@ impl Output {
         ))
     }
 
-    /// Returns the inode number of the pipe. Images identify the pipe by it.
+    /// Returns the inode number of the pipe, by which images identify the pipe.
     pub(crate) fn pipe_inode(&self) -> u64 {
         self.inode
     }
@@ -334,7 +335,7 @@ fn create_process(
     let stdin = File::open("/dev/null").map_err(|e| start_error(StartTaskFailure::OpenStdin(e)))?;
     let (output, output_writer) =
         Output::new().map_err(|e| start_error(StartTaskFailure::CreateOutputPipe(e)))?;
-    let creation = start(ExecPlan::new(
+    let creation_result = start(ExecPlan::new(
         &program,
         stdin.as_fd(),
         output_writer.as_fd(),
@@ -343,8 +344,8 @@ fn create_process(
     ));
     // The main loop reaps a failed process. Waiting for it here could block on a file system that
     // hangs.
-    let process =
-        creation.map_err(|why| start_error(StartTaskFailure::from_start_error(order, why)))?;
+    let process = creation_result
+        .map_err(|why| start_error(StartTaskFailure::from_start_error(order, why)))?;
     Ok((process, output))
 }
 

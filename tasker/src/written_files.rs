@@ -60,8 +60,9 @@ fn truncate_if_grown(path: &Path, checkpoint_bytes: u64) -> io::Result<()> {
     }
 }
 
-/// True if `file` is a regular file with the metadata `expected_metadata`, which was read before
-/// the file was opened.
+/// True if `file` is a regular file that is still the file with the metadata `expected_metadata`,
+/// that is, has the same device, inode number and owner. The metadata was read before the file was
+/// opened.
 fn is_same_file(file: &File, expected_metadata: &std::fs::Metadata) -> io::Result<bool> {
     let metadata = file.metadata()?;
     let is_regular = SFlag::from_bits_truncate(metadata.mode()).contains(SFlag::S_IFREG);

@@ -83,10 +83,10 @@ fn hanging_dump_is_attempted_twice() {
 }
 
 /// Returns the number of bytes of memory that a dump has written so far.
-fn written_page_bytes(images: &Path) -> u64 {
-    let files = std::fs::read_dir(images).into_iter().flatten().flatten();
-    let pages = files.filter(|f| f.file_name().to_string_lossy().starts_with("pages-"));
-    pages
+fn written_page_bytes(image_dir: &Path) -> u64 {
+    let files = std::fs::read_dir(image_dir).into_iter().flatten().flatten();
+    let page_files = files.filter(|f| f.file_name().to_string_lossy().starts_with("pages-"));
+    page_files
         .filter_map(|f| f.metadata().ok())
         .map(|m| m.len())
         .sum()
@@ -183,7 +183,7 @@ fn compile_killer_library(dir: &Path) -> PathBuf {
 }
 
 /// Number of ptrace calls from one call at which the engine is killed to the next such call. A seed
-/// selects the first of them. If `SEMPA_TEST_FULL` is set, the engine is killed at every ptrace
+/// selects the first such call. If `SEMPA_TEST_FULL` is set, the engine is killed at every ptrace
 /// call.
 const PTRACE_CALL_STRIDE: usize = 23;
 

@@ -281,13 +281,13 @@ fn damaged_images_fail_and_leave_no_process() {
         .expect("open")
         .set_len(pages_bytes - 4096)
         .expect("cut");
-    let truncated_result = restore_and_wait(&mut target, tid(1), migration_id(1), &images);
+    let truncated_images_result = restore_and_wait(&mut target, tid(1), migration_id(1), &images);
     assert!(
-        matches!(&truncated_result, Err(Failure::Images(why)) if why.contains("pages-1.img")),
-        "{truncated_result:?}"
+        matches!(&truncated_images_result, Err(Failure::Images(why)) if why.contains("pages-1.img")),
+        "{truncated_images_result:?}"
     );
-    // The file of the first damage has its full length again. The damage to another file keeps its
-    // length, so only CRIU can detect it.
+    // The truncated image is extended to its previous length. The damage to the second image leaves
+    // the length of that image unchanged, so only CRIU can detect the damage.
     std::fs::File::options()
         .write(true)
         .open(&pages_image)
@@ -298,10 +298,10 @@ fn damaged_images_fail_and_leave_no_process() {
     let bytes = std::fs::metadata(&core_image).expect("core").len() as usize;
     std::fs::write(&core_image, vec![0u8; bytes]).expect("write");
     let started_at = Instant::now();
-    let damaged_result = restore_and_wait(&mut target, tid(1), migration_id(2), &images);
+    let damaged_images_result = restore_and_wait(&mut target, tid(1), migration_id(2), &images);
     assert!(
-        matches!(&damaged_result, Err(Failure::Engine(why)) if why.starts_with("Error")),
-        "{damaged_result:?}"
+        matches!(&damaged_images_result, Err(Failure::Engine(why)) if why.starts_with("Error")),
+        "{damaged_images_result:?}"
     );
     assert!(started_at.elapsed() < Duration::from_secs(30));
     assert_eq!(
@@ -325,7 +325,7 @@ fn images_of_another_user_are_refused() {
     let (images, mut output) = dump_counter(&mut source, dir.path());
     // Real, effective and saved user and group ids of root, as CRIU encodes them.
     let root_ids = [8, 0, 16, 0, 24, 0, 32, 0, 40, 0, 48, 0];
-    let mut changed_files = 0;
+    let mut changed_file_count = 0;
     for path in std::fs::read_dir(&images)
         .expect("there")
         .flatten()
@@ -344,10 +344,10 @@ fn images_of_another_user_are_refused() {
                 bytes[root_ids_start + id_offset] = 7;
             }
             std::fs::write(&path, bytes).expect("writable");
-            changed_files += 1;
+            changed_file_count += 1;
         }
     }
-    assert!(changed_files > 0, "the images say whose they are");
+    assert!(changed_file_count > 0, "the images say whose they are");
     let refusal = Failure::Refused(vec![Refusal::OtherUser {
         found: 7,
         expected: 0,

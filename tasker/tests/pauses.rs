@@ -301,8 +301,8 @@ fn children_stopped_by_the_task_stay_stopped() {
     tasker.stop_and_wait();
 }
 
-/// Lets a paused task quiesce. Only its library's threads run for at most the time
-/// `library_only_time`.
+/// Lets a paused task quiesce. At first, for at most the time `library_only_time`, only the threads
+/// of the task's library run.
 fn resume_to_quiesce(tasker: &mut Tasker, library_only_time: Micros) {
     tasker.send(ToTasker::ResumeToQuiesce {
         tid: tid(1),
@@ -329,9 +329,9 @@ fn quiesce_of_paused_task_runs_the_library_first() {
             || counters.counter(1),
         );
         counters.wait_for_stopped_process();
-        let wait_for_increase = |what: &str, counters: &dyn Fn() -> u64| {
+        let wait_for_increase = |event_name: &str, counters: &dyn Fn() -> u64| {
             let previous_count = counters();
-            wait_until(what, || counters() > previous_count + 10);
+            wait_until(event_name, || counters() > previous_count + 10);
         };
         wait_for_increase("the program runs", &program_count);
         wait_for_increase("the library runs", &library_count);
@@ -704,10 +704,10 @@ fn tasker_mounts_control_groups_privately() {
         let tasker =
             Tasker::start_wrapped(&["unshare", "--mount", "sh", "-c", unmount_script], &[]);
         assert_eq!(tasker.capabilities.freezer, Ok(()));
-        let messages =
+        let mount_table =
             std::fs::read(format!("/proc/{}/mountinfo", tasker.child.id())).expect("it lives");
         assert_eq!(
-            sempa_proto::cgroup::find_mount_point(&messages, None),
+            sempa_proto::cgroup::find_mount_point(&mount_table, None),
             None,
             "nobody else sees it"
         );

@@ -38,7 +38,7 @@ struct MemoryStream {
     final_message: Arc<FinalMessage>,
 }
 
-/// State of the final message. With it the target confirms that all memory has arrived.
+/// State of the final message, with which the target confirms that all memory has arrived.
 #[derive(Default)]
 struct FinalMessage {
     /// True while the final message must not be forwarded.
@@ -87,7 +87,7 @@ impl MemoryStream {
         let listeners = [&source, &target].map(|path| UnixListener::bind(path).expect("a socket"));
         let forwardable_bytes = Arc::new((Mutex::new(BLOCKED_STREAM_BYTES_MAX), Condvar::new()));
         let final_message = Arc::<FinalMessage>::default();
-        let (thread_gate, thread_final_message) =
+        let (thread_forwardable_bytes, thread_final_message) =
             (forwardable_bytes.clone(), final_message.clone());
         std::thread::spawn(move || {
             let [source_stream, target_stream] =
@@ -99,7 +99,7 @@ impl MemoryStream {
             std::thread::spawn(move || {
                 thread_final_message.forward_requests(requests, source_stream)
             });
-            forward_limited(memory, target_stream, &thread_gate);
+            forward_limited(memory, target_stream, &thread_forwardable_bytes);
         });
         Self {
             source_socket: source,
@@ -284,44 +284,44 @@ impl PostCopyFixture {
     fn dump_and_restore(self) -> Self {
         let Self {
             dir,
-            source: mut here,
-            target: mut there,
+            source: mut source_tasker,
+            target: mut target_tasker,
             memory_stream,
             ..
         } = self;
-        stop_and_wait(&mut here, tid(1), migration_id(1), &mut Vec::new());
+        stop_and_wait(&mut source_tasker, tid(1), migration_id(1), &mut Vec::new());
         let images = dir.path().join("images");
         let memory_socket = Some(memory_stream.source_socket.clone());
-        here.send(ToTasker::Dump {
+        source_tasker.send(ToTasker::Dump {
             migration: migration_id(1),
             tid: tid(1),
             image_dir: images.clone(),
             memory_socket_path: memory_socket,
         });
-        let report =
-            migration_steps::wait_until_dumped(&mut here, &mut Vec::new()).expect("a dump");
+        let report = migration_steps::wait_until_dumped(&mut source_tasker, &mut Vec::new())
+            .expect("a dump");
         assert!(
             report.image_bytes < 8 << 20,
             "the images lack the memory: {} bytes",
             report.image_bytes
         );
         let memory_socket = Some(memory_stream.target_socket.clone());
-        there.send(ToTasker::Restore {
+        target_tasker.send(ToTasker::Restore {
             migration: migration_id(1),
             tid: tid(1),
             image_dir: images,
             memory_write: None,
             memory_socket_path: memory_socket,
         });
-        let restore_result = there.wait_for_value(&mut Vec::new(), |m| match m {
+        let restore_result = target_tasker.wait_for_value(&mut Vec::new(), |m| match m {
             FromTasker::Restored { result, .. } => Some(result.clone()),
             _ => None,
         });
         let restored_pid = restore_result.expect("a restore");
         Self {
             dir,
-            source: here,
-            target: there,
+            source: source_tasker,
+            target: target_tasker,
             memory_stream,
             restored_pid,
         }
@@ -386,10 +386,10 @@ impl PostCopyFixture {
     }
 
     /// Asserts that all memory has arrived and that the task continues. The argument is the value
-    /// of [`Scene::wait_for_arrival`].
-    fn assert_continues(mut self, (result, seen): (Result<(), Failure>, Vec<FromTasker>)) {
+    /// of [`Self::wait_for_arrival`].
+    fn assert_continues(mut self, (result, seen_messages): (Result<(), Failure>, Vec<FromTasker>)) {
         assert_eq!(result, Ok(()));
-        let mut output = migration_steps::output_of(&seen, tid(1));
+        let mut output = migration_steps::output_of(&seen_messages, tid(1));
         let line_count = migration_steps::count_lines(&output) + 100;
         self.target.wait_for_output(tid(1), &mut output, |text| {
             migration_steps::count_lines(text) > line_count
@@ -553,8 +553,8 @@ fn complete_process_may_fork_in_post_copy() {
     fixture.assert_arrives_and_continues();
 }
 
-/// If the memory of a task does not arrive, the task is killed. It never reads zeros in place of
-/// its memory.
+/// If the memory of a task does not arrive, the task is killed. The task never reads zeros in place
+/// of its memory.
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn missing_memory_ends_the_task_without_zeros() {
@@ -624,8 +624,8 @@ fn complete_task_survives_a_killed_fetcher() {
     fixture.assert_continues(arrival);
 }
 
-/// If the process that fetches memory is killed, the task is killed. It never reads zeros in place
-/// of its memory.
+/// If the process that fetches memory is killed, the task is killed. The task never reads zeros in
+/// place of its memory.
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn killed_fetcher_ends_the_task_without_zeros() {

@@ -150,7 +150,7 @@ fn discarded_program_never_runs() {
     });
 }
 
-/// If a program is ordered to run as paused, it executes only after it is resumed.
+/// If a program is ordered to run but to stay paused, it executes only after it is resumed.
 #[test]
 fn paused_program_starts_when_resumed() {
     test_with_and_without_capabilities(|tasker| {
@@ -203,11 +203,11 @@ fn agreed_exit_kills_remaining_children() {
     });
 }
 
-/// A program that is requested to exit by a message may exit before the message arrives. Its
-/// children are killed as well.
+/// A program that is requested to exit by a message may exit before the message arrives. The
+/// children of such a program are killed as well.
 #[test]
 fn exit_before_the_message_is_accepted() {
-    let by_message = Engine::SelfCheckpoint {
+    let message_engine = Engine::SelfCheckpoint {
         ask_method: AskMethod::Message(77),
         exit_status: 85,
         timeout_s: 30,
@@ -224,7 +224,7 @@ fn exit_before_the_message_is_accepted() {
         let sleeper_pid = start_with_sleeper(tasker, &script);
         tasker.send(ToTasker::RequestExit {
             tid: tid(1),
-            engine: by_message,
+            engine: message_engine,
         });
         tasker.wait_for_value(&mut Vec::new(), |m| {
             matches!(m, FromTasker::ExitExpected { .. }).then_some(())

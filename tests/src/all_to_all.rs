@@ -63,9 +63,9 @@ impl AllToAllReport {
 
 impl AllToAllJob {
     /// Compiles the program and starts `worker_count` workers, distributed round robin over
-    /// `hosts`. Each worker exchanges messages with `2 * reach` workers, or with all workers if
-    /// `neighbour_reach` is 0. `options` are further options of the program. Returns when all
-    /// workers exchange messages.
+    /// `hosts`. Each worker exchanges messages with `2 * neighbour_reach` workers, or with all
+    /// workers if `neighbour_reach` is 0. `options` are further options of the program. Returns
+    /// when all workers exchange messages.
     pub fn start(
         vm: &Vm<'_>,
         worker_count: usize,
@@ -155,8 +155,9 @@ impl AllToAllJob {
         for (worker, console) in migrations {
             let (tid, target) = &self.workers_and_hosts[worker];
             let result = console.wait_or_kill(MIGRATION_TIMEOUT)?;
-            // If the library has not completed the worker's previous migration, the console refuses
-            // the migration. Then it is repeated until it is accepted.
+            // The console refuses the migration if the library has not completed the worker's
+            // previous migration. The migration is then requested again until the console accepts
+            // it.
             let result = if result.succeeded() {
                 result
             } else {
@@ -310,16 +311,16 @@ mod tests {
 
     #[test]
     fn report_with_a_doubled_message_is_not_faultless() {
-        let faultless = AllToAllReport::parse_summary(
+        let faultless_report = AllToAllReport::parse_summary(
             "summary: checked=7 lost=0 doubled=0 disordered=0 damaged=0",
         )
         .expect("one");
-        assert!(faultless.is_faultless() && faultless.checked_count == 7);
-        let faulty = AllToAllReport::parse_summary(
+        assert!(faultless_report.is_faultless() && faultless_report.checked_count == 7);
+        let faulty_report = AllToAllReport::parse_summary(
             "summary: checked=7 lost=0 doubled=1 disordered=0 damaged=0",
         )
         .expect("one");
-        assert!(!faulty.is_faultless());
+        assert!(!faulty_report.is_faultless());
         assert_eq!(
             AllToAllReport::parse_summary("summary: 3 workers gave no account"),
             None

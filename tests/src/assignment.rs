@@ -25,16 +25,16 @@ pub fn best_completion_s(hosts: &[HostCapacity], task_works: &[f64]) -> f64 {
         host_sums: &mut [(f64, f64)],
         best_s: &mut f64,
     ) {
-        let partial_s = hosts
+        let partial_time_s = hosts
             .iter()
             .zip(host_sums.iter())
             .map(|(host, host_sums)| host_time_min_s(host, *host_sums))
             .fold(0.0, f64::max);
-        if partial_s >= *best_s {
+        if partial_time_s >= *best_s {
             return;
         }
         let Some((task_work, remaining_work)) = task_works.split_first() else {
-            *best_s = partial_s;
+            *best_s = partial_time_s;
             return;
         };
         for i in 0..hosts.len() {

@@ -40,8 +40,8 @@ const JOB_COUNT: usize = 5;
 /// Number of hosts of the testbed: the master's host, and one for each job.
 pub const HOST_COUNT: usize = 1 + JOB_COUNT;
 /// Interval of periodic checkpoints. It is longer than a test, so no periodic checkpoint is made.
-/// It must be set, because otherwise a job that loses a task does not roll back to its newest
-/// checkpoint.
+/// An interval must be set, because otherwise a job that loses a task does not roll back to its
+/// newest checkpoint.
 const CHECKPOINT_INTERVAL: &str = "1h";
 /// Maximum number of taskers and resource managers that are killed within [`KILL_COUNT_WINDOW`]. It
 /// is less than the number of restarts that daemons allow in that time.
@@ -100,11 +100,11 @@ enum HoldMeans {
     Process(Pid),
     /// The fake CRIU, which waits for another command word.
     FakeCriu,
-    /// The lock of the checkpoint store, which the test's process holds.
+    /// The lock of the checkpoint store. The test's process holds the lock.
     StoreLock(#[expect(dead_code, reason = "dropping it releases the lock")] Flock<File>),
 }
 
-/// An operation that has been started and is held at a fault point, or will be.
+/// An operation that has been started, and that is held or will be held at a fault point.
 #[derive(Debug)]
 struct HeldOperation {
     point: FaultPoint,
@@ -178,7 +178,7 @@ impl<'a> CheckpointFaults<'a> {
             )
         };
         let started_jobs: Vec<(usize, RingJob)> = (2..=HOST_COUNT).map(start).collect();
-        let mut members = Vec::new();
+        let mut test_jobs = Vec::new();
         for (host, job) in started_jobs {
             job.wait_for_rounds(vm, PROGRESS_ROUND_COUNT);
             let host_name = format!("h{host}");
@@ -189,7 +189,7 @@ impl<'a> CheckpointFaults<'a> {
                 .with_context(|| format!("no worker on {host_name}"))?
                 .tid;
             vm.pvm_json(&["checkpoint", "--every", CHECKPOINT_INTERVAL, &job.tid])?;
-            members.push(TestJob {
+            test_jobs.push(TestJob {
                 worker_host: host,
                 job,
                 worker_tid,
@@ -200,7 +200,7 @@ impl<'a> CheckpointFaults<'a> {
         Ok(CheckpointFaults {
             vm,
             breakpoints_folder,
-            jobs: members,
+            jobs: test_jobs,
             next_round: usize::try_from(print_seed())? + round_offset,
             engine_hit_count: 0,
             kill_times: Vec::new(),
@@ -210,7 +210,8 @@ impl<'a> CheckpointFaults<'a> {
     }
 
     /// Restarts the jobs on `vm`, the next virtual machine of the testbed, each from its newest
-    /// checkpoint in the store. Checks that the store contains no incomplete checkpoints.
+    /// checkpoint in the store. Checks that the jobs make progress, and that the store contains no
+    /// incomplete checkpoints and the hosts no files of the restarts.
     pub fn restart_jobs<'b>(mut self, vm: &'b Vm<'b>) -> Result<CheckpointFaults<'b>> {
         vm.add_missing_hosts(&vm.testbed().hosts().iter().collect::<Vec<_>>())?;
         for test_job in &mut self.jobs {
@@ -231,17 +232,16 @@ impl<'a> CheckpointFaults<'a> {
     }
 
     /// Makes a checkpoint of a job and restarts the job from this checkpoint, without a fault.
-    /// Returns the points that the daemon on the worker's host reaches, for each of the two
-    /// operations.
+    /// Returns the points that daemons reach for the job's worker in each of the two operations.
     pub fn checkpoint_and_restart(&mut self) -> Result<[(Operation, BTreeSet<Point>); 2]> {
-        let member = &self.jobs[0];
-        let log = PointLog::new(&self.breakpoints_folder, &member.worker_tid)?;
-        self.vm.pvm_json(&["checkpoint", &member.job.tid])?;
-        let checkpoint = log.take_points()?;
+        let test_job = &self.jobs[0];
+        let log = PointLog::new(&self.breakpoints_folder, &test_job.worker_tid)?;
+        self.vm.pvm_json(&["checkpoint", &test_job.job.tid])?;
+        let checkpoint_points = log.take_points()?;
         self.end_jobs(&[0])?;
         self.restart_job(0)?;
         Ok([
-            (Operation::Checkpoint, checkpoint),
+            (Operation::Checkpoint, checkpoint_points),
             (Operation::Restart, log.take_points()?),
         ])
     }
@@ -275,12 +275,12 @@ impl<'a> CheckpointFaults<'a> {
     ) {
         for (round_index, round) in self.take_next_rounds(round_sample).into_iter().enumerate() {
             let round = round.into_iter().enumerate();
-            let with_victim = |(i, point)| (point, victims[(round_index + i) % victims.len()]);
+            let add_victim = |(i, point)| (point, victims[(round_index + i) % victims.len()]);
             let is_applicable = |(point, victim): &(FaultPoint, Victim)| {
                 *victim != Victim::WorkerEngine || has_engine_process(point)
             };
             let cases: Vec<(FaultPoint, Victim)> =
-                round.map(with_victim).filter(is_applicable).collect();
+                round.map(add_victim).filter(is_applicable).collect();
             self.inject_and_check_round(&cases, fault);
         }
     }
@@ -315,7 +315,8 @@ impl<'a> CheckpointFaults<'a> {
     }
 
     /// Kills the master while the operations of one round are held. Checks that no process of the
-    /// virtual machine remains, and that only checkpoints are new in the store.
+    /// virtual machine or of a job remains, that each held checkpoint has added at most one
+    /// complete checkpoint to the store, and that the held restarts have added none.
     ///
     /// # Errors
     /// An operation cannot be held, or a check fails.
@@ -404,9 +405,9 @@ impl<'a> CheckpointFaults<'a> {
             .iter()
             .map(|operation| jobs[operation.job_index].worker_host)
             .collect();
-        let roles = hosts.iter().zip(victims);
+        let hosts_and_victims = hosts.iter().zip(victims);
         let targets = FaultTargets {
-            hosts_and_roles: roles
+            hosts_and_roles: hosts_and_victims
                 .map(|(host, victim)| victim.host_and_role(*host))
                 .collect(),
             host_pairs: Vec::new(),
@@ -424,8 +425,8 @@ impl<'a> CheckpointFaults<'a> {
                 match held_by {
                     Some(HoldMeans::Process(pid)) if !victim_pids.contains(&pid) => {
                         let signal_result = send_signal(pid, Signal::SIGCONT);
-                        // An engine may have ended together with its tasker, so an error of its
-                        // signal is ignored.
+                        // An engine may have ended together with its tasker, so an error of the
+                        // signal to an engine is ignored.
                         if point.1 != HoldPoint::DuringEngine {
                             signal_result?;
                         }
@@ -461,7 +462,8 @@ impl<'a> CheckpointFaults<'a> {
         self.vm.user_home().join(".local/state/sempa/checkpoints")
     }
 
-    /// Returns the names of the complete checkpoints of a job, oldest first.
+    /// Returns the names of the complete checkpoints of a job, oldest first. Fails if there is
+    /// none.
     fn checkpoint_names(&self, job: usize) -> Result<Vec<String>> {
         let name_prefix = format!("{}-", self.jobs[job].job.tid);
         let checkpoints: Vec<String> = sorted_file_names(&self.store_folder())
@@ -472,7 +474,7 @@ impl<'a> CheckpointFaults<'a> {
         Ok(checkpoints)
     }
 
-    /// Ends those of these jobs that run, with all their tasks, and waits for their end.
+    /// Kills the tasks of those jobs in `jobs` that run, and waits until these tasks have ended.
     fn end_jobs(&mut self, jobs: &[usize]) -> Result<()> {
         let running_jobs = || {
             let jobs = jobs.iter().copied();
@@ -520,7 +522,8 @@ impl<'a> CheckpointFaults<'a> {
 fn check_host_lost(vm: &Vm<'_>, first_event: u64, host: usize) -> Result<(), String> {
     find_event(vm, first_event, |kind| {
         let name = vm.testbed().host(host).name();
-        matches!(kind, EventKind::HostGone { name: gone, .. } if gone == name).then_some(())
+        matches!(kind, EventKind::HostGone { name: lost_name, .. } if lost_name == name)
+            .then_some(())
     })
     .map_err(|error| format!("h{host} is not lost: {error}"))
 }

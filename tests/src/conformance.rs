@@ -101,7 +101,10 @@ pub fn program_names() -> Result<Vec<String>> {
     let mut names = Vec::new();
     for entry in fs::read_dir(program_folder())? {
         let path = entry?.path();
-        if path.extension().is_some_and(|end| end == "c" || end == "f") {
+        if path
+            .extension()
+            .is_some_and(|extension| extension == "c" || extension == "f")
+        {
             names.push(
                 path.file_stem()
                     .unwrap_or_default()
@@ -139,11 +142,11 @@ pub fn known_differences() -> Result<Vec<Difference>> {
             compatibility_text.contains(explanation),
             "docs/COMPATIBILITY.md does not say: {explanation}"
         );
-        let owned = |column: &str| column.to_string();
+        let to_text = |column: &str| column.to_string();
         differences.push(Difference {
-            system: owned(system),
-            statement: owned(statement),
-            explanation: owned(explanation),
+            system: to_text(system),
+            statement: to_text(statement),
+            explanation: to_text(explanation),
         });
     }
     Ok(differences)
@@ -220,8 +223,8 @@ fn run_program_on_new_vm(
     result.with_context(|| logs)
 }
 
-/// Parses the outcomes in a program's output. If the program did not run to its end, adds a failed
-/// outcome with [`exit_statement`].
+/// Parses the outcomes in a program's output. If the program did not run to its end or its exit
+/// status is not 0, adds a failed outcome with [`exit_statement`].
 fn parse_outcomes(program: &str, result: Result<CommandResult, String>) -> Vec<Outcome> {
     let new_outcome = |statement: &str, failure: Option<String>| Outcome {
         program: program.to_string(),
@@ -247,9 +250,11 @@ fn parse_outcomes(program: &str, result: Result<CommandResult, String>) -> Vec<O
         .as_ref()
         .is_ok_and(|result| result.succeeded() && result.stdout.lines().any(|line| line == "end"));
     if !has_ended {
-        let last = outcomes.last().map_or("its start".to_string(), |last| {
-            format!("{:?}", last.statement)
-        });
+        let last_statement = outcomes
+            .last()
+            .map_or("its start".to_string(), |last_statement| {
+                format!("{:?}", last_statement.statement)
+            });
         let error_text = start_error.unwrap_or_else(|| {
             result.as_ref().map_or(String::new(), |result| {
                 format!(
@@ -261,7 +266,7 @@ fn parse_outcomes(program: &str, result: Result<CommandResult, String>) -> Vec<O
         });
         outcomes.push(new_outcome(
             &exit_statement(program),
-            Some(format!("not after {last}: {error_text}")),
+            Some(format!("not after {last_statement}: {error_text}")),
         ));
     }
     outcomes
@@ -272,7 +277,7 @@ fn exit_statement(program: &str) -> String {
     format!("{program} runs to its end")
 }
 
-/// Returns the last [`STDERR_LINES_SHOWN`] lines of a text.
+/// Returns the last [`STDERR_LINES_SHOWN`] lines of a text, joined by ` / `.
 fn last_lines(text: &str) -> String {
     let lines: Vec<&str> = text.lines().collect();
     lines[lines.len().saturating_sub(STDERR_LINES_SHOWN)..].join(" / ")
@@ -444,7 +449,9 @@ pub fn compare_with_known(
 }
 
 impl Comparison {
-    /// Adds an unexplained result for each statement that only programs of other systems made.
+    /// For each system, adds an unexplained result for each statement that was checked only on
+    /// other systems. Omits the statements of programs that have not run to their end on this
+    /// system.
     fn add_missing_statements(&mut self, runs: &[(System, Vec<Outcome>)]) {
         let all_statements: BTreeSet<(&str, &str)> = runs
             .iter()
@@ -456,7 +463,7 @@ impl Comparison {
                 .iter()
                 .map(Outcome::program_and_statement)
                 .collect();
-            // The failure of this program is already in the list.
+            // A program that has not run to its end has its own unexplained result.
             let has_failed = |program: &str| {
                 system_statements.contains(&(program, exit_statement(program).as_str()))
             };
@@ -529,9 +536,9 @@ impl Comparison {
             let system_counts = self
                 .statement_counts
                 .iter()
-                .filter(|((_, of), _)| of == system);
-            system_counts.fold((0, 0), |add_counts, (_, counts)| {
-                (add_counts.0 + counts.0, add_counts.1 + counts.1)
+                .filter(|((_, counted_system), _)| counted_system == system);
+            system_counts.fold((0, 0), |sums, (_, counts)| {
+                (sums.0 + counts.0, sums.1 + counts.1)
             })
         };
         text += &format_row(

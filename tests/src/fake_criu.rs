@@ -33,9 +33,9 @@ while True:
         (ours if ready is starter else starter).send(words)
 "#;
 
-/// Python program: stops the real CRIU as soon as CRIU has written a number of bytes of memory, the
-/// last argument. If this number is a megabyte, a part of the memory has already been sent to the
-/// target.
+/// Python program: runs the real CRIU, and stops it as soon as one of its files with memory has at
+/// least a given size. The last argument is this size in bytes. If it is a megabyte, a part of the
+/// memory has been sent to the target before the stop.
 const STALL_DUMP_PY: &str = r#"
 import glob, os, signal, subprocess, sys
 real, number, least = sys.argv[1:]

@@ -65,13 +65,13 @@ impl UnequalHosts {
         &self.testbed
     }
 
-    /// Returns the control group of host number `i`, counted from 1 as in its name.
+    /// Returns the control groups of host number `i`, counted from 1 as in its name.
     pub fn cgroup(&self, i: usize) -> &HostCgroups {
         &self.cgroups[i - 1]
     }
 
-    /// Starts a virtual machine on all hosts, without a resource manager. Then limits the daemons
-    /// and their child processes to the shares of their hosts.
+    /// Starts a virtual machine on all hosts, without a resource manager, and compiles the program
+    /// of the farm's tasks. Then limits all processes of each host to the share of the host.
     pub fn start_vm(&self) -> Result<Vm<'_>> {
         // The hosts are not limited while the virtual machine starts.
         self.cgroups
@@ -179,16 +179,16 @@ impl FarmResult {
         let (mut tasks, mut elapsed_us) = (Vec::new(), None);
         for line in output.lines() {
             match *line.split(' ').collect::<Vec<_>>() {
-                ["task", tid, units, elapsed_us, word] => {
-                    let (units, elapsed_us) = (units.parse()?, elapsed_us.parse()?);
+                ["task", tid, unit_count, elapsed_us, word] => {
+                    let (unit_count, elapsed_us) = (unit_count.parse()?, elapsed_us.parse()?);
                     tasks.push(TaskResult {
                         tid: tid.to_string(),
-                        unit_count: units,
+                        unit_count,
                         elapsed_us,
                         is_correct: word == "right",
                     });
                 }
-                ["farm", all] => elapsed_us = Some(all.parse()?),
+                ["farm", total_us_text] => elapsed_us = Some(total_us_text.parse()?),
                 _ => ensure!(line.starts_with("spawned "), "no line of a farm: {line}"),
             }
         }
@@ -199,8 +199,8 @@ impl FarmResult {
     }
 }
 
-/// Returns the tids of a running farm's tasks, in the order of their spawns; `None` while the farm
-/// has spawned fewer than `task_count` tasks. `output` is the farm's output.
+/// Returns the tids of a running farm's tasks, in the order of their spawns; `None` unless the farm
+/// has spawned exactly `task_count` tasks. `output` is the farm's output.
 pub fn spawned_tids(output: &str, task_count: usize) -> Option<Vec<String>> {
     let tids = output
         .lines()

@@ -22,8 +22,8 @@ pub const SHORT_DURATION: FaultEnd = FaultEnd::Elapsed(Duration::from_secs(1));
 /// Duration of a fault that exceeds retry intervals and time limits that are shorter than a lease,
 /// but does not exceed a lease.
 pub const LONG_DURATION: FaultEnd = FaultEnd::Elapsed(Duration::from_secs(5));
-/// Maximum time for which a fault with [`FaultEnd::LossHandled`] waits for the reaction. The fault
-/// then ends without it.
+/// Maximum time for which a fault with [`FaultEnd::LossHandled`] waits for the reaction of the
+/// virtual machine. After this time the fault ends without the reaction.
 const NOTICED_FAULT_TIME_MAX: Duration = Duration::from_secs(30);
 /// Time limit for the death of a killed process.
 const DEATH_TIMEOUT: Duration = Duration::from_secs(120);
@@ -93,10 +93,10 @@ impl Breakpoint {
     /// # Errors
     /// The file cannot be written.
     pub fn new(folder: &Path, tid: &str, point: Point) -> Result<Self> {
-        let request = folder.join(format!("{tid}-{}", point_name(point)));
-        fs::write(&request, "")?;
+        let request_path = folder.join(format!("{tid}-{}", point_name(point)));
+        fs::write(&request_path, "")?;
         Ok(Self {
-            request_file: request,
+            request_file: request_path,
         })
     }
 
@@ -204,7 +204,9 @@ impl Fault {
     fn end_condition(self) -> Option<FaultEnd> {
         match self {
             Self::Kill => None,
-            Self::Pause(until) | Self::Disconnect(until) | Self::Partition(until) => Some(until),
+            Self::Pause(fault_end) | Self::Disconnect(fault_end) | Self::Partition(fault_end) => {
+                Some(fault_end)
+            }
         }
     }
 
@@ -218,7 +220,8 @@ impl Fault {
 /// The victims of a fault.
 #[derive(Clone, Debug, Default)]
 pub struct FaultTargets {
-    /// The processes that the fault hits: number of the host, and kind of process.
+    /// The processes that a signal hits, as (number of the host, kind of process).
+    /// [`Fault::Disconnect`] disconnects the hosts in this list.
     pub hosts_and_roles: Vec<(usize, ProcessRole)>,
     /// The pairs of host numbers that [`Fault::Partition`] separates.
     pub host_pairs: Vec<(usize, usize)>,
@@ -226,8 +229,8 @@ pub struct FaultTargets {
 
 /// Injects a fault and waits until it is over. While the fault lasts, calls `resume_others` once
 /// with the processes that received the fault's signal; `resume_others` must not resume these
-/// processes. A fault with [`FaultEnd::LossHandled`] lasts until `check_loss_handled` succeeds.
-/// Returns the number of engine processes that received the signal.
+/// processes. A fault with [`FaultEnd::LossHandled`] lasts until `check_loss_handled` succeeds, but
+/// at most 30 seconds. Returns the number of engine processes that received the signal.
 pub fn inject_and_wait(
     testbed: &Testbed,
     fault: Fault,
@@ -336,7 +339,7 @@ fn wait_for_fault_end(
     }
 }
 
-/// Sends a signal to a process.
+/// Sends a signal to a process. The error names the signal and the process.
 ///
 /// # Errors
 /// The kernel refuses the signal, or the process has ended.
@@ -368,16 +371,16 @@ pub fn role_processes(host: &Host, role: ProcessRole) -> Vec<Pid> {
             .map(|(pid, _)| pid)
             .collect::<Vec<_>>()
     };
-    let first_only = |pids: Vec<Pid>| pids.into_iter().take(1).collect();
+    let keep_first = |pids: Vec<Pid>| pids.into_iter().take(1).collect();
     match role {
         ProcessRole::Daemon => vec![daemon_pid],
         // The child processes of the tasker have the tasker's name.
-        ProcessRole::Tasker => first_only(matching_pids(&|pid, line| {
+        ProcessRole::Tasker => keep_first(matching_pids(&|pid, line| {
             line.contains("pvm-tasker")
                 && process_status(pid).is_some_and(|status| status.ppid == daemon_pid.as_raw())
         })),
         ProcessRole::ResourceManager => {
-            first_only(matching_pids(&|_, line| line.contains("bin/pvm-rm")))
+            keep_first(matching_pids(&|_, line| line.contains("bin/pvm-rm")))
         }
         // The tasker starts the engine by a link with another name, so the path of the executable
         // is checked.
@@ -390,8 +393,8 @@ pub fn role_processes(host: &Host, role: ProcessRole) -> Vec<Pid> {
     }
 }
 
-/// Returns the images and resume tokens that remain on a host from migrations, checkpoints and
-/// restarts.
+/// Returns the images, resume tokens and temporary files that remain on a host from migrations,
+/// checkpoints and restarts, each as `NAME on HOST`.
 pub fn leftover_names(host: &Host) -> Vec<String> {
     let entries = fs::read_dir(host.machine_path("/tmp/sempa-0/pvm"))
         .into_iter()
@@ -434,7 +437,7 @@ fn is_dead(pid: Pid) -> bool {
     process_status(pid).is_none_or(|status| status.state.starts_with('Z') && status.threads == 1)
 }
 
-/// True if the process is stopped.
+/// True if a signal has stopped the process.
 pub fn is_stopped(pid: Pid) -> bool {
     process_status(pid).is_some_and(|status| status.state.starts_with('T'))
 }

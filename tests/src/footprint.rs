@@ -27,7 +27,7 @@ pub const RECORDS_KIB_NAME: &str = "records: KiB";
 /// MiB each with committed migrations.
 pub const RECORDS_KIB_MAX: u64 = (pvm_rm::store::file::FILE_BYTES_MAX >> 10) + 2 * 1024;
 
-/// The total resources of a set of processes: all of one kind, or a single one.
+/// The total resources of a set of processes: all processes of one kind, or a single process.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ProcessResources {
     pub process_count: u64,
@@ -80,12 +80,12 @@ impl Footprint {
         }
         for (pid, kind) in process_kinds {
             let Some(kind) = kind else { continue };
-            if let Some(sum) = process_resources(pid) {
+            if let Some(resources) = process_resources(pid) {
                 let total = &mut footprint.resources_by_kind[kind];
                 total.process_count += 1;
-                total.thread_count += sum.thread_count;
-                total.descriptor_count += sum.descriptor_count;
-                total.memory_kib += sum.memory_kib;
+                total.thread_count += resources.thread_count;
+                total.descriptor_count += resources.descriptor_count;
+                total.memory_kib += resources.memory_kib;
             }
         }
         let mut checkpoint_files = Vec::new();

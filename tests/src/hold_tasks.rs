@@ -11,8 +11,9 @@ use std::time::Duration;
 
 const TASK_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Runs `test` on a virtual machine with `host_count` hosts. `env` contains the environment
-/// variables of all hosts.
+/// Runs `test` on a virtual machine with `host_count` hosts, for which the program `hold` is
+/// compiled. Halts the virtual machine afterwards. `env` contains the environment variables of all
+/// hosts.
 pub fn with_hosts(host_count: usize, env: &[(&str, &str)], test: impl FnOnce(&Vm)) {
     with_prepared_hosts(host_count, env, |_| (), test);
 }
@@ -69,9 +70,11 @@ pub fn check_memory(vm: &Vm, tid: &str) -> u64 {
 /// The step is not completed within the time limit.
 pub fn wait_for_step(vm: &Vm, tid: &str, expected_step: Step) {
     let is_completed = |kind: &EventKind| match kind {
-        EventKind::MigrationStep { tid: of, step, .. } => {
-            *step == expected_step && of.to_string() == tid
-        }
+        EventKind::MigrationStep {
+            tid: migrating_tid,
+            step,
+            ..
+        } => *step == expected_step && migrating_tid.to_string() == tid,
         _ => false,
     };
     vm.wait_for_event(TASK_TIMEOUT, "the step", |entry| is_completed(&entry.kind))

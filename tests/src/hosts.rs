@@ -2,8 +2,8 @@
 //!
 //! Each host has two first processes. The outer process makes the namespaces and waits. The inner
 //! process is process 1 of the host: it mounts file systems, reports that the host is ready, and
-//! reaps orphans. When its standard input closes, it ends, and the kernel kills all processes of
-//! the host.
+//! reaps orphans. When the standard input of the inner process closes, it ends, and the kernel
+//! kills all processes of the host.
 
 use anyhow::{Context, Result, bail};
 use nix::mount::{MntFlags, MsFlags, mount, umount2};

@@ -1,9 +1,9 @@
 //! The testbed: hosts of a virtual machine on one machine, and tools for tests and the demo.
 //!
 //! A host is a set of namespaces (network, host name, process ids, mounts) with its own `/tmp`,
-//! `/run`, terminals and `sshd`. It does not change the network or the files of the machine. The
-//! host ends with the process that made it, even if that process is killed. A testbed needs root;
-//! the functions of [`requirements`] report what the machine lacks.
+//! `/run`, terminals and `sshd`. A host does not change the network or the files of the machine.
+//! The host ends with the process that made it, even if that process is killed. A testbed needs
+//! root; the functions of [`requirements`] report what the machine lacks.
 
 pub mod all_to_all;
 pub mod assignment;

@@ -79,8 +79,8 @@ pub fn unmet_memory_requirement() -> Option<String> {
         .then(|| format!("no control groups for memory that can be written below {CGROUP_ROOT}"))
 }
 
-/// A control group that limits the memory of one host. Dropping the value removes the group, so a
-/// [`HostMemoryCgroup`] must outlive its host.
+/// A control group that limits the memory of one host. Dropping the value removes the group. A
+/// group with processes cannot be removed, so a [`HostMemoryCgroup`] must outlive its host.
 #[derive(Debug)]
 pub struct HostMemoryCgroup(HostCgroups);
 
@@ -200,7 +200,8 @@ impl HostCgroups {
         Ok(processes.lines().any(|line| line == pid.to_string()))
     }
 
-    /// Limits the host to a share of one processor: 0.5 is half of its time.
+    /// Limits the host to a share of one processor: 0.5 is half of the processor's time. A share
+    /// below 0.05 counts as 0.05.
     ///
     /// # Errors
     /// The kernel refuses the limit.

@@ -24,9 +24,9 @@ pub fn unmet_requirement() -> Option<String> {
     if !is_root() {
         return Some("hosts of their own need root (namespaces, sshd, CRIU)".to_string());
     }
-    if let Some(why) = namespace_refusal() {
+    if let Some(reason) = namespace_refusal() {
         return Some(format!(
-            "root may not make hosts of their own here ({why}): a container has to be privileged"
+            "root may not make hosts of their own here ({reason}): a container has to be privileged"
         ));
     }
     if find_in_path("ip").is_none() {
@@ -42,7 +42,7 @@ pub fn unmet_requirement() -> Option<String> {
 /// are.
 pub fn missing_disk_reason() -> Option<String> {
     let is_in_memory = nix::sys::statfs::statfs("/tmp")
-        .is_ok_and(|of| of.filesystem_type() == nix::sys::statfs::TMPFS_MAGIC);
+        .is_ok_and(|file_system| file_system.filesystem_type() == nix::sys::statfs::TMPFS_MAGIC);
     is_in_memory.then(|| "/tmp is in memory here".to_string())
 }
 

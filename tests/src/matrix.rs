@@ -1,5 +1,5 @@
 //! Runs Debian's PVM programs, and the examples built from Debian's sources, on PVM 3.4.6 and on
-//! Sempa. Compares their output; times and tids are masked.
+//! Sempa. Converts the outputs to forms that tests compare, with masked tids or numbers.
 
 use crate::real_pvm::RealVm;
 use crate::run::{CommandResult, RunningCommand, run_to_end, wait_for};
@@ -91,7 +91,8 @@ impl ComparedVm<'_> {
         }
     }
 
-    /// As [`ComparedVm::command`], for one of Debian's programs; its output is line buffered.
+    /// As [`ComparedVm::command`], for a program in the folder of built programs or one of Debian's
+    /// programs. The output of the program is line buffered.
     fn line_buffered_command(&self, host: &Host, program: &str) -> Command {
         let mut command = self.command(host, "/usr/bin/stdbuf");
         command
@@ -183,7 +184,7 @@ impl ComparedVm<'_> {
     /// Waits until the output of a running program contains `text`.
     ///
     /// # Errors
-    /// The output does not contain them within the time limit.
+    /// The output does not contain `text` within the time limit.
     pub fn wait_until_printed(&self, running_program: &RunningCommand, text: &str) -> Result<()> {
         wait_for(PROGRAM_TIMEOUT, || match running_program.stdout_so_far() {
             Ok(out) if out.contains(text) => Ok(()),
@@ -224,10 +225,11 @@ impl ComparedVm<'_> {
         })
     }
 
-    /// Repeats a command of Debian's console until the output contains `text`.
+    /// Repeats a command of Debian's console until the output contains `text`. Each run of blanks
+    /// and line ends in the output counts as one blank.
     ///
     /// # Errors
-    /// The output does not contain them within the time limit.
+    /// The output does not contain `text` within the time limit.
     pub fn wait_until_console_shows(&self, command: &str, text: &str) -> Result<()> {
         wait_for(PROGRAM_TIMEOUT, || match self.run_console(command, "\n") {
             Ok(out)
@@ -251,25 +253,29 @@ impl ComparedVm<'_> {
     }
 }
 
-/// Runs cases, by a call of `what`, on several systems in parallel, each on three hosts. Returns
-/// the outputs of the cases by system.
+/// Calls `run_cases`, which runs the cases, on several systems in parallel, each on three hosts.
+/// Returns the outputs of the cases by system.
 ///
 /// # Panics
-/// The machine does not meet a requirement, a system does not start, or `what` fails.
+/// The machine does not meet a requirement, a system does not start, or `run_cases` fails.
 pub fn run_on_systems<const N: usize>(
     systems: [System; N],
-    what: impl Fn(&ComparedVm) -> Result<Vec<CaseOutput>> + Sync,
+    run_cases: impl Fn(&ComparedVm) -> Result<Vec<CaseOutput>> + Sync,
 ) -> [Vec<CaseOutput>; N] {
     requirements::panic_if_unmet(requirements::unmet_requirement());
     if systems.contains(&System::SempaBuiltPrograms) {
         requirements::panic_if_unmet(pvm_examples::unmet_requirement());
     }
     std::thread::scope(|scope| {
-        let what = &what;
-        let running =
-            systems.map(|system| (system, scope.spawn(move || run_on_system(system, what))));
-        running.map(|(system, thread)| match thread.join() {
-            Ok(Ok(heard)) => heard,
+        let run_cases = &run_cases;
+        let case_threads = systems.map(|system| {
+            (
+                system,
+                scope.spawn(move || run_on_system(system, run_cases)),
+            )
+        });
+        case_threads.map(|(system, thread)| match thread.join() {
+            Ok(Ok(outputs)) => outputs,
             Ok(Err(error)) => panic!("{system:?}: {error:#}"),
             Err(_) => panic!("{system:?}: a panic in its run"),
         })
@@ -410,7 +416,7 @@ fn link_programs_for_spawn(testbed: &Testbed) -> Result<PathBuf> {
     Ok(program_folder)
 }
 
-/// The part of two texts that is compared.
+/// The form in which two texts are compared.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ComparedForm {
     /// All lines in order; tids are masked.
@@ -423,7 +429,8 @@ pub enum ComparedForm {
     ShapeSet,
 }
 
-/// Converts a text to the form in which `form` compares it. Removes empty lines and prompts.
+/// Converts a text to the form `form`. Also removes empty lines and lines that contain only a
+/// prompt.
 pub fn normalize_output(text: &str, form: ComparedForm) -> String {
     let masks_all_numbers = matches!(form, ComparedForm::OrderedShapes | ComparedForm::ShapeSet);
     let ignores_order = matches!(form, ComparedForm::SortedLines | ComparedForm::ShapeSet);
@@ -451,9 +458,9 @@ pub fn normalize_output(text: &str, form: ComparedForm) -> String {
     lines.join("\n")
 }
 
-/// Returns a line with single blanks and masked tids. A tid is `t` or `0x` with hexadecimal digits,
-/// hexadecimal digits after `id: `, or a decimal number of at least [`TID_MIN`]. If `masks_all` is
-/// true, masks all numbers.
+/// Returns a line with single blanks and masked tids. A tid is a number of at least five
+/// hexadecimal digits after `t`, `0x` or `id: `, or a decimal number from [`TID_MIN`] to 2^30 - 1.
+/// If `masks_all` is true, masks all numbers.
 fn mask_numbers(line: &str, masks_all: bool) -> String {
     let mut out = String::new();
     let chars: Vec<char> = line

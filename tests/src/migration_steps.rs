@@ -227,7 +227,7 @@ impl<'a> MigrationFaults<'a> {
         task_may_be_lost: LossPredicate,
         fixed_source: Option<usize>,
     ) -> Result<Self> {
-        let breakpoints = vm
+        let breakpoint_folder = vm
             .testbed()
             .breakpoints_folder()
             .context("a testbed with breakpoints")?
@@ -237,7 +237,7 @@ impl<'a> MigrationFaults<'a> {
             oracle,
             uses_pre_copy: false,
             task_may_be_lost,
-            breakpoints_folder: breakpoints,
+            breakpoints_folder: breakpoint_folder,
             round_count: 0,
             sample_number: usize::try_from(print_seed())?,
             engine_hit_count: 0,
@@ -322,7 +322,8 @@ impl<'a> MigrationFaults<'a> {
             self.fixed_source.is_none() || points.len() == 1,
             "one move at a time from the same host: {points:?}"
         );
-        // A daemon delays the second restart of its tasker, so the next round uses other hosts.
+        // A daemon delays the second restart of its tasker, so the next round with a single
+        // migration uses other hosts.
         let first_pair = if points.len() == 1 {
             self.round_count % HELD_MIGRATIONS_MAX
         } else {
@@ -430,9 +431,9 @@ impl<'a> MigrationFaults<'a> {
                 return check_slaves_ended(vm);
             }
             for (migration, victim) in held_migrations.iter_mut().zip(victims) {
-                let is_host = victim.process_role() == ProcessRole::Daemon
+                let loses_host = victim.process_role() == ProcessRole::Daemon
                     && !matches!(fault, Fault::Partition(_));
-                if is_host {
+                if loses_host {
                     check_host_lost(vm, first_event, victim.host_number(migration))?;
                 } else if started_at.elapsed() < leaseless_fault_time() {
                     check_console_ended(migration)?;
@@ -476,7 +477,8 @@ impl<'a> MigrationFaults<'a> {
         self.check_ended_migrations(ended_migrations, task_may_be_lost)
     }
 
-    /// Waits for the end of all migrations of a round.
+    /// Waits for the end of all migrations of a round. Returns the migrations with the output of
+    /// their consoles.
     ///
     /// # Errors
     /// A migration does not end.
@@ -526,8 +528,9 @@ impl<'a> MigrationFaults<'a> {
         Ok(survivors.len())
     }
 
-    /// Checks that the task runs exactly once with all messages, or, if `task_may_be_lost`, that
-    /// its end was reported. Returns true if the task has survived.
+    /// Checks that the task runs exactly once and that no message was lost. If `task_may_be_lost`
+    /// is true, the task may instead have ended; then the oracle must have been notified of the
+    /// end. Also checks the event log. Returns true if the task has survived.
     fn check_migration(
         &mut self,
         migration: &HeldMigration,
@@ -536,14 +539,14 @@ impl<'a> MigrationFaults<'a> {
         let (oracle, vm) = (&mut self.oracle, self.vm);
         let has_survived = wait_for(WAIT_TIMEOUT, || {
             let tasks = vm.tasks().map_err(|error| error.to_string())?;
-            let processes = oracle
+            let process_count = oracle
                 .process_counts()
                 .get(&migration.task_name)
                 .copied()
                 .unwrap_or(0);
             let was_notified = oracle.was_notified_of_end(&migration.tid)?;
             let listed_task = tasks.iter().find(|task| task.tid == migration.tid);
-            match (listed_task, processes, was_notified) {
+            match (listed_task, process_count, was_notified) {
                 (Some(task), 1, false) if !task.moving => Ok(true),
                 (None, 0, true) if task_may_be_lost => Ok(false),
                 other => Err(format!("listed, processes, notified: {other:?}")),
@@ -585,7 +588,8 @@ impl<'a> MigrationFaults<'a> {
             .map(drop)
     }
 
-    /// Checks that no host has images, resume tokens or a process of a task.
+    /// Checks that no host of the virtual machine has images or resume tokens, and that no task of
+    /// the oracle has a process on any host.
     fn check_nothing_remains(&self) -> Result<()> {
         wait_for(WAIT_TIMEOUT, || {
             let member_names = self.vm.host_names().map_err(|error| error.to_string())?;
@@ -665,19 +669,20 @@ pub fn check_slaves_ended(vm: &Vm<'_>) -> Result<(), String> {
 }
 
 /// True before the end of the restore step, while only the source has the complete task. The master
-/// may detect the loss of the source before it receives the target's report that it has the task.
+/// may detect the loss of the source before it receives the target's report of the restored task.
 pub fn is_before_restore_end(point: Point) -> bool {
     point < (Step::Restore, StepEdge::After)
 }
 
-/// True before the end of the commit step. The master receives the report of a tasker's death at
-/// once, even just before a commit.
+/// True before the end of the commit step. Before this end the death of the source's tasker may end
+/// the task; afterwards the loss of the target or the death of the target's tasker may end it. The
+/// master receives the report of a tasker's death at once, even just before a commit.
 pub fn is_before_commit(point: Point) -> bool {
     point < (Step::Commit, StepEdge::After)
 }
 
-/// True if a fault may end a task whose complete memory is in its images, that is, without
-/// post-copy.
+/// True if `fault` on `victim` at `point` may end the task. Valid for migrations without post-copy,
+/// in which the images contain the complete memory of the task.
 pub fn task_may_be_lost(fault: Fault, victim: Victim, point: Point) -> bool {
     match (victim, fault) {
         _ if !fault.exceeds_lease() => false,
@@ -710,20 +715,20 @@ mod tests {
         Victim::ResourceManager,
     ];
 
-    fn case_set(pre_copies: bool, victims: &[Victim]) -> BTreeSet<FaultCase> {
-        all_cases(victims, pre_copies).into_iter().collect()
+    fn case_set(uses_pre_copy: bool, victims: &[Victim]) -> BTreeSet<FaultCase> {
+        all_cases(victims, uses_pre_copy).into_iter().collect()
     }
 
     /// All rounds together contain each case once. Each round has at most as many cases as the
     /// testbed has pairs of hosts.
     #[test]
     fn rounds_have_each_case_once_and_fit_on_the_testbed() {
-        for pre_copies in [false, true] {
-            let cases = all_cases(&VICTIMS, pre_copies);
+        for uses_pre_copy in [false, true] {
+            let cases = all_cases(&VICTIMS, uses_pre_copy);
             let rounds = group_into_rounds(cases.clone());
             assert_eq!(rounds.concat().len(), cases.len());
-            let distinct: BTreeSet<FaultCase> = rounds.concat().into_iter().collect();
-            assert_eq!(distinct, case_set(pre_copies, &VICTIMS));
+            let distinct_cases: BTreeSet<FaultCase> = rounds.concat().into_iter().collect();
+            assert_eq!(distinct_cases, case_set(uses_pre_copy, &VICTIMS));
             assert!(
                 rounds
                     .iter()
@@ -741,23 +746,24 @@ mod tests {
         }
     }
 
-    /// Successive turns combine each step with each victim at both edges, independently of the
-    /// first turn.
+    /// Successive samples combine each step with each victim at both edges. This does not depend on
+    /// the number of the first sample.
     #[test]
     fn successive_samples_cover_all_cases() {
         let cases = [(StepSample::EachStep, 1), (StepSample::EachThirdStep, 9)];
-        for (sampling, turn_factor) in cases {
+        for (step_sample, sample_factor) in cases {
             for victim_count in 1..=VICTIMS.len() {
                 let victims = &VICTIMS[..victim_count];
-                for first_turn in [0, 7, 20_000] {
-                    let turns = first_turn..first_turn + 2 * victim_count * turn_factor;
-                    let tried_cases: BTreeSet<FaultCase> = turns
-                        .flat_map(|turn| sample_cases(turn, sampling, victims, false))
+                for first_sample_number in [0, 7, 20_000] {
+                    let sample_numbers =
+                        first_sample_number..first_sample_number + 2 * victim_count * sample_factor;
+                    let sampled_cases: BTreeSet<FaultCase> = sample_numbers
+                        .flat_map(|turn| sample_cases(turn, step_sample, victims, false))
                         .collect();
                     assert_eq!(
-                        tried_cases,
+                        sampled_cases,
                         case_set(false, victims),
-                        "{sampling:?}, {victim_count} victims"
+                        "{step_sample:?}, {victim_count} victims"
                     );
                 }
             }

@@ -1,5 +1,5 @@
-//! Detects whether a task runs twice or loses a message. It uses the tasks of
-//! `tests/programs/witness.c` and a director process that exchanges messages with them.
+//! Detects whether a task runs twice or loses a message. The oracle uses the tasks of
+//! `tests/programs/witness.c` and a director process that exchanges messages with these tasks.
 
 use crate::run::{RunningCommand, wait_for};
 use crate::vm::Vm;
@@ -184,8 +184,8 @@ impl Oracle {
         Ok(())
     }
 
-    /// Waits until the director has established `expected_count` direct routes to a task, including
-    /// those that no longer exist.
+    /// Waits until the director has established at least `expected_count` direct routes to a task,
+    /// including those that no longer exist.
     ///
     /// # Errors
     /// The director does not establish them within the time limit.

@@ -13,8 +13,8 @@ const COMPILE_TIMEOUT: Duration = Duration::from_secs(120);
 /// Installed files below `prefix` on which the programs depend.
 const INSTALLED_INPUTS: [&str; 3] = ["include/pvm3.h", "lib/libpvm3.so.3", "lib/libgpvm3.so.3"];
 
-/// Compiles `tests/programs/NAME.c` into `folder` with the header and libraries under `prefix`.
-/// Returns the program's path.
+/// Compiles `tests/programs/NAME.c` into `folder` with the header and libraries under `prefix`,
+/// unless the program exists in `folder`. Returns the program's path.
 pub fn compile_into(name: &str, prefix: &Path, folder: &Path) -> Result<PathBuf> {
     let program = folder.join(name);
     // A task may run the program, so the existing file must not be replaced.
@@ -45,8 +45,8 @@ fn compile_if_outdated(name: &str, prefix: &Path) -> Result<PathBuf> {
     }
     // Tests compile in parallel. Each test writes its own file and renames it; the last rename
     // wins.
-    let id = std::thread::current().id();
-    let new_program = folder.join(format!("{name}-{}-{id:?}", std::process::id()));
+    let thread_id = std::thread::current().id();
+    let new_program = folder.join(format!("{name}-{}-{thread_id:?}", std::process::id()));
     let mut compiler = Command::new("gcc");
     compiler
         .args(["-std=gnu11", "-O2", "-Wall", "-Wextra", "-Werror", "-o"])
@@ -68,8 +68,8 @@ fn compile_if_outdated(name: &str, prefix: &Path) -> Result<PathBuf> {
 fn is_newer(file: &Path, inputs: &[PathBuf]) -> bool {
     let modified_at = |path: &Path| -> std::io::Result<SystemTime> { path.metadata()?.modified() };
     modified_at(file).is_ok_and(|file_modified_at| {
-        inputs.iter().all(|other| {
-            modified_at(other).is_ok_and(|input_modified_at| input_modified_at < file_modified_at)
+        inputs.iter().all(|input| {
+            modified_at(input).is_ok_and(|input_modified_at| input_modified_at < file_modified_at)
         })
     })
 }

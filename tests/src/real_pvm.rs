@@ -68,8 +68,8 @@ impl<'a> RealVm<'a> {
         pvm_command(host, &self.rsh_script, program.as_ref())
     }
 
-    /// Returns the path of the script that PVM runs instead of ssh. It accepts ssh's arguments and
-    /// reaches the hosts of the testbed.
+    /// Returns the path of the script that PVM runs instead of ssh. The script accepts ssh's
+    /// arguments and reaches the hosts of the testbed.
     pub fn rsh_script(&self) -> &Path {
         &self.rsh_script
     }
@@ -91,8 +91,8 @@ impl<'a> RealVm<'a> {
         run_to_end(end_command, DAEMON_TIMEOUT)?;
         for host in self.testbed.hosts() {
             // The master requests the slaves to end. A slave that does not end is killed.
-            let slave_end = wait_until_no_process(host, "pvm", Duration::from_secs(3));
-            if slave_end.is_err() {
+            let slave_end_result = wait_until_no_process(host, "pvm", Duration::from_secs(3));
+            if slave_end_result.is_err() {
                 host.kill_all_processes();
                 wait_until_no_process(host, "pvm", DAEMON_TIMEOUT)?;
             }

@@ -191,8 +191,8 @@ impl RingJob {
         }
     }
 
-    /// Returns a job that was not started by [`RingJob`], or that writes to another folder than at
-    /// its start.
+    /// Returns a job with [`WORKER_COUNT`] workers that was not started by [`RingJob`], or that
+    /// writes to another folder than at its start.
     pub fn from_existing(folder: PathBuf, tid: String) -> Self {
         Self {
             folder,

@@ -130,8 +130,9 @@ impl RunningCommand {
         Ok(self.process.try_wait()?)
     }
 
-    /// Kills the child processes of the process and waits until the process ends. A command in a
-    /// host needs this: its process is `nsenter`, and the program is the child process.
+    /// Kills the child processes of the command's process and waits until this process ends. A
+    /// command in a host must be killed in this way: its process is `nsenter`, and the program is a
+    /// child process of `nsenter`.
     ///
     /// # Errors
     /// A process cannot be found or ended.

@@ -31,8 +31,8 @@ pub fn unmet_requirement() -> Option<String> {
     missing_program.map(|(path, package)| format!("{path} is missing: install {package}"))
 }
 
-/// A virtual display of a host. Its X server listens only on sockets within the host. It ends with
-/// the host at the latest.
+/// A virtual display of a host. Its X server listens only on sockets within the host. The X server
+/// ends with the host at the latest.
 #[derive(Debug)]
 pub struct VirtualDisplay<'a> {
     host: &'a Host,
@@ -112,7 +112,7 @@ impl<'a> VirtualDisplay<'a> {
     }
 }
 
-/// A colour: its red, green and blue.
+/// A colour: its red, green and blue parts, each from 0 to 255.
 pub type Colour = [u8; 3];
 /// The colour of the display's background.
 pub const BLACK: Colour = [0; 3];
@@ -150,12 +150,14 @@ impl Picture {
         else {
             bail!("the dump is cut")
         };
-        let rows = pixel_bytes
+        let pixel_slices = pixel_bytes
             .chunks_exact(line_bytes)
             .flat_map(|row| row[..width * PIXEL_BYTES].chunks_exact(PIXEL_BYTES));
         Ok(Self {
             width,
-            pixels: rows.map(|pixel| [pixel[2], pixel[1], pixel[0]]).collect(),
+            pixels: pixel_slices
+                .map(|pixel| [pixel[2], pixel[1], pixel[0]])
+                .collect(),
         })
     }
 

@@ -38,7 +38,7 @@ impl SshLogin {
             if crate::utmp::read_logins(host).is_ok_and(|logins| logins.len() > login_count) {
                 return Ok(());
             }
-            let has_ended = login
+            let end_text = login
                 .ssh
                 .poll_status()
                 .ok()
@@ -48,7 +48,7 @@ impl SshLogin {
             Err(format!(
                 "no login of {user} on {}{} {}",
                 host.name(),
-                has_ended.unwrap_or_default(),
+                end_text.unwrap_or_default(),
                 error_text.trim()
             ))
         })?;

@@ -23,12 +23,12 @@ pub(crate) fn make_keys_and_settings(
     fs::create_dir_all(&ssh_folder)?;
     let mut authorized_keys = String::new();
     for (user, uid) in [("root", 0), ("alice", ALICE_UID), ("olga", OLGA_UID)] {
-        let key = ssh_folder.join(format!("key-{user}"));
-        authorized_keys.push_str(&make_key(&key, user)?);
-        std::os::unix::fs::chown(&key, Some(uid), Some(uid))?;
+        let key_path = ssh_folder.join(format!("key-{user}"));
+        authorized_keys.push_str(&make_key(&key_path, user)?);
+        std::os::unix::fs::chown(&key_path, Some(uid), Some(uid))?;
         let config_file = client_config_path(folder, user);
         fs::create_dir_all(config_file.parent().context("it is in a folder")?)?;
-        fs::write(config_file, client_settings(folder, &key))?;
+        fs::write(config_file, client_settings(folder, &key_path))?;
     }
     fs::write(ssh_folder.join("authorized_keys"), authorized_keys)?;
     let mut known_hosts = String::new();
@@ -68,12 +68,12 @@ pub fn remote_shell_command(folder: &Path, user: &str) -> String {
     format!("ssh -F {}", client_config_path(folder, user).display())
 }
 
-fn client_settings(folder: &Path, key: &Path) -> String {
+fn client_settings(folder: &Path, key_path: &Path) -> String {
     let known_hosts = folder.join("ssh/known_hosts");
     format!(
         "IdentityFile {}\nIdentitiesOnly yes\nIdentityAgent none\nUserKnownHostsFile {}\nGlobalKnownHostsFile /dev/null\n\
          StrictHostKeyChecking yes\nBatchMode yes\nConnectTimeout 5\nLogLevel ERROR\n",
-        key.display(),
+        key_path.display(),
         known_hosts.display()
     )
 }

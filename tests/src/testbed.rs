@@ -1,10 +1,10 @@
 //! A testbed: hosts h1..hN and an additional host on one bridge, each in its own namespaces.
 //!
 //! The additional host is called the outside host, because it belongs to no virtual machine; its
-//! name is `desk`. The bridge is in its network namespace. Therefore the machine's network does not
-//! change, any number of testbeds can exist at once, and the kernel removes the network when the
-//! testbed's process ends. A testbed whose process was killed leaves one folder; its outside host
-//! or the next testbed removes the folder.
+//! name is `desk`. The bridge is in the network namespace of the outside host. Therefore the
+//! machine's network does not change, any number of testbeds can exist at once, and the kernel
+//! removes the network when the testbed's process ends. A testbed whose process was killed leaves
+//! one folder; its outside host or the next testbed removes the folder.
 
 pub use crate::layout::{ALICE_UID, NETWORK_PREFIX, OLGA_UID};
 
@@ -134,7 +134,7 @@ impl Testbed {
             host_count: count,
             prefix,
             shared_folders,
-            has_own_engine: own_engine,
+            has_own_engine: uses_own_engine,
             env,
         } = parameters;
         let host_names: Vec<String> = (1..=count).map(|i| format!("h{i}")).collect();
@@ -152,7 +152,7 @@ impl Testbed {
             search_path(host_prefix.as_deref())
         );
         let mut engine = std::env::var_os("SEMPA_CRIU").map(PathBuf::from);
-        if own_engine {
+        if uses_own_engine {
             let engine_link = folder.join("engine");
             let real_engine = machine::find_engine().context("no CRIU: run cargo xtask criu")?;
             std::os::unix::fs::symlink(real_engine, &engine_link)?;
@@ -161,7 +161,7 @@ impl Testbed {
         if let Some(engine) = &engine {
             remote_env.push_str(&format!(" SEMPA_CRIU={}", engine.display()));
         }
-        let breakpoints_folder = own_engine.then(|| folder.join("steps"));
+        let breakpoints_folder = uses_own_engine.then(|| folder.join("steps"));
         if let Some(breakpoints_folder) = &breakpoints_folder {
             fs::create_dir(breakpoints_folder)?;
             remote_env.push_str(&format!(
@@ -224,16 +224,16 @@ impl Testbed {
     /// Interrupts the connection between hosts `i` and `j` if `is_partitioned` is true; restores it
     /// otherwise. All other hosts can reach both hosts.
     pub fn set_partitioned(&self, i: usize, j: usize, is_partitioned: bool) -> Result<()> {
-        for (from, to) in [(i, j), (j, i)] {
-            // Frames for the host `to` are sent to an unused hardware address.
+        for (sending_host, receiving_host) in [(i, j), (j, i)] {
+            // Frames for the host `receiving_host` are sent to an unused hardware address.
             let line = if is_partitioned {
                 format!(
-                    "neigh replace {NETWORK_PREFIX}.{to} lladdr 02:00:00:00:00:01 nud permanent dev eth0"
+                    "neigh replace {NETWORK_PREFIX}.{receiving_host} lladdr 02:00:00:00:00:01 nud permanent dev eth0"
                 )
             } else {
-                format!("neigh del {NETWORK_PREFIX}.{to} dev eth0")
+                format!("neigh del {NETWORK_PREFIX}.{receiving_host} dev eth0")
             };
-            self.host(from).run_ip(&line)?;
+            self.host(sending_host).run_ip(&line)?;
         }
         Ok(())
     }
@@ -244,8 +244,8 @@ impl Testbed {
         fs::create_dir_all(&disk_folder)?;
         fs::set_permissions(&disk_folder, fs::Permissions::from_mode(0o1777))?;
         let mut command_line = format!("mount --bind {} /tmp", disk_folder.display());
-        // The testbed's folder must stay visible, and so must the installed programs. They may be
-        // below `/tmp`.
+        // The testbed's folder and the installed programs must stay visible. Both may be below
+        // `/tmp`.
         let visible_folders = [Some(&self.folder), self.prefix.as_ref()]
             .into_iter()
             .flatten();
@@ -305,8 +305,8 @@ impl Testbed {
         &self.folder
     }
 
-    /// Returns the value of `SEMPA_CRIU` on all hosts: the testbed's own engine, or the value of
-    /// this process; `None` if it is not set.
+    /// Returns the value of `SEMPA_CRIU` on all hosts: the testbed's own engine, or the value in
+    /// the environment of this process; `None` if `SEMPA_CRIU` is not set.
     pub fn engine(&self) -> Option<&Path> {
         self.engine.as_deref()
     }
@@ -355,7 +355,7 @@ impl Host {
             .process_group(0)
             .spawn()
             .with_context(|| format!("{} does not start", program.display()))?;
-        let lifeline = child.stdin.take();
+        let child_stdin = child.stdin.take();
         let lines = BufReader::new(child.stdout.take().context("its output is piped")?).lines();
         let (mut init_pid, mut is_ready) = (None, false);
         for line in lines {
@@ -370,7 +370,7 @@ impl Host {
                     root_home: home.to_path_buf(),
                     prefix_in_host: prefix,
                     outer_process: child,
-                    outer_stdin: lifeline,
+                    outer_stdin: child_stdin,
                 });
             }
         }
@@ -475,7 +475,7 @@ impl Host {
     }
 
     /// Returns the processes of the host except for process 1, as (process number on the machine,
-    /// command line).
+    /// command line). Processes without a command line, such as zombies, are omitted.
     pub fn processes(&self) -> Vec<(u32, String)> {
         let Ok(host_namespace) = fs::read_link(format!("/proc/{}/ns/net", self.init_pid)) else {
             return Vec::new();
@@ -527,8 +527,8 @@ impl Host {
         }
     }
 
-    /// Returns the files under `/tmp`, `/run` and `/dev/shm` of the host, without those that the
-    /// testbed has made. `testbed_folder` is the testbed's folder.
+    /// Returns the paths of the entries of `/tmp`, `/run` and `/dev/shm` of the host, without those
+    /// that the testbed has made. `testbed_folder` is the testbed's folder.
     pub fn leftover_files(&self, testbed_folder: &Path) -> Vec<PathBuf> {
         // criu.kdat is CRIU's cache of kernel features.
         let is_of_testbed = |path: &Path| {
@@ -542,7 +542,7 @@ impl Host {
                     .as_ref()
                     .is_some_and(|prefix| prefix.starts_with(path) || path.starts_with(prefix))
         };
-        let mut leftover = Vec::new();
+        let mut leftover_paths = Vec::new();
         for root in ["/tmp", "/run", "/dev/shm"] {
             for entry in fs::read_dir(self.machine_path(root))
                 .into_iter()
@@ -551,11 +551,11 @@ impl Host {
             {
                 let path_in_host = Path::new(root).join(entry.file_name());
                 if !is_of_testbed(&path_in_host) {
-                    leftover.push(path_in_host);
+                    leftover_paths.push(path_in_host);
                 }
             }
         }
-        leftover
+        leftover_paths
     }
 
     fn stop_and_wait(&mut self) {
@@ -616,7 +616,8 @@ fn make_folder() -> Result<PathBuf> {
     bail!("{} is full of testbeds", parent.display())
 }
 
-/// Removes the folders of testbeds of which both the process and the outside host were killed.
+/// Removes the folders of testbeds whose process no longer exists. Such a folder remains only if
+/// the outside host was killed too.
 fn remove_stale_folders() {
     for entry in fs::read_dir(TESTBEDS_FOLDER)
         .into_iter()
@@ -637,7 +638,9 @@ fn remove_stale_folders() {
     }
 }
 
-/// Returns the folders that all hosts see, as pairs (path on this machine, path on the hosts).
+/// Returns the folders that all hosts see, as pairs (path on this machine, path on the hosts): the
+/// testbed's folder, the shared folders, and the folders of the engine and of the installed
+/// programs.
 fn visible_folders(
     folder: &Path,
     shared_folders: &[&Path],
@@ -664,11 +667,11 @@ fn visible_folders(
 /// Writes the files that replace files of /etc on all hosts: the hosts file, and the account files,
 /// which contain two additional ordinary users.
 fn write_etc_files(folder: &Path, host_names: &[String]) -> Result<()> {
-    let mut hosts = format!("127.0.0.1 localhost\n{NETWORK_PREFIX}.254 desk\n");
+    let mut hosts_text = format!("127.0.0.1 localhost\n{NETWORK_PREFIX}.254 desk\n");
     for (i, name) in (1..).zip(host_names) {
-        hosts.push_str(&format!("{NETWORK_PREFIX}.{i} {name}\n"));
+        hosts_text.push_str(&format!("{NETWORK_PREFIX}.{i} {name}\n"));
     }
-    fs::write(folder.join("hosts"), hosts)?;
+    fs::write(folder.join("hosts"), hosts_text)?;
     let other_lines = |file: &str| -> Result<String> {
         let text = fs::read_to_string(file)?;
         let kept_lines = text.lines().filter(|line| {
@@ -678,25 +681,34 @@ fn write_etc_files(folder: &Path, host_names: &[String]) -> Result<()> {
         });
         Ok(kept_lines.map(|line| format!("{line}\n")).collect())
     };
-    let mut passwd = format!(
+    let mut passwd_text = format!(
         "root:x:0:0:root:{}:/bin/bash\n",
         home_of(folder, "root").display()
     );
-    let (mut group, mut shadow) = (
+    let (mut group_text, mut shadow_text) = (
         "root:x:0:\n".to_string(),
         "root:*:19000:0:99999:7:::\n".to_string(),
     );
     for (user, uid) in [("alice", ALICE_UID), ("olga", OLGA_UID)] {
-        passwd.push_str(&format!(
+        passwd_text.push_str(&format!(
             "{user}:x:{uid}:{uid}:{user}:{}:/bin/bash\n",
             home_of(folder, user).display()
         ));
-        group.push_str(&format!("{user}:x:{uid}:\n"));
-        shadow.push_str(&format!("{user}:*:19000:0:99999:7:::\n"));
+        group_text.push_str(&format!("{user}:x:{uid}:\n"));
+        shadow_text.push_str(&format!("{user}:*:19000:0:99999:7:::\n"));
     }
-    fs::write(folder.join("passwd"), passwd + &other_lines("/etc/passwd")?)?;
-    fs::write(folder.join("group"), group + &other_lines("/etc/group")?)?;
-    fs::write(folder.join("shadow"), shadow + &other_lines("/etc/shadow")?)?;
+    fs::write(
+        folder.join("passwd"),
+        passwd_text + &other_lines("/etc/passwd")?,
+    )?;
+    fs::write(
+        folder.join("group"),
+        group_text + &other_lines("/etc/group")?,
+    )?;
+    fs::write(
+        folder.join("shadow"),
+        shadow_text + &other_lines("/etc/shadow")?,
+    )?;
     fs::set_permissions(folder.join("shadow"), fs::Permissions::from_mode(0o600))?;
     Ok(())
 }
@@ -728,19 +740,19 @@ pub fn sent_bytes_total(host: &Host) -> u64 {
 /// Such a process remains at the deadline; the error contains its command line.
 pub fn wait_until_no_process(host: &Host, pattern: &str, timeout: Duration) -> Result<()> {
     wait_for(timeout, || {
-        let remaining: Vec<String> = host
+        let remaining_lines: Vec<String> = host
             .processes()
             .into_iter()
             .map(|(pid, line)| format!("{pid} {line}"))
             .filter(|line| line.contains(pattern))
             .collect();
-        if remaining.is_empty() {
+        if remaining_lines.is_empty() {
             Ok(())
         } else {
             Err(format!(
                 "{} still has: {}",
                 host.name(),
-                remaining.join("; ")
+                remaining_lines.join("; ")
             ))
         }
     })

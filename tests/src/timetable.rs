@@ -19,7 +19,7 @@ pub struct School {
     pub day_count: usize,
     /// Number of lessons per day.
     pub lessons_per_day: usize,
-    /// Number of lessons that take place at the same time, at most `classes`.
+    /// Number of lessons that take place at the same time, at most `class_count`.
     pub concurrent_lesson_count: usize,
 }
 
@@ -165,11 +165,11 @@ mod tests {
     #[test]
     fn a_problem_has_every_lesson_of_its_timetable() {
         let xml = problem_xml(DEMO_SCHOOL, 1);
-        let repeats = xml
+        let lesson_count_texts = xml
             .split("repeats=\"")
             .skip(1)
             .map(|rest| rest.split('"').next().expect("closed"));
-        let lesson_count: usize = repeats
+        let lesson_count: usize = lesson_count_texts
             .map(|count| count.parse::<usize>().expect("a number"))
             .sum();
         assert_eq!(lesson_count, 5 * 7 * 10);

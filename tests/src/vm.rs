@@ -33,8 +33,8 @@ const NOT_CONNECTED_TEXT: &str = "it is not connected to its daemon";
 /// Number of newest events that are shown when a test fails.
 const EVENTS_SHOWN_MAX: usize = 100;
 
-/// Formats the newest events, one per line. Omits the starts and ends of consoles, because a test
-/// that waits starts many consoles.
+/// Formats the newest events, one per line. Omits the starts and ends of tasks that were started
+/// from a command line, because most of these tasks are consoles that waiting tests start.
 fn format_newest_events(events: &[EventEntry]) -> String {
     let console_tid = |entry: &EventEntry| match &entry.kind {
         EventKind::TaskStarted { tid, name, .. } if name.is_empty() => Some(*tid),
@@ -62,7 +62,7 @@ fn format_newest_events(events: &[EventEntry]) -> String {
     lines.join("\n")
 }
 
-/// Settings of a virtual machine.
+/// Settings with which a test starts a virtual machine.
 #[derive(Clone, Debug, Default)]
 pub struct VmSettings {
     /// The command in `PVM_RM` that starts the resource manager. If it is `None`, the daemons place
@@ -84,7 +84,7 @@ impl VmSettings {
     }
 }
 
-/// One line of `pvm ps -a --json`.
+/// One task in the output of `pvm ps -a --json`.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 pub struct Task {
     /// The tid as the console prints it, such as `t40001`.
@@ -145,10 +145,12 @@ impl<T, E: Display> OrPanicWithLogs<T> for Result<T, E> {
 }
 
 impl<'a> Vm<'a> {
-    /// Starts a virtual machine on h1 with the installed programs of the testbed.
+    /// Starts a virtual machine on h1 with the installed programs of the testbed. If the settings
+    /// contain a command for a resource manager, waits until the resource manager has registered.
     ///
     /// # Errors
-    /// The console fails; the error contains its output.
+    /// The console fails, or no resource manager registers; the error contains the console's output
+    /// or the newest events.
     pub fn start(testbed: &'a Testbed, settings: VmSettings) -> Result<Self> {
         let has_rm = settings.rm_command.is_some();
         let prefix = testbed
@@ -201,8 +203,8 @@ impl<'a> Vm<'a> {
         if let Some(engine) = self.testbed.engine() {
             command.env("SEMPA_CRIU", engine);
         }
-        if let Some(steps) = self.testbed.breakpoints_folder() {
-            command.env("SEMPA_TEST_STEPS", steps);
+        if let Some(folder) = self.testbed.breakpoints_folder() {
+            command.env("SEMPA_TEST_STEPS", folder);
         }
         command.envs(self.settings.env.iter().map(|(name, value)| (name, value)));
         command
@@ -245,7 +247,8 @@ impl<'a> Vm<'a> {
             .map(|_| ())
     }
 
-    /// Returns the names of the hosts of the virtual machine.
+    /// Returns the names of all hosts in the host table, as the console's `conf` command lists
+    /// them.
     ///
     /// # Errors
     /// The console fails.
@@ -300,7 +303,7 @@ impl<'a> Vm<'a> {
         Ok(serde_json::from_value::<TaskList>(reply)?.tasks)
     }
 
-    /// Returns the event log.
+    /// Returns all events of the event log, oldest first.
     ///
     /// # Errors
     /// The console fails.
@@ -346,8 +349,8 @@ impl<'a> Vm<'a> {
         })
     }
 
-    /// Waits until a job has rolled back to its newest checkpoint, and the rollback's reason is
-    /// `reason`. Returns the event.
+    /// Waits until a job has rolled back to its newest checkpoint for the reason `reason`. Returns
+    /// the event of this rollback.
     ///
     /// # Errors
     /// No job rolls back for this reason before the deadline.
@@ -521,7 +524,8 @@ impl<'a> Vm<'a> {
     /// host.
     ///
     /// # Errors
-    /// A process remains; the error contains its command line.
+    /// The `halt` command fails, or a process remains; the error contains the command's output or
+    /// the command line of the process.
     pub fn halt_and_wait(&self) -> Result<()> {
         self.run_pvm(&["halt"])?.expect_success("halt")?;
         for host in self.testbed.hosts() {

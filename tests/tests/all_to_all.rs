@@ -59,8 +59,8 @@ impl AllToAllRun {
                     Some((words.get(1)?.to_string(), words.get(2)?.to_string()))
                 })
                 .collect();
-            let all_send = (0..6).all(|i| out.contains(&format!("progress {i} ")));
-            if workers.len() == 6 && all_send {
+            let are_all_sending = (0..6).all(|i| out.contains(&format!("progress {i} ")));
+            if workers.len() == 6 && are_all_sending {
                 Ok(workers)
             } else {
                 Err(format!(
@@ -138,12 +138,12 @@ fn migrate_and_wait_for_routes(vm: &Vm, exchange: &mut AllToAllRun) {
                         .filter(move |peer_index| peer_index != worker_index)
                         .map(move |peer_index| (*worker_index, peer_index))
                 });
-                let has_too_few = |pair: &(usize, usize)| {
+                let has_too_few_routes = |pair: &(usize, usize)| {
                     counts.get(pair).copied().unwrap_or(0) < required_count(*pair)
                 };
                 let missing_routes: Vec<_> = pairs
                     .flat_map(|(a, b)| [(a, b), (b, a)])
-                    .filter(has_too_few)
+                    .filter(has_too_few_routes)
                     .collect();
                 if missing_routes.is_empty() {
                     Ok(counts)
@@ -219,7 +219,8 @@ fn direct_routes_are_restored_after_moves() {
     vm.halt_and_wait().expect("halts");
 }
 
-/// Children that a task has forked affect neither its messages nor its direct routes.
+/// Children that a worker has forked affect neither the worker's messages nor its direct routes
+/// while the workers migrate.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn forked_children_do_not_disturb_moves() {
@@ -304,7 +305,8 @@ fn messages_arrive_once_to_stopped_guests() {
             wait_until_migrated(&vm, &exchange.workers[worker].0);
         }
         owner_agent.send_directive("welcome nobody is there");
-        // Workers on h1 do not return by themselves, so one of them is migrated back.
+        // Workers on h1 do not return by themselves. If the host `host_name` had fewer than two
+        // workers, one of the workers on h1 is migrated to this host.
         if let Some(returning_worker) = (0..6)
             .find(|worker| exchange.workers[*worker].1 == "h1")
             .filter(|_| workers_on_host.len() < 2)

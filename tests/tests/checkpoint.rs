@@ -48,8 +48,8 @@ fn files_below(folder: &Path) -> Vec<PathBuf> {
         .collect()
 }
 
-/// After the virtual machine has ended, a new one restarts the job from a checkpoint on other
-/// hosts.
+/// After a virtual machine has ended, the next virtual machine restarts the job from a checkpoint
+/// on other hosts.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn job_restarts_in_new_virtual_machine() {
@@ -339,7 +339,7 @@ fn rolled_back_job_migrates_and_finishes() {
         }
     });
     restart_wait.or_panic_with_logs(&vm);
-    // The migration is refused while a checkpoint is in progress, so it is repeated.
+    // The migration is refused while a checkpoint is in progress, so the test repeats the request.
     let migration_wait = wait_for(TIMEOUT, || {
         let target = if vm.host_of(&job.tid).map_err(|error| error.to_string())? == "h1" {
             "h3"
@@ -361,7 +361,7 @@ fn rolled_back_job_migrates_and_finishes() {
 }
 
 /// Owners are present on all hosts, so no host accepts the job. The resource manager makes a
-/// checkpoint and ends the job. It restarts the job when an owner leaves.
+/// checkpoint and ends the job. When an owner leaves, the resource manager restarts the job.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn vacated_job_restarts_when_owner_leaves() {

@@ -185,8 +185,8 @@ fn a_job_restarts_from_a_copy_of_its_checkpoint() {
     vm.halt_and_wait().expect("halts");
 }
 
-/// The copy of a new checkpoint replaces the older copy on the same host. The copies are removed
-/// when the job ends.
+/// The copy of a new checkpoint replaces the older copy on the same host. When the job ends, the
+/// copy is removed, and the checkpoints in the master's store remain.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn only_the_newest_checkpoint_is_copied() {
@@ -240,8 +240,8 @@ fn other_host_stores_copy_if_store_fails() {
         // A store in a folder that other users can read is refused.
         let store_folder = bed.host(n).machine_path(STORE_PATH);
         fs::create_dir(&store_folder).expect("made");
-        let mode = std::os::unix::fs::PermissionsExt::from_mode(0o755);
-        fs::set_permissions(&store_folder, mode).expect("changed");
+        let permissions = std::os::unix::fs::PermissionsExt::from_mode(0o755);
+        fs::set_permissions(&store_folder, permissions).expect("changed");
         if n == 3 {
             fs::remove_dir(&store_folder).expect("removed");
         }

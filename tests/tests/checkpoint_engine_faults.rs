@@ -353,11 +353,11 @@ fn a_full_or_damaged_store_keeps_older_checkpoints() {
                 &["the disk is full", "the job continues"],
             );
             let wait_result = wait_for(TIMEOUT, || {
-                let now = store_files();
-                if now == files_before {
+                let current_files = store_files();
+                if current_files == files_before {
                     Ok(())
                 } else {
-                    Err(format!("{now:?}"))
+                    Err(format!("{current_files:?}"))
                 }
             });
             wait_result.expect("nothing is left of it");
@@ -378,7 +378,7 @@ fn a_full_or_damaged_store_keeps_older_checkpoints() {
                 .into_owned();
             if name == "ended" {
                 // The file only records since when the checkpoint is unused, and a restart ignores
-                // it.
+                // the file.
                 fs::write(&path, b"\xffnonsense").expect("written");
                 continue;
             }

@@ -3,23 +3,23 @@
 use sempa_tests::conformance::{System, compare_with_known, known_differences, run_programs};
 use sempa_tests::requirements;
 
-/// Minimum number of checked sentences, that is, statements about PVM's interface. With fewer
-/// sentences, some programs have not run.
+/// Minimum number of checked statements about PVM's interface. If fewer statements were checked,
+/// some programs have not run.
 const SENTENCES_MIN: usize = 300;
 
 fn check_system(system: System) {
     requirements::panic_if_unmet(requirements::unmet_requirement());
     let outcomes = run_programs(system, &[]).expect("the programs compile and the system starts");
-    let verdict = compare_with_known(
+    let comparison = compare_with_known(
         &[(system, outcomes)],
         &known_differences().expect("every difference is explained"),
         true,
     );
-    assert!(verdict.unexplained.is_empty(), "{}", verdict.report());
+    assert!(comparison.unexplained.is_empty(), "{}", comparison.report());
     assert!(
-        verdict.statements.len() >= SENTENCES_MIN,
+        comparison.statements.len() >= SENTENCES_MIN,
         "only {} sentences",
-        verdict.statements.len()
+        comparison.statements.len()
     );
 }
 

@@ -87,14 +87,14 @@ struct Job<'a> {
 }
 
 impl<'a> Job<'a> {
-    fn start(vm: &'a Vm<'a>, program: &'static str, name: &str, rounds: usize) -> Self {
+    fn start(vm: &'a Vm<'a>, program: &'static str, name: &str, round_count: usize) -> Self {
         let folder = vm.user_home().join(name);
         fs::create_dir(&folder).expect("made");
         let args = [
             "-h2",
             program,
             folder.to_str().expect("text"),
-            &rounds.to_string(),
+            &round_count.to_string(),
         ];
         vm.spawn_connected(&args).or_panic_with_logs(vm);
         Job {
@@ -110,11 +110,11 @@ impl<'a> Job<'a> {
     }
 
     fn wait_for_rounds(&self) {
-        let required_rounds = self.log_lines().len() + ROUNDS_BETWEEN_MIGRATIONS;
+        let required_round_count = self.log_lines().len() + ROUNDS_BETWEEN_MIGRATIONS;
         wait_until(self.vm, || match self.log_lines().len() {
-            rounds if rounds >= required_rounds => Ok(()),
+            rounds if rounds >= required_round_count => Ok(()),
             rounds => Err(format!(
-                "{} has come to round {rounds}, not {required_rounds}",
+                "{} has come to round {rounds}, not {required_round_count}",
                 self.program
             )),
         });
@@ -203,7 +203,7 @@ fn moved_python_tasks_finish_with_the_right_result() {
     });
 }
 
-/// The tasks compute with OpenMP.
+/// The tasks are Fortran programs that compute with OpenMP.
 #[test]
 #[ignore = "system tier: needs root, hosts, CRIU and gfortran"]
 fn moved_fortran_tasks_finish_with_the_right_result() {
@@ -236,8 +236,8 @@ impl Search {
     fn start(vm: &Vm<'_>, name: &str) -> Self {
         let folder = vm.user_home().join(name);
         fs::create_dir(&folder).expect("made");
-        let problem = folder.join("school.xml");
-        fs::write(&problem, timetable::problem_xml(SCHOOL, 1)).expect("written");
+        let problem_path = folder.join("school.xml");
+        fs::write(&problem_path, timetable::problem_xml(SCHOOL, 1)).expect("written");
         let mut command = vm.user_command(vm.testbed().host(1), "tablix2");
         command.args([
             "-n",
@@ -248,7 +248,7 @@ impl Search {
             FINISH_OPTION,
             "-o",
         ]);
-        command.arg(folder.join("found_")).arg(&problem);
+        command.arg(folder.join("found_")).arg(&problem_path);
         Self {
             command: RunningCommand::start(command, Stdio::null()).expect("it starts"),
             folder,
@@ -297,7 +297,8 @@ impl Search {
     }
 }
 
-/// A search with migrations finds timetables with the same lessons as a search without migrations.
+/// A search with migrations finds valid timetables with the same number of lessons as a search
+/// without migrations.
 #[test]
 #[ignore = "system tier: needs root, hosts, CRIU and tablix2"]
 fn moved_tablix_kernels_find_good_timetables() {
@@ -331,7 +332,7 @@ fn moved_tablix_kernels_find_good_timetables() {
         let migrated_solutions = search.finish(vm);
         let reference_solutions = Search::start(vm, "undisturbed").finish(vm);
         // Searches are random. Every result meets the hard constraints, but the results differ in
-        // how they meet the soft ones.
+        // how they meet the soft constraints.
         let lesson_counts = |solutions: &[Solution]| {
             solutions
                 .iter()

@@ -20,8 +20,8 @@ fn with_three_hosts(rm: Option<&str>, test: impl FnOnce(&Vm)) {
     with_three_hosts_and_env(&[], rm, test);
 }
 
-/// Runs `test` on a virtual machine of three hosts with the environment variables `env` and the
-/// resource manager `rm`.
+/// Runs `test` on a virtual machine of three hosts with the environment variables `env`. `rm` is
+/// the command that starts the resource manager; without it there is no resource manager.
 fn with_three_hosts_and_env(env: &[(&str, &str)], rm: Option<&str>, test: impl FnOnce(&Vm)) {
     let bed = require_testbed_with_env(3, env);
     let settings = VmSettings {
@@ -131,8 +131,8 @@ fn can_migrate_lists_accepting_hosts() {
     });
 }
 
-/// All tasks migrate off the drained host. The next resource manager also places no task on it,
-/// until `undrain`.
+/// All tasks migrate off the drained host. Until `undrain`, no task is placed on this host, even by
+/// the next resource manager after the first one was killed.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_drained_host_stays_empty_until_undrained() {
@@ -328,8 +328,9 @@ fn text_after_prefix<'a>(out: &'a str, prefix: &str) -> Option<&'a str> {
         .next()
 }
 
-/// The job that no host accepts continues on the drained host. At the deadline it has a checkpoint.
-/// After the drained host was deleted, the job restarts from the checkpoint on another host.
+/// The job that no host accepts continues on the drained host, and has a checkpoint at the
+/// deadline. After the drained host was deleted, the job restarts from the checkpoint on another
+/// host.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn unmigratable_job_has_checkpoint_by_deadline() {
@@ -383,8 +384,9 @@ fn unmigratable_job_has_checkpoint_by_deadline() {
     });
 }
 
-/// Returns the deadline of the newest drain, `None` if it has no deadline, and the completion times
-/// of the checkpoints after the drain's start. All times are in microseconds since 1970.
+/// Returns the deadline of the newest drain, `None` if the drain has no deadline, and the
+/// completion times of the checkpoints after the drain's start. All times are in microseconds since
+/// 1970.
 fn drain_deadline_and_checkpoint_times(vm: &Vm) -> (Option<u64>, Vec<u64>) {
     let events = vm.events().or_panic_with_logs(vm);
     let is_drain_start = |entry: &EventEntry| matches!(entry.kind, EventKind::DrainStarted { .. });
@@ -408,7 +410,8 @@ fn drain_deadline_and_checkpoint_times(vm: &Vm) -> (Option<u64>, Vec<u64>) {
     )
 }
 
-/// A drain uses the periodic checkpoints of the job, and makes no additional one.
+/// If a job is checkpointed periodically, a drain makes no additional checkpoint of the job. The
+/// output of the drain states since when the work of the job would be lost.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_drain_writes_no_second_checkpoint() {
@@ -441,8 +444,8 @@ fn a_drain_writes_no_second_checkpoint() {
     });
 }
 
-/// The network is slow and the store is on the drained host. Jobs that wait for their migration are
-/// checkpointed during the wait.
+/// The network is slow and the store is on the drained host. The large jobs wait until the small
+/// jobs have migrated; during this wait large jobs are checkpointed and ended.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn queued_jobs_are_stored_while_others_leave() {
@@ -633,7 +636,7 @@ fn a_drain_survives_its_resource_managers() {
 }
 
 /// `undrain` ends a drain whose console command was killed. A second drain with another deadline
-/// replaces the first one. Only one checkpoint of the job is made.
+/// replaces an earlier drain. Only one checkpoint of the job is made.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_later_drain_or_undrain_replaces_a_drain() {

@@ -12,7 +12,7 @@ use std::time::Duration;
 const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Returns the path of the file in which a task stores its counter. All hosts of a testbed share
-/// its folder.
+/// the folder of this file.
 fn counter_file_path(vm: &Vm) -> String {
     vm.user_home().join("again.count").display().to_string()
 }
@@ -257,8 +257,8 @@ fn a_moving_task_answers_all_questions_in_order() {
     });
 }
 
-/// A task migrates by a restart of its program although no host has CRIU. Its counter starts at 1
-/// again.
+/// A task migrates by a restart of its program although no host has CRIU. The task's counter starts
+/// at 1 again.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn restartable_task_migrates_and_starts_over() {
@@ -335,8 +335,8 @@ fn program_that_exits_late_restarts_at_source() {
     });
 }
 
-/// A program that is killed, or exits with an unexpected status, after the request to exit is not
-/// restarted. Its task has ended.
+/// After the request to exit, a program is killed or exits with an unexpected status. The program
+/// is not restarted, and its task has ended.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn program_that_dies_on_request_has_ended() {
@@ -362,8 +362,9 @@ fn program_that_dies_on_request_has_ended() {
     });
 }
 
-/// A host without the program or the working directory refuses the task. A program with a wrong
-/// engine setting is not started.
+/// A host without the program or the working directory refuses the task. A checkpoint of a task
+/// without the setting `SEMPA_STATE` is refused. A program with a wrong engine setting is not
+/// started.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn missing_programs_and_wrong_settings_are_named() {

@@ -64,13 +64,13 @@ fn an_unreachable_host_is_named_with_the_reason() {
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn ssh_uses_fast_keys_unless_configured() {
     let bed = require_testbed(2);
-    let config = client_config_path(bed.folder(), "root");
-    let testbed_config = std::fs::read_to_string(&config).expect("the testbed has written it");
+    let config_path = client_config_path(bed.folder(), "root");
+    let testbed_config = std::fs::read_to_string(&config_path).expect("the testbed has written it");
     let key_exchange_with = |extra_settings: &str| {
         // The additional settings precede the testbed's settings, because ssh uses the first value
         // of each setting.
         std::fs::write(
-            &config,
+            &config_path,
             format!("LogLevel DEBUG1\n{extra_settings}{testbed_config}"),
         )
         .expect("ours");
@@ -119,7 +119,8 @@ fn missing_daemon_is_reported_by_console_and_programs() {
     let mut command = vm.user_command(bed.host(1), program);
     command.args(["ask", "t40001"]);
     let output = run_to_end(command, TIMEOUT).expect("ends");
-    // The library prints the second line for each failed call, as PVM's library does.
+    // The second line comes from the library, which prints a line for each failed call, as PVM's
+    // library does.
     let lines: Vec<&str> = output.stderr.lines().collect();
     assert!(!output.succeeded() && lines.len() == 2, "{output:?}");
     assert!(
@@ -168,14 +169,14 @@ fn a_program_that_is_not_on_the_host_is_named() {
 fn a_second_resource_manager_is_refused() {
     let bed = require_testbed(1);
     let prefix = requirements::require_prefix_in_hosts();
-    let rm = prefix.join("bin/pvm-rm");
+    let rm_path = prefix.join("bin/pvm-rm");
     let settings = VmSettings {
-        rm_command: Some(rm.display().to_string()),
+        rm_command: Some(rm_path.display().to_string()),
         ..VmSettings::default()
     };
     let vm = Vm::start(&bed, settings).expect("a virtual machine");
     check_one_line_error(
-        &run_to_end(vm.user_command(bed.host(1), &rm), TIMEOUT).expect("ends"),
+        &run_to_end(vm.user_command(bed.host(1), &rm_path), TIMEOUT).expect("ends"),
         &["resource manager"],
     );
     vm.halt_and_wait().expect("halts");
@@ -241,7 +242,7 @@ fn impossible_migrations_are_refused_with_reason() {
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn garbage_on_unix_socket_has_no_effect() {
     with_hosts(1, &[], |vm, _| {
-        let socket = vm
+        let socket_path = vm
             .testbed()
             .host(1)
             .machine_path("/tmp/sempa-0/pvm/pvmd.sock");
@@ -252,7 +253,7 @@ fn garbage_on_unix_socket_has_no_effect() {
             vec![0; 5],
         ];
         for bytes in garbage {
-            let mut stream = UnixStream::connect(&socket).expect("it listens");
+            let mut stream = UnixStream::connect(&socket_path).expect("it listens");
             stream.set_read_timeout(Some(TIMEOUT)).expect("set");
             // The daemon may close the connection before it has read everything, so errors are
             // ignored.
@@ -274,8 +275,8 @@ fn garbage_on_unix_socket_has_no_effect() {
 fn garbage_on_udp_port_has_no_effect() {
     with_hosts(2, &["h2"], |vm, _| {
         let port = udp_port(vm.testbed().host(1));
-        for bytes in [1, 20, 1200, 60_000] {
-            let line = format!("head -c {bytes} /dev/urandom >/dev/udp/h1/{port}");
+        for byte_count in [1, 20, 1200, 60_000] {
+            let line = format!("head -c {byte_count} /dev/urandom >/dev/udp/h1/{port}");
             let mut command = vm.testbed().outside_host().root_command("/bin/bash");
             command.args(["-c", &format!("for i in 1 2 3 4 5; do {line}; done")]);
             assert!(run_to_end(command, TIMEOUT).expect("ends").succeeded());
@@ -310,8 +311,8 @@ fn a_foreign_daemon_is_refused_and_logged() {
     let tid = first_vm
         .spawn_connected(&["-h2", "hold", "1"])
         .expect("spawned");
-    let shell = write_misleading_shell(&bed, &format!("10.77.0.1:{}", udp_port(bed.host(1))));
-    let env = [("PVM_VMID", "theirs".to_string()), ("PVM_RSH", shell)]
+    let shell_path = write_misleading_shell(&bed, &format!("10.77.0.1:{}", udp_port(bed.host(1))));
+    let env = [("PVM_VMID", "theirs".to_string()), ("PVM_RSH", shell_path)]
         .map(|(name, value)| (name.to_string(), value));
     let foreign_vm = Vm::start(
         &bed,
@@ -418,7 +419,7 @@ fn other_users_reach_neither_socket_nor_files() {
 fn halt_leaves_no_process_and_no_file_on_any_host() {
     let bed = require_testbed(3);
     let rm = "pvm-rm --policy load".to_string();
-    let processes_before: Vec<usize> = bed
+    let process_counts_before: Vec<usize> = bed
         .hosts()
         .iter()
         .map(|host| host.processes().len())
@@ -438,11 +439,11 @@ fn halt_leaves_no_process_and_no_file_on_any_host() {
     vm.migrate_or_panic(&migrating_tid, "h1");
     assert_eq!(vm.host_of(&resident_tid).expect("alive"), "h2");
     vm.halt_and_wait().expect("halts");
-    for (host, processes_before) in bed.hosts().iter().zip(processes_before) {
+    for (host, process_counts_before) in bed.hosts().iter().zip(process_counts_before) {
         wait_until_no_process(host, "hold", TIMEOUT).expect("no task");
         wait_for(TIMEOUT, || {
             let processes_now = host.processes();
-            if processes_now.len() <= processes_before {
+            if processes_now.len() <= process_counts_before {
                 Ok(())
             } else {
                 Err(format!("{}: {processes_now:?}", host.name()))

@@ -65,8 +65,8 @@ fn install_rust_programs(vm: &Vm) {
     }
 }
 
-/// Installs a program `name` in the folder in which `spawn` searches. On h1 it runs `worker`; on h2
-/// it never answers.
+/// Installs a program `name` in the folder in which `spawn` searches. On h1 this program runs
+/// `worker`; on h2 it never answers.
 fn install_silent_worker(vm: &Vm, name: &str, worker: &str) {
     let (script_path, worker) = (
         programs_folder(vm).join(name),
@@ -112,7 +112,7 @@ fn with_two_hosts(test: impl FnOnce(&Vm)) {
     vm.halt_and_wait().expect("halts");
 }
 
-/// Waits until exactly `count` processes of a host match `is_matching`.
+/// Waits until `is_matching` accepts the command lines of exactly `count` processes of a host.
 fn wait_for_processes(
     vm: &Vm,
     host_number: usize,
@@ -134,8 +134,8 @@ fn wait_for_processes(
         .unwrap_or_else(|error| panic!("{error:#}\n{}", vm.events_and_logs()));
 }
 
-/// Starts a master with four workers and waits until the two workers on h2 run. These two never
-/// answer.
+/// Starts a master with four workers and waits until the two workers on h2 run. The workers on h2
+/// never answer.
 fn start_with_silent_workers(vm: &Vm, master: &str, worker_program: &str) -> RunningCommand {
     let running_master = RunningCommand::start(
         program_command(vm, &[master, "4", worker_program]),
@@ -174,10 +174,10 @@ fn hello_and_ring_print_their_results() {
         let args = ["c", "CFLAGS=-O2 -Wall -Wextra -Werror"];
         make_examples(vm, &args, Some(("PKG_CONFIG_PATH", &pkgconfig_folder)));
         check_output(vm, &["hello"], "hello from h1\nhello from h2\n");
-        let expected = "the token is 4000 after 1000 rounds of 4 members\n";
-        check_output(vm, &["ring"], expected);
-        let expected = "the token is 21 after 3 rounds of 7 members\n";
-        check_output(vm, &["ring", "7", "3"], expected);
+        let expected_output = "the token is 4000 after 1000 rounds of 4 members\n";
+        check_output(vm, &["ring"], expected_output);
+        let expected_output = "the token is 21 after 3 rounds of 7 members\n";
+        check_output(vm, &["ring", "7", "3"], expected_output);
         // A worker that was not spawned by a task reports an error.
         let output = run_example(vm, &["hello_worker"]);
         assert!(
@@ -196,17 +196,17 @@ fn masters_in_c_fortran_and_rust_agree_on_pi() {
     require_program("gfortran", "gfortran");
     with_two_hosts(|vm| {
         let prefix = vm.testbed().prefix().expect("installed");
-        let root = format!("PVM_ROOT={}", prefix.display());
-        make_examples(vm, &[&root, "FFLAGS=-O2 -Wall -Werror"], None);
+        let root_argument = format!("PVM_ROOT={}", prefix.display());
+        make_examples(vm, &[&root_argument, "FFLAGS=-O2 -Wall -Werror"], None);
         install_rust_programs(vm);
-        let expected = format!("{PI_LINE_START}, 0 of 4 workers lost\n");
+        let expected_output = format!("{PI_LINE_START}, 0 of 4 workers lost\n");
         for (master, own_worker) in MASTERS_AND_WORKERS {
-            check_output(vm, &[master], &expected);
+            check_output(vm, &[master], &expected_output);
             for (_, other_worker) in MASTERS_AND_WORKERS
                 .iter()
                 .filter(|(_, worker)| *worker != own_worker)
             {
-                check_output(vm, &[master, "4", other_worker], &expected);
+                check_output(vm, &[master, "4", other_worker], &expected_output);
             }
             let output = run_example(vm, &[master, "4", "no_such_program"]);
             let is_reported =
@@ -265,7 +265,7 @@ fn rust_group_prints_prefix_sums() {
         let sums: Vec<String> = (1..=21)
             .map(|n: i64| (n * (n + 1) / 2).to_string())
             .collect();
-        let expected = sums.join(" ") + "\n";
-        check_output(vm, &["rust-prefix-sums", "21"], &expected);
+        let expected_output = sums.join(" ") + "\n";
+        check_output(vm, &["rust-prefix-sums", "21"], &expected_output);
     });
 }

@@ -74,23 +74,23 @@ fn differences(
         if std::env::var_os("SEMPA_SHOW").is_some() {
             eprintln!("=== {name}\n{pvm_outputs:?}\n--- {other_name}\n{other_outputs:?}");
         }
-        let normalized = |output: &CaseOutput| {
+        let normalize = |output: &CaseOutput| {
             output
                 .as_ref()
                 .map(|text| normalize_output(text, *comparison))
                 .map_err(Clone::clone)
         };
-        match (normalized(pvm_outputs), normalized(other_outputs)) {
+        match (normalize(pvm_outputs), normalize(other_outputs)) {
             (Ok(pvm_outputs), Ok(other_outputs)) if pvm_outputs == other_outputs => {}
             (Ok(pvm_outputs), Ok(other_outputs)) => {
-                let (only_real, only_other) = (
+                let (pvm_only_lines, other_only_lines) = (
                     lines_only_in(&pvm_outputs, &other_outputs),
                     lines_only_in(&other_outputs, &pvm_outputs),
                 );
                 report += &format!(
-                    "=== {name}\n--- only PVM's lines\n{only_real}\n--- only {other_name}\n{only_other}\n"
+                    "=== {name}\n--- only PVM's lines\n{pvm_only_lines}\n--- only {other_name}\n{other_only_lines}\n"
                 );
-                if only_real.is_empty() && only_other.is_empty() {
+                if pvm_only_lines.is_empty() && other_only_lines.is_empty() {
                     report += &format!(
                         "the order differs:\n--- PVM\n{pvm_outputs}\n--- {other_name}\n{other_outputs}\n"
                     );
@@ -111,14 +111,17 @@ fn differences(
     report
 }
 
-/// Returns the lines of `text` that `other` does not have. A line that occurs n times in `text`
-/// must also occur n times in `other`.
-fn lines_only_in(text: &str, other: &str) -> String {
-    let mut unmatched: Vec<&str> = other.lines().collect();
+/// Returns the lines of `text` that `other_text` does not have. A line that occurs more often in
+/// `text` than in `other_text` is returned once for each additional occurrence.
+fn lines_only_in(text: &str, other_text: &str) -> String {
+    let mut unmatched_lines: Vec<&str> = other_text.lines().collect();
     let missing_lines = text.lines().filter(|line| {
-        match unmatched.iter().position(|candidate| candidate == line) {
+        match unmatched_lines
+            .iter()
+            .position(|candidate| candidate == line)
+        {
             Some(index) => {
-                unmatched.swap_remove(index);
+                unmatched_lines.swap_remove(index);
                 false
             }
             None => true,
@@ -157,8 +160,8 @@ fn case_without_lines<'a>(
     })
 }
 
-/// True for the lines of Fortran's message about missing input that depend on the paths of source
-/// and program.
+/// True for those lines of Fortran's message about missing input that contain paths of the source
+/// or of the program.
 fn is_source_position(line: &str) -> bool {
     ["At line", "at ", "#"]
         .iter()
@@ -166,8 +169,8 @@ fn is_source_position(line: &str) -> bool {
 }
 
 /// True for the line in which `frsg` prints a sum. The variable of the sum is not initialised, so
-/// this line is also wrong on PVM unless the stack is zero at that address. Another line of `frsg`
-/// shows that its group works.
+/// this line is also wrong on PVM unless the memory of the variable happens to be zero. Another
+/// line of `frsg` shows that its group works.
 fn is_frsg_sum(line: &str) -> bool {
     line.contains("Sum of Squares of")
 }
@@ -359,7 +362,8 @@ fn xep_and_its_workers_draw_the_same_pictures() {
                 let xep_output = machine.result_text(&running_xep.wait_or_kill(TIMEOUT)?);
                 machine.run_console("ps -a\n", "COMMAND")?;
                 screen.stop()?;
-                // xep prints the descriptors of direct routes. Their numbers are arbitrary.
+                // xep prints the descriptors of direct routes. Descriptor numbers are arbitrary, so
+                // they are masked.
                 let xep_output: String = xep_output
                     .lines()
                     .map(|line| format!("{}\n", mask_descriptors(line)))
@@ -382,7 +386,9 @@ fn mask_descriptors(line: &str) -> String {
     while let Some(token) = tokens.next() {
         masked_tokens.push(token);
         if matches!(token, "fd" | "xii")
-            && tokens.next_if(|next| next.parse::<u64>().is_ok()).is_some()
+            && tokens
+                .next_if(|next_token| next_token.parse::<u64>().is_ok())
+                .is_some()
         {
             masked_tokens.push("#");
         }
@@ -500,7 +506,7 @@ fn group_examples_print_the_same_as_on_pvm() {
         ),
         plain_case(without_arguments("ge"), ComparedForm::OrderedLines),
         plain_case(with_arguments("gexamp", &["4"]), ComparedForm::ShapeSet),
-        // `gs.pvm` prints the line only if the children are slower than their parent.
+        // `gs.pvm` prints "waiting on kids" only if the children are slower than their parent.
         case_without_lines(
             |line| line.contains("waiting on kids"),
             with_arguments("gs.pvm", &["4"]),
@@ -702,8 +708,8 @@ fn programs_of_other_packages_print_the_same_as_on_pvm() {
                 .wait_or_kill(TIMEOUT)?;
             Ok(machine.result_text(&slsh_output))
         }),
-        // The `master` script exits when its slave reports its end, and does not wait for output
-        // that arrives later.
+        // The `master` script exits as soon as its slave reports the end of its work. Output of the
+        // slave that arrives later is lost.
         case_without_lines(
             |line| line == "hi",
             with_arguments("slsh", &["master", "echo hi", "2"]),

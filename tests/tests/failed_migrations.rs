@@ -15,8 +15,8 @@ use std::time::Duration;
 const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Replaces CRIU by a script. On a host with a file `hold-HOST` the script writes its process
-/// number and waits until the gate is opened. Then it executes the real CRIU. On other hosts the
-/// script executes the real CRIU at once.
+/// number, waits until a test calls [`open_gate`], and then executes the real CRIU. On other hosts
+/// the script executes the real CRIU at once.
 fn install_gated_engine(bed: &Testbed) {
     let engine_path = bed.engine().expect("an engine of its own");
     let criu_path = fs::read_link(engine_path).expect("a link");
@@ -54,7 +54,7 @@ fn disable_gate(bed: &Testbed, host: &Host) {
     fs::remove_file(bed.folder().join(format!("hold-{}", host.name()))).expect("removed");
 }
 
-/// Opens the gate, so that the waiting engine continues.
+/// Opens the gate of a host: the engine that waits there continues.
 fn open_gate(bed: &Testbed, host: &Host) {
     fs::write(bed.folder().join(format!("gate-{}", host.name())), "go\n")
         .expect("somebody waits at the gate");
@@ -85,10 +85,13 @@ fn kill_process(host: &Host, pid: &str) {
 
 fn with_three_hosts(test: impl FnOnce(&Vm)) {
     // With post-copy the images would not contain all memory, which these tests require.
-    let no_post_copy = ("SEMPA_POST_COPY", "never");
-    let bed = require_testbed_with_env(3, &[no_post_copy]);
+    let post_copy_setting = ("SEMPA_POST_COPY", "never");
+    let bed = require_testbed_with_env(3, &[post_copy_setting]);
     install_gated_engine(&bed);
-    let env = vec![(no_post_copy.0.to_string(), no_post_copy.1.to_string())];
+    let env = vec![(
+        post_copy_setting.0.to_string(),
+        post_copy_setting.1.to_string(),
+    )];
     let vm = Vm::start(
         &bed,
         VmSettings {
@@ -357,9 +360,12 @@ fn task_with_debugger_is_not_migrated() {
     let bed = require_testbed_with_env(2, &[]);
     // The debugger is a script that does not attach to the task. The spawn's option `-?` alone
     // marks the task as debugged.
-    let debugger = bed.root_home().join("debugger");
-    replace_script(&debugger, "#!/bin/sh\nexec \"$@\"\n");
-    let env = vec![("PVM_DEBUGGER".to_string(), debugger.display().to_string())];
+    let debugger_path = bed.root_home().join("debugger");
+    replace_script(&debugger_path, "#!/bin/sh\nexec \"$@\"\n");
+    let env = vec![(
+        "PVM_DEBUGGER".to_string(),
+        debugger_path.display().to_string(),
+    )];
     let vm = Vm::start(
         &bed,
         VmSettings {

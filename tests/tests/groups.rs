@@ -64,7 +64,7 @@ impl<'a> Member<'a> {
     }
 
     /// Sends a command to the member. Returns the start and the number of the output line with the
-    /// command's result; [`Member::result`] waits for this line.
+    /// command's result; [`Member::wait_for_result`] waits for this line.
     fn send_command(&mut self, command: &str) -> (String, usize) {
         writeln!(self.input, "{command}").expect("it listens");
         self.command_count += 1;
@@ -78,8 +78,8 @@ impl<'a> Member<'a> {
     }
 
     fn run_command(&mut self, command: &str) -> i32 {
-        let pending = self.send_command(command);
-        self.wait_for_result(pending)
+        let result_line = self.send_command(command);
+        self.wait_for_result(result_line)
     }
 
     fn kill(&self) {
@@ -220,12 +220,12 @@ fn collective_calls_support_every_type() {
     with_hosts(2, |vm, program| {
         let mut members = start_members(vm, program, &[1, 2, 1, 2]);
         for root in [0, 3] {
-            let pending: Vec<_> = members
+            let result_lines: Vec<_> = members
                 .iter_mut()
                 .map(|member| member.send_command(&format!("collective g {root}")))
                 .collect();
-            for (member, pending) in members.iter().zip(pending) {
-                assert_eq!(member.wait_for_result(pending), 0, "root {root}");
+            for (member, result_lines) in members.iter().zip(result_lines) {
+                assert_eq!(member.wait_for_result(result_lines), 0, "root {root}");
             }
         }
         assert_eq!(
@@ -475,8 +475,8 @@ const EXAMPLES: [(&str, &[&str], &str, &str); 10] = [
         "8 4\n",
         "Test OK: Sum of Squares of first 32 integers is 11440",
     ),
-    // The sum that `frsg` prints starts with an uninitialised variable, so its line is not checked.
-    // The line here shows that the group of `frsg` works.
+    // The sum that `frsg` prints starts with an uninitialised variable, so the line of the sum is
+    // not checked. The line here shows that the group of `frsg` works.
     ("frsg", &[], "8\n4\n", "Test Ok: Received ("),
     ("ge", &["4"], "", "done"),
     ("gexamp", &["4"], "", "gexamp 0: sync"),
@@ -522,12 +522,12 @@ fn check_example(vm: &Vm, program: &Path, args: &[&str], input: &str, expected_t
 /// Waits until `pvm_gstat` reports no group. Panics if a group remains.
 fn wait_for_no_groups(vm: &Vm) {
     wait_for(TIMEOUT, || {
-        let stat = run_to_end(vm.user_command(vm.testbed().host(1), "pvm_gstat"), TIMEOUT)
+        let gstat_output = run_to_end(vm.user_command(vm.testbed().host(1), "pvm_gstat"), TIMEOUT)
             .map_err(|error| error.to_string())?;
-        if stat.stdout == "no groups exist\n" {
+        if gstat_output.stdout == "no groups exist\n" {
             Ok(())
         } else {
-            Err(format!("{stat:?}"))
+            Err(format!("{gstat_output:?}"))
         }
     })
     .expect("programs that ended are in no group");
@@ -677,18 +677,18 @@ fn compile_with_static_library(vm: &Vm) -> PathBuf {
     program
 }
 
-/// The static group library is used together with the shared library libpvm3.
+/// The static group library works together with the shared library libpvm3.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn the_static_group_library_works() {
     with_hosts(1, |vm, _| {
         let program = compile_with_static_library(vm);
         let mut members = start_members(vm, &program, &[1, 1]);
-        let pending = members[0].send_command("collective g 0");
+        let result_line = members[0].send_command("collective g 0");
         assert_eq!(
             (
                 members[1].run_command("collective g 0"),
-                members[0].wait_for_result(pending)
+                members[0].wait_for_result(result_line)
             ),
             (0, 0)
         );

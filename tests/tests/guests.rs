@@ -20,10 +20,10 @@ const STOP_COUNT: usize = 5;
 const STOP_DURATION_MIN_US: u64 = 300_000;
 
 fn now_us() -> u64 {
-    let since_1970 = SystemTime::now()
+    let elapsed = SystemTime::now()
         .duration_since(UNIX_EPOCH)
         .expect("after 1970");
-    u64::try_from(since_1970.as_micros()).expect("fits")
+    u64::try_from(elapsed.as_micros()).expect("fits")
 }
 
 /// Returns the intervals in which a guest did not run, by its own clock, as (begin, end) in
@@ -68,10 +68,10 @@ fn with_guests(guest_count: usize, test: impl FnOnce(&Vm, &[String])) {
     let vm = Vm::start(&bed, VmSettings::default()).expect("a virtual machine");
     vm.add_hosts(&["h2", "h3"]).expect("the others join");
     vm.compile_program("busy").expect("gcc");
-    let guests: Vec<String> = (0..guest_count)
+    let guest_tids: Vec<String> = (0..guest_count)
         .map(|_| vm.spawn_connected(&["-h2", "busy"]).expect("spawned"))
         .collect();
-    test(&vm, &guests);
+    test(&vm, &guest_tids);
     vm.halt_and_wait().expect("halts");
 }
 
@@ -79,7 +79,7 @@ fn with_guests(guest_count: usize, test: impl FnOnce(&Vm, &[String])) {
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn stopped_guests_do_not_run_by_their_clocks() {
-    with_guests(4, |vm, guests| {
+    with_guests(4, |vm, guest_tids| {
         let mut owner_agent = TestOwnerAgent::start(vm, vm.testbed().host(2), OWNER_AGENT_PROGRAM);
         let mut directive_times_us = Vec::new();
         for round in 0..STOP_COUNT {
@@ -92,7 +92,7 @@ fn stopped_guests_do_not_run_by_their_clocks() {
                 }
             })
             .or_panic_with_logs(vm);
-            assert_eq!(stopped_guest_tids(vm, guests).len(), guests.len());
+            assert_eq!(stopped_guest_tids(vm, guest_tids).len(), guest_tids.len());
             wait_for(TIMEOUT, || {
                 if now_us() > stop_us + STOP_DURATION_MIN_US {
                     Ok(())
@@ -107,7 +107,7 @@ fn stopped_guests_do_not_run_by_their_clocks() {
             ));
         }
         let mut delays_us = Vec::new();
-        for tid in guests {
+        for tid in guest_tids {
             let gaps = guest_gaps(vm, tid);
             for (stop_us, welcome_us) in &directive_times_us {
                 // One gap begins before guests were permitted again and ends afterwards.
@@ -159,7 +159,7 @@ fn guests_are_stopped_by_signals_without_freezer() {
     )
     .expect("a virtual machine");
     vm.compile_program("busy").expect("gcc");
-    let guests: Vec<String> = (0..2)
+    let guest_tids: Vec<String> = (0..2)
         .map(|_| vm.spawn_connected(&["-h1", "busy"]).expect("spawned"))
         .collect();
     let mut owner_agent = TestOwnerAgent::start(&vm, vm.testbed().host(1), OWNER_AGENT_PROGRAM);
@@ -181,7 +181,7 @@ fn guests_are_stopped_by_signals_without_freezer() {
     })
     .expect("time passes");
     let welcome_us = owner_agent.send_directive("welcome olga has left");
-    for tid in &guests {
+    for tid in &guest_tids {
         let gaps = guest_gaps(&vm, tid);
         assert!(
             gaps.iter()
@@ -201,7 +201,7 @@ fn guests_are_stopped_by_signals_without_freezer() {
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn stopped_guests_move_without_running() {
-    with_guests(3, |vm, guests| {
+    with_guests(3, |vm, guest_tids| {
         let mut owner_agent = TestOwnerAgent::start(vm, vm.testbed().host(2), OWNER_AGENT_PROGRAM);
         owner_agent.send_directive("stop olga is there");
         wait_for(TIMEOUT, || {
@@ -217,7 +217,7 @@ fn stopped_guests_move_without_running() {
             .tasks()
             .expect("tasks")
             .iter()
-            .filter(|t| guests.contains(&t.tid))
+            .filter(|t| guest_tids.contains(&t.tid))
             .map(|t| t.pid)
             .collect();
         let ticks_before: Vec<u64> = pids
@@ -231,7 +231,7 @@ fn stopped_guests_move_without_running() {
             !spawn_output.succeeded(),
             "no guest is started there: {spawn_output:?}"
         );
-        let migration_times_us: Vec<(u64, u64)> = guests[..2]
+        let migration_times_us: Vec<(u64, u64)> = guest_tids[..2]
             .iter()
             .map(|tid| {
                 let start_us = now_us();
@@ -240,18 +240,18 @@ fn stopped_guests_move_without_running() {
                 (start_us, now_us())
             })
             .collect();
-        let refused_output = vm.migrate(&guests[0], "h2").expect("the console works");
+        let refused_output = vm.migrate(&guest_tids[0], "h2").expect("the console works");
         assert!(
             !refused_output.succeeded() && refused_output.stderr.contains("olga is there"),
             "{refused_output:?}"
         );
         let ticks_after = processor_ticks(vm.testbed().host(2), pids[2]);
         assert_eq!(ticks_after, ticks_before[2], "it does not run");
-        for (tid, (start_us, end_us)) in guests[..2].iter().zip(migration_times_us) {
+        for (tid, (start_us, end_us)) in guest_tids[..2].iter().zip(migration_times_us) {
             let gaps = guest_gaps(vm, tid);
             // One gap begins before all guests had stopped and ends during the migration.
-            let spans_start = |(from, to): &(u64, u64)| {
-                *from <= stopped_at_us && *to >= start_us && *to <= end_us
+            let spans_start = |(gap_start_us, gap_end_us): &(u64, u64)| {
+                *gap_start_us <= stopped_at_us && *gap_end_us >= start_us && *gap_end_us <= end_us
             };
             assert!(
                 gaps.iter().any(spans_start),
@@ -259,7 +259,7 @@ fn stopped_guests_move_without_running() {
             );
         }
         owner_agent.send_directive("welcome olga has left");
-        for tid in guests {
+        for tid in guest_tids {
             guest_gaps(vm, tid);
         }
     });
@@ -268,7 +268,7 @@ fn stopped_guests_move_without_running() {
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn guests_continue_when_the_owners_agent_dies() {
-    with_guests(2, |vm, guests| {
+    with_guests(2, |vm, guest_tids| {
         let mut owner_agent = TestOwnerAgent::start(vm, vm.testbed().host(2), OWNER_AGENT_PROGRAM);
         owner_agent.send_directive("stop olga is there");
         wait_for(TIMEOUT, || {
@@ -284,17 +284,17 @@ fn guests_continue_when_the_owners_agent_dies() {
             matches!(entry.kind, EventKind::GuestsResumed { .. })
         })
         .or_panic_with_logs(vm);
-        for tid in guests {
+        for tid in guest_tids {
             guest_gaps(vm, tid);
         }
-        assert!(stopped_guest_tids(vm, guests).is_empty());
+        assert!(stopped_guest_tids(vm, guest_tids).is_empty());
     });
 }
 
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn overdue_guests_are_ended_if_the_owner_wants_it() {
-    with_guests(2, |vm, guests| {
+    with_guests(2, |vm, guest_tids| {
         let mut owner_agent = TestOwnerAgent::start(vm, vm.testbed().host(2), OWNER_AGENT_PROGRAM);
         owner_agent.send_directive("kill 1500 olga wants her machine");
         vm.wait_for_event(TIMEOUT, "guests that are ended", |entry| {
@@ -305,7 +305,7 @@ fn overdue_guests_are_ended_if_the_owner_wants_it() {
             let remaining_tasks = vm.tasks().map_err(|error| format!("{error:#}"))?;
             let remaining_tasks: Vec<_> = remaining_tasks
                 .into_iter()
-                .filter(|t| guests.contains(&t.tid))
+                .filter(|t| guest_tids.contains(&t.tid))
                 .collect();
             if remaining_tasks.is_empty() {
                 Ok(())

@@ -20,7 +20,8 @@ const ZERO_MEMORY: (&str, u64) = ("-96", 96 << 20);
 /// including all other messages.
 const SENT_BYTES_MAX: u64 = 8 << 20;
 
-/// Pages that contain only zeros are sent neither with the images nor after the task runs.
+/// Pages that contain only zeros are sent neither with the images nor after the start of the task
+/// at the target.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn zero_pages_are_not_sent() {
@@ -72,7 +73,7 @@ fn image_folders(host: &Host, top_folder: &str) -> Vec<PathBuf> {
 #[test]
 #[ignore = "system tier: needs root, hosts, CRIU and a /tmp on a disk"]
 fn images_stay_in_memory_if_tmp_is_on_disk() {
-    let is_disk = |path: &Path| {
+    let is_on_disk = |path: &Path| {
         nix::sys::statfs::statfs(path)
             .is_ok_and(|file_system| file_system.filesystem_type() != nix::sys::statfs::TMPFS_MAGIC)
     };
@@ -82,7 +83,7 @@ fn images_stay_in_memory_if_tmp_is_on_disk() {
     with_prepared_hosts(3, &[("SEMPA_POST_COPY", "never")], move_tmp_to_disk, |vm| {
         let bed = vm.testbed();
         assert!(
-            is_disk(&bed.host(2).machine_path("/tmp/sempa-0/pvm")),
+            is_on_disk(&bed.host(2).machine_path("/tmp/sempa-0/pvm")),
             "the daemon has its socket on the disk"
         );
         let tid = vm.spawn_connected(&["-h2", "hold", "4"]).expect("spawned");
@@ -208,10 +209,10 @@ const COPY_FILES_ENV: [(&str, &str); 3] = [
 /// Starts a migration to h3 and waits until a breakpoint stops it after the restore of the task and
 /// its file. Returns the running `migrate` command.
 fn start_and_hold_after_restore(vm: &Vm, tid: &str) -> RunningCommand {
-    let breakpoints = vm.testbed().breakpoints_folder().expect("it has some");
-    let marker = breakpoints.join(format!("{tid}-restore.reached"));
+    let breakpoint_folder = vm.testbed().breakpoints_folder().expect("it has some");
+    let marker = breakpoint_folder.join(format!("{tid}-restore.reached"));
     let _ = std::fs::remove_file(&marker);
-    std::fs::write(breakpoints.join(format!("{tid}-restore")), "").expect("written");
+    std::fs::write(breakpoint_folder.join(format!("{tid}-restore")), "").expect("written");
     let migrate_command = vm.start_migration(tid, "h3").expect("it begins");
     wait_for(TIMEOUT, || {
         if marker.exists() {
@@ -246,8 +247,9 @@ fn wait_until_file_is_removed(vm: &Vm, tid: &str) {
     assert_eq!(vm.host_of(tid).expect("it lives"), "h2");
 }
 
-/// First the target's tasker is killed before the task runs, then the tasker and the daemon. The
-/// copied file is removed each time.
+/// In the first migration the target's tasker is killed before the task runs, and the copied file
+/// is removed. In the second migration the tasker and the daemon are killed, and the next daemon
+/// removes the file. A third migration succeeds and copies the file.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn copied_files_are_removed_after_a_failed_move() {

@@ -1,7 +1,7 @@
 //! Message sizes and numbers of tasks that PVM 3.4.6 does not support.
 //!
-//! With the default sizes the tests show that the mechanism works. With `SEMPA_TEST_FULL=1` the
-//! sizes exceed the limits of PVM itself.
+//! By default the tests use smaller sizes. With `SEMPA_TEST_FULL=1` the sizes exceed the limits of
+//! PVM itself.
 
 use nix::sys::socket::{ControlMessage, MsgFlags, sendmsg};
 use nix::unistd::Pid;
@@ -25,13 +25,13 @@ const TIMEOUT: Duration = Duration::from_secs(300);
 /// A message size, and the free memory that the test with this size needs, both in MiB.
 type MessageAndMemoryMib = (u64, u64);
 
-/// A message whose length exceeds 32 bits. Copies of it are in the memory of the sender, in the
-/// growing inbox of the receiver, and in transit.
+/// A message whose length in bytes does not fit into 32 bits. Copies of the message are in the
+/// memory of the sender, in the growing inbox of the receiver, and in transit.
 const GIANT_MESSAGE: MessageAndMemoryMib = (4352, 14 << 10);
 /// A message that is larger than all buffers between two tasks.
 const LARGE_MESSAGE: MessageAndMemoryMib = (300, 2 << 10);
-/// Amount of data that two tasks send each other before either receives. The data is in the memory
-/// of the sender, the daemons and the receiver.
+/// Amount of data that two tasks send each other before either task receives. The data is in the
+/// memory of the sender, the daemons and the receiver.
 const FLOOD: MessageAndMemoryMib = (1024, 6 << 10);
 /// Amount of data that two tasks send each other by default, without `SEMPA_TEST_FULL`.
 const SMALL_FLOOD: MessageAndMemoryMib = (256, 2 << 10);
@@ -176,23 +176,24 @@ fn tasks_deliver_their_last_messages_to_a_slow_daemon() {
     vm.halt_and_wait().expect("it ends");
 }
 
-/// Limits the descriptors of a process to numbers below its lowest free descriptor plus
+/// Sets the limit of a process for descriptor numbers to its lowest free descriptor plus
 /// `extra_count`.
 fn limit_descriptors(pid: Pid, extra_count: u32) {
     let is_open = |fd: &u32| std::fs::symlink_metadata(format!("/proc/{pid}/fd/{fd}")).is_ok();
-    let lowest_free = (0..).find(|fd| !is_open(fd)).expect("one of them");
+    let lowest_free_fd = (0..).find(|fd| !is_open(fd)).expect("one of them");
     let mut prlimit = std::process::Command::new("prlimit");
     prlimit.args([
         "--pid",
         &pid.to_string(),
-        &format!("--nofile={}:", lowest_free + extra_count),
+        &format!("--nofile={}:", lowest_free_fd + extra_count),
     ]);
     let output = run_to_end(prlimit, TIMEOUT).expect("util-linux");
     assert!(output.succeeded(), "{}", output.stderr);
 }
 
 /// Starts two tasks that exchange messages. After the first message between them, limits their
-/// daemon to `extra_count` further descriptors.
+/// daemon to `extra_count` further descriptors. Then lets the tasks continue, and checks that all
+/// messages arrive.
 fn exchange_with_descriptor_limit(vm: &Vm, folder: &str, extra_count: u32) {
     let folder = vm.user_home().join(folder);
     std::fs::create_dir(&folder).expect("made");
@@ -282,7 +283,7 @@ fn a_giant_message_arrives_whole() {
 }
 
 /// A task on h1 and a task on `host` send each other a [`FLOOD`] of data over the route `route`,
-/// before either receives.
+/// before either task receives.
 fn check_flood(route: &str, host: &str) {
     let flood_and_memory = full_or_default(FLOOD, SMALL_FLOOD);
     let _memory_lock = wait_for_memory_lock(flood_and_memory);

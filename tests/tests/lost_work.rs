@@ -18,10 +18,10 @@ const LOST_TIME_MAX: Duration = Duration::from_secs(5);
 const ROUND_WORK_US: i32 = 4000;
 
 fn now_us() -> u64 {
-    let since = SystemTime::now()
+    let elapsed = SystemTime::now()
         .duration_since(UNIX_EPOCH)
         .expect("after 1970");
-    u64::try_from(since.as_micros()).expect("fits")
+    u64::try_from(elapsed.as_micros()).expect("fits")
 }
 
 /// Returns the complete checkpoints in the event log, as (time of completion in microseconds since
@@ -143,13 +143,13 @@ fn kill_and_wait_for_rollback(
         newest_names.clone().any(|name| *name == restored_name),
         "back to {restored_name}: {current_checkpoints:?}"
     );
-    let (lost_rounds, lost_time) = wait_for(TIMEOUT, || {
+    let (lost_round_count, lost_time) = wait_for(TIMEOUT, || {
         lost_work(&job.computed_rounds(), killed_at_us)
             .ok_or("the job does not compute again".to_string())
     })
     .or_panic_with_logs(vm);
     eprintln!(
-        "{}: {lost_rounds} rounds and {lost_time:.2?} lost",
+        "{}: {lost_round_count} rounds and {lost_time:.2?} lost",
         host.name()
     );
     lost_time
@@ -214,8 +214,8 @@ fn check_lost_times(vm: &Vm<'_>, lost_times: &[Duration]) {
     );
 }
 
-/// With a checkpoint every five seconds, the job rolls back to the newest one and finishes with the
-/// correct result.
+/// With a checkpoint every five seconds, the job rolls back to the newest checkpoint and finishes
+/// with the correct result.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn job_with_checkpoint_interval_loses_little() {

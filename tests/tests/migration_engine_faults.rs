@@ -119,8 +119,8 @@ fn check_task_on(vm: &Vm<'_>, tid: &str, host: &str, description: &str) {
     );
 }
 
-/// Waits until no host has images, resume tokens or an engine process, and only h2 has a process of
-/// the task.
+/// Waits until no host has images, resume tokens or an engine process, and no host except h2 has a
+/// process of the task.
 fn wait_until_nothing_remains(vm: &Vm<'_>, description: &str) {
     let wait_result = wait_for(TIMEOUT, || {
         let mut remains = Vec::new();
@@ -205,7 +205,7 @@ fn check_failing_engine(
     );
 }
 
-/// Without post-copy, so the images contain all memory.
+/// The migrations use no post-copy, so the images contain all memory.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn failing_engine_leaves_task_at_source() {
@@ -231,8 +231,8 @@ fn failing_engine_leaves_task_at_source() {
     });
 }
 
-/// With post-copy. A tasker does not use post-copy for some time after a failure, so each case has
-/// new taskers.
+/// The migrations use post-copy. A tasker does not use post-copy for some time after a failure, so
+/// each case has new taskers.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn failing_post_copy_engine_leaves_task_at_source() {
@@ -295,15 +295,15 @@ fn a_task_arrives_whole_after_a_repeated_dump() {
                 let log = bed
                     .host(source_number)
                     .machine_path("/tmp/sempa-0/pvm/pvml");
-                let is_repeated = wait_for(TIMEOUT, || {
+                let repeated_dump_result = wait_for(TIMEOUT, || {
                     let log = fs::read_to_string(&log).map_err(|error| error.to_string())?;
-                    let is_repeated = log.lines().rev().find_map(|line| {
+                    let repeated_dump_result = log.lines().rev().find_map(|line| {
                         line.split_once(" bytes on the wire without zeros; ")
                             .map(|(_, rest)| !rest.starts_with("0 "))
                     });
-                    is_repeated.ok_or(log)
+                    repeated_dump_result.ok_or(log)
                 });
-                ok_or_panic(vm, "what has left", is_repeated)
+                ok_or_panic(vm, "what has left", repeated_dump_result)
             });
         assert!(was_stopped, "no engine was stopped in time");
     });
@@ -346,10 +346,10 @@ fn memory_reported_too_early_ends_the_task() {
     });
 }
 
-/// If `make_full` is true, limits the file system of a host's daemon to its used size; otherwise
+/// If `is_full` is true, limits the file system of a host's daemon to its used size; otherwise
 /// enlarges it again.
-fn set_disk_full(host: &Host, make_full: bool) {
-    let size = if make_full {
+fn set_disk_full(host: &Host, is_full: bool) {
+    let size = if is_full {
         "$(df -k --output=used /tmp | tail -1 | tr -d ' ')k"
     } else {
         "4g"

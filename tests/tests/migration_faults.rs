@@ -53,7 +53,8 @@ fn with_faults(
     test(&vm, &mut faults);
 }
 
-/// Returns `count` rounds of points, which the seed selects; all rounds with `SEMPA_TEST_FULL=1`.
+/// Returns `count` rounds of points, which the seed selects. With `SEMPA_TEST_FULL=1` returns all
+/// rounds.
 fn sampled_rounds(count: usize) -> Vec<Vec<Point>> {
     let sample_index = usize::try_from(print_seed()).expect("a seed");
     let mut rounds = sampled_points(sample_index);
@@ -139,8 +140,8 @@ fn a_task_runs_once_when_a_paused_process_is_lost() {
     });
 }
 
-/// Injects `fault` into the master. Checks that all other hosts end when they lose the master, and
-/// that the master, which has lost all other hosts, can be halted.
+/// Injects `fault` into the master. Checks that all other hosts end when they lose the master, that
+/// no task has run twice, and that the master, which has lost all other hosts, can be halted.
 fn check_master_loss(fault: Fault) {
     let bed = require_testbed_with_own_engine(HOST_COUNT);
     with_faults(&bed, &[SHORT_LEASE_ENV], |vm, faults| {

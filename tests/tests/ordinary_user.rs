@@ -59,7 +59,7 @@ fn ordinary_users_tasks_run_and_do_not_migrate() {
         panic!("{entry:?}")
     };
     // The message names two alternatives: a daemon of root, and `SEMPA_ENGINE`.
-    // tests/tests/engines.rs tests the second one.
+    // tests/tests/engines.rs tests the alternative `SEMPA_ENGINE`.
     let has_hint = |why: &str| {
         why.contains("run the daemon as root")
             && why.contains("SEMPA_ENGINE")
@@ -173,7 +173,7 @@ fn roots_daemons_drop_capabilities_tasks_keep_them() {
             );
         }
         // Setting this buffer size needs a capability that the daemon has dropped. The size shows
-        // that the daemon set it before.
+        // that the daemon has set it before it dropped the capability.
         let port_list = host
             .run_shell("ss -Huanm", TIMEOUT)
             .expect("iproute2")

@@ -41,18 +41,19 @@ fn start_checkpoint(bed: &Testbed, vm: &Vm<'_>, job: &RingJob) -> RunningCommand
 /// Returns the number of tasks of all jobs on each host.
 fn tasks_per_host(vm: &Vm<'_>) -> [usize; 2] {
     let tasks = vm.tasks().or_panic_with_logs(vm);
-    let is_on = |name: &str| {
+    let task_count_on = |name: &str| {
         tasks
             .iter()
             .filter(|t| t.name == "ring_job" && t.host.as_deref() == Some(name))
             .count()
     };
-    HOST_NAMES.map(is_on)
+    HOST_NAMES.map(task_count_on)
 }
 
 /// Delays a checkpoint of `job` until `other_job` has computed [`OTHER_JOB_ROUNDS`] rounds, and
-/// then lets the checkpoint finish. Returns false if an engine ended earlier; otherwise the
-/// checkpoint must succeed, and `true` is returned.
+/// then lets the checkpoint finish. If all engines waited until then, checks that `job` computed no
+/// round meanwhile and that the checkpoint succeeds, and returns true. Returns false if an engine
+/// ended earlier.
 fn check_other_job_during_checkpoint(
     bed: &Testbed,
     vm: &Vm<'_>,
@@ -60,9 +61,9 @@ fn check_other_job_during_checkpoint(
     other_job: &RingJob,
 ) -> bool {
     let checkpoint_command = start_checkpoint(bed, vm, job);
-    let rounds_before = job.computed_rounds().len();
+    let round_count_before = job.computed_rounds().len();
     other_job.wait_for_rounds(vm, OTHER_JOB_ROUNDS);
-    let new_rounds = job.computed_rounds().len() - rounds_before;
+    let new_round_count = job.computed_rounds().len() - round_count_before;
     let has_engine = |host: &Host| {
         host.processes()
             .iter()
@@ -77,7 +78,7 @@ fn check_other_job_during_checkpoint(
         .or_panic_with_logs(vm);
     if is_delayed {
         assert_eq!(
-            new_rounds, 0,
+            new_round_count, 0,
             "all its tasks are frozen before the first one is written"
         );
         assert!(output.succeeded(), "{output:?}\n{}", vm.events_and_logs());
@@ -103,7 +104,7 @@ fn a_checkpoint_stops_no_other_job() {
     let job = RingJob::start(&vm, "-h2");
     job.wait_for_rounds(&vm, 5);
     let total_counts = tasks_per_host(&vm);
-    let share_all_hosts =
+    let is_every_host_shared =
         other_job_counts
             .iter()
             .zip(&total_counts)
@@ -111,7 +112,7 @@ fn a_checkpoint_stops_no_other_job() {
                 *other_job_count > 1 && total_count > other_job_count
             });
     assert!(
-        share_all_hosts,
+        is_every_host_shared,
         "both jobs are on all hosts, and talk on each: {other_job_counts:?} {total_counts:?}"
     );
 

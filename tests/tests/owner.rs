@@ -67,17 +67,17 @@ fn with_policy(policy: &str, host_count: usize, test: impl FnOnce(&Vm)) {
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn guests_leave_when_the_owner_logs_in() {
     with_policy("load", 3, |vm| {
-        let guests: Vec<String> = (0..2)
+        let guest_tids: Vec<String> = (0..2)
             .map(|_| vm.spawn_connected(&["-h2", "hold", "16"]).expect("spawned"))
             .collect();
         let unaffected_tid = vm.spawn_connected(&["-h3", "hold", "1"]).expect("spawned");
-        let counts: Vec<u64> = guests.iter().map(|tid| read_counter(vm, tid)).collect();
+        let counts: Vec<u64> = guest_tids.iter().map(|tid| read_counter(vm, tid)).collect();
         let login = SshLogin::log_in(vm.testbed(), "olga", vm.testbed().host(2)).expect("a login");
         vm.wait_for_event(TIMEOUT, "clean host", |entry| {
             matches!(entry.kind, EventKind::HostVacated { .. })
         })
         .or_panic_with_logs(vm);
-        for (tid, count) in guests.iter().zip(counts) {
+        for (tid, count) in guest_tids.iter().zip(counts) {
             assert_ne!(vm.host_of(tid).expect("alive"), "h2");
             assert!(read_counter(vm, tid) > count, "{tid} has gone on counting");
         }
@@ -111,7 +111,7 @@ fn guests_leave_when_the_owner_logs_in() {
             }
         })
         .expect("h2 is used again");
-        for tid in &guests {
+        for tid in &guest_tids {
             assert_ne!(
                 vm.host_of(tid).expect("alive"),
                 "h2",

@@ -24,10 +24,10 @@ const LONG_LEASE: (&str, &str) = ("SEMPA_LEASE_MS", "120000");
 const STOPPED_MIN_US: u64 = 1_000_000;
 
 fn now_us() -> u64 {
-    let since_1970 = SystemTime::now()
+    let elapsed = SystemTime::now()
         .duration_since(UNIX_EPOCH)
         .expect("after 1970");
-    u64::try_from(since_1970.as_micros()).expect("fits")
+    u64::try_from(elapsed.as_micros()).expect("fits")
 }
 
 /// Returns the ids of the processes of a host that run `program`.
@@ -38,11 +38,11 @@ fn program_pids(host: &Host, program: &str) -> Vec<Pid> {
             .and_then(|path| path.rsplit('/').next())
             == Some(program)
     };
-    let matching = host
+    let matching_processes = host
         .processes()
         .into_iter()
         .filter(|(_, line)| runs_program(line));
-    matching
+    matching_processes
         .map(|(pid, _)| Pid::from_raw(pid.cast_signed()))
         .collect()
 }
@@ -74,12 +74,12 @@ fn processor_ticks(host: &Host, pid: i32) -> Option<u64> {
 fn wait_until_stopped(host: &Host, pid: i32) -> u64 {
     let mut last_change = (processor_ticks(host, pid), now_us());
     let check = || {
-        let (ticks, observed_us) = (processor_ticks(host, pid), now_us());
+        let (ticks, observed_at_us) = (processor_ticks(host, pid), now_us());
         if ticks != last_change.0 {
-            last_change = (ticks, observed_us);
+            last_change = (ticks, observed_at_us);
         }
-        if observed_us - last_change.1 >= STOPPED_MIN_US {
-            Ok(observed_us)
+        if observed_at_us - last_change.1 >= STOPPED_MIN_US {
+            Ok(observed_at_us)
         } else {
             Err(format!("it runs: {ticks:?} ticks"))
         }
@@ -111,14 +111,14 @@ fn with_guest(policy: &str, test: impl FnOnce(&Vm, &str, i32)) {
     vm.add_hosts(&["h2"]).expect("it joins");
     (1..=2).for_each(|host| wait_for_status(&vm, host, |_| true));
     vm.compile_program("busy").expect("gcc");
-    let guest = vm.spawn_connected(&["-h2", "busy"]).expect("spawned");
+    let guest_tid = vm.spawn_connected(&["-h2", "busy"]).expect("spawned");
     let tasks = vm.tasks().expect("tasks");
     let pid = tasks
         .iter()
-        .find(|task| task.tid == guest)
+        .find(|task| task.tid == guest_tid)
         .expect("it is there")
         .pid;
-    test(&vm, &guest, pid);
+    test(&vm, &guest_tid, pid);
 }
 
 /// Waits until the status of a host's load watcher matches `is_expected`.
@@ -157,9 +157,9 @@ fn wait_until_ended(host: &Host, pid: i32) {
 }
 
 /// Waits for the event that guests were ended, and checks that it contains this guest, no other
-/// task, and the host h2. Returns the owner's reason.
-fn wait_for_guest_end_event(vm: &Vm, guest: &str) -> String {
-    let is_guest = |tid: &Tid| tid.to_string() == guest;
+/// task, and the host h2. Then waits for the end of the guest. Returns the owner's reason.
+fn wait_for_guest_end_event(vm: &Vm, guest_tid: &str) -> String {
+    let is_guest = |tid: &Tid| tid.to_string() == guest_tid;
     let end_event = vm.wait_for_event(TIMEOUT, "guests that are ended", |entry| {
         matches!(entry.kind, EventKind::GuestsEnded { .. })
     });
@@ -176,7 +176,7 @@ fn wait_for_guest_end_event(vm: &Vm, guest: &str) -> String {
     vm.wait_for_event(TIMEOUT, "its end", |entry| is_guest_end(&entry.kind))
         .or_panic_with_logs(vm);
     let tasks = vm.tasks().or_panic_with_logs(vm);
-    assert!(tasks.iter().all(|task| task.tid != guest), "{tasks:?}");
+    assert!(tasks.iter().all(|task| task.tid != guest_tid), "{tasks:?}");
     why
 }
 
@@ -216,11 +216,11 @@ fn stop_master_and_log_in(vm: &Vm) -> (Pid, SshLogin) {
 
 /// Checks that a guest did not run between two times, by the guest's own clock. Both times are in
 /// microseconds since 1970.
-fn assert_did_not_run(vm: &Vm, guest: &str, from_us: u64, to_us: u64) {
-    let gaps = vm.busy_gaps_us(guest).or_panic_with_logs(vm);
+fn assert_did_not_run(vm: &Vm, guest_tid: &str, from_us: u64, to_us: u64) {
+    let gaps = vm.busy_gaps_us(guest_tid).or_panic_with_logs(vm);
     assert!(
         gaps.iter().any(|gap| gap.0 <= from_us && gap.1 >= to_us),
-        "{guest} ran between {from_us} and {to_us}: {gaps:?}"
+        "{guest_tid} ran between {from_us} and {to_us}: {gaps:?}"
     );
 }
 
@@ -228,17 +228,22 @@ fn assert_did_not_run(vm: &Vm, guest: &str, from_us: u64, to_us: u64) {
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn an_owner_stops_guests_without_the_master() {
-    with_guest("leave_after = \"never\"", |vm, guest, pid| {
+    with_guest("leave_after = \"never\"", |vm, guest_tid, pid| {
         let owner_host = vm.testbed().host(2);
         let (master_pid, login) = stop_master_and_log_in(vm);
-        let observed_us = wait_until_stopped(owner_host, pid);
-        let resumed_us = now_us();
+        let observed_at_us = wait_until_stopped(owner_host, pid);
+        let resumed_at_us = now_us();
         kill(master_pid, Signal::SIGCONT).expect("it is there");
         login.log_out().expect("logs out");
         // Only the guest's own host can have stopped the guest before the master's daemon was
         // resumed.
-        assert_did_not_run(vm, guest, observed_us - STOPPED_MIN_US, resumed_us);
-        assert_eq!(vm.host_of(guest).expect("alive"), "h2");
+        assert_did_not_run(
+            vm,
+            guest_tid,
+            observed_at_us - STOPPED_MIN_US,
+            resumed_at_us,
+        );
+        assert_eq!(vm.host_of(guest_tid).expect("alive"), "h2");
         vm.halt_and_wait().expect("halts");
     });
 }
@@ -247,22 +252,22 @@ fn an_owner_stops_guests_without_the_master() {
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn guests_continue_without_the_master() {
-    with_guest("leave_after = 600", |vm, guest, pid| {
+    with_guest("leave_after = 600", |vm, guest_tid, pid| {
         let owner_host = vm.testbed().host(2);
         let (master_pid, login) = stop_master_and_log_in(vm);
-        let observed_us = wait_until_stopped(owner_host, pid);
+        let observed_at_us = wait_until_stopped(owner_host, pid);
         let end_us = now_us();
         login.log_out().expect("logs out");
         wait_until_runs(owner_host, pid);
         kill(master_pid, Signal::SIGCONT).expect("it is there");
-        assert_did_not_run(vm, guest, observed_us - STOPPED_MIN_US, end_us);
+        assert_did_not_run(vm, guest_tid, observed_at_us - STOPPED_MIN_US, end_us);
         wait_for_pause_event(vm);
         wait_for_resume_event(vm);
         vm.wait_for_event(TIMEOUT, "absent owner", |entry| {
             matches!(entry.kind, EventKind::OwnerAbsent { .. })
         })
         .or_panic_with_logs(vm);
-        assert_eq!(vm.host_of(guest).expect("alive"), "h2");
+        assert_eq!(vm.host_of(guest_tid).expect("alive"), "h2");
         vm.halt_and_wait().expect("halts");
     });
 }
@@ -271,12 +276,12 @@ fn guests_continue_without_the_master() {
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn guests_are_killed_without_the_master() {
-    with_guest("leave_after = 1\nthen = \"kill\"", |vm, guest, pid| {
+    with_guest("leave_after = 1\nthen = \"kill\"", |vm, guest_tid, pid| {
         let owner_host = vm.testbed().host(2);
         let (master_pid, login) = stop_master_and_log_in(vm);
         wait_until_ended(owner_host, pid);
         kill(master_pid, Signal::SIGCONT).expect("it is there");
-        wait_for_guest_end_event(vm, guest);
+        wait_for_guest_end_event(vm, guest_tid);
         login.log_out().expect("logs out");
         wait_until_spawn_succeeds(vm);
         vm.halt_and_wait().expect("halts");
@@ -288,15 +293,15 @@ fn guests_are_killed_without_the_master() {
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn guests_are_killed_and_the_reason_is_reported() {
-    with_guest("leave_after = 1\nthen = \"kill\"", |vm, guest, pid| {
+    with_guest("leave_after = 1\nthen = \"kill\"", |vm, guest_tid, pid| {
         let other = vm.spawn_connected(&["-h1", "busy"]).expect("spawned");
         let owner_host = vm.testbed().host(2);
         let login = SshLogin::log_in(vm.testbed(), "olga", owner_host).expect("a login");
         wait_until_ended(owner_host, pid);
-        let reason = wait_for_guest_end_event(vm, guest);
+        let reason = wait_for_guest_end_event(vm, guest_tid);
         assert!(reason.contains("olga"), "{reason}");
-        let expected_text = format!("guests ended for the owner of h2: {guest}: {reason}");
-        for subject in ["h2", guest] {
+        let expected_text = format!("guests ended for the owner of h2: {guest_tid}: {reason}");
+        for subject in ["h2", guest_tid] {
             // The resource manager is notified after the event is logged, so the query is repeated.
             let check_reported = || match vm.run_pvm(&["why", subject]) {
                 Ok(output) if output.stdout.contains(&expected_text) => Ok(()),
@@ -313,8 +318,8 @@ fn guests_are_killed_and_the_reason_is_reported() {
     });
 }
 
-/// The guest is stopped although the master's daemon is killed before the owner logs in, so the
-/// owner has all processors.
+/// The master's daemon is killed before the owner logs in. The guest is stopped all the same, and
+/// the owner has all processors.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn an_owner_has_all_processors_without_the_master() {
@@ -346,7 +351,7 @@ fn an_owner_has_all_processors_without_the_master() {
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn guests_stay_stopped_without_load_watcher() {
-    with_guest("leave_after = \"never\"", |vm, guest, pid| {
+    with_guest("leave_after = \"never\"", |vm, guest_tid, pid| {
         let owner_host = vm.testbed().host(2);
         let login = SshLogin::log_in(vm.testbed(), "olga", owner_host).expect("a login");
         wait_for_pause_event(vm);
@@ -377,7 +382,7 @@ fn guests_stay_stopped_without_load_watcher() {
         let end_us = now_us();
         login.log_out().expect("logs out");
         wait_for_resume_event(vm);
-        assert_did_not_run(vm, guest, begin_us, end_us);
+        assert_did_not_run(vm, guest_tid, begin_us, end_us);
         vm.halt_and_wait().expect("halts");
     });
 }
@@ -386,20 +391,20 @@ fn guests_stay_stopped_without_load_watcher() {
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn guests_stay_if_owner_leaves_early() {
-    with_guest("leave_after = 600", |vm, guest, pid| {
+    with_guest("leave_after = 600", |vm, guest_tid, pid| {
         let owner_host = vm.testbed().host(2);
         let login = SshLogin::log_in(vm.testbed(), "olga", owner_host).expect("a login");
         wait_for_pause_event(vm);
-        let observed_us = wait_until_stopped(owner_host, pid);
+        let observed_at_us = wait_until_stopped(owner_host, pid);
         let end_us = now_us();
         login.log_out().expect("logs out");
         wait_for_resume_event(vm);
-        assert_did_not_run(vm, guest, observed_us - STOPPED_MIN_US, end_us);
+        assert_did_not_run(vm, guest_tid, observed_at_us - STOPPED_MIN_US, end_us);
         vm.wait_for_event(TIMEOUT, "absent owner", |entry| {
             matches!(entry.kind, EventKind::OwnerAbsent { .. })
         })
         .expect("seen");
-        assert_eq!(vm.host_of(guest).expect("alive"), "h2");
+        assert_eq!(vm.host_of(guest_tid).expect("alive"), "h2");
         let is_migration_text =
             |text: &str| text.contains(" migrated from ") || text.contains(" ordered because ");
         let events = vm.events().expect("events");

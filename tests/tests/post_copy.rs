@@ -50,20 +50,25 @@ fn large_task_uses_post_copy() {
             check_memory(vm, &tid);
         }
         let events = vm.events().expect("events");
-        let bytes = |kind: &EventKind| {
-            if let EventKind::Migrated { bytes, .. } = kind {
-                Some(*bytes)
+        let image_bytes = |kind: &EventKind| {
+            if let EventKind::Migrated {
+                bytes: image_bytes, ..
+            } = kind
+            {
+                Some(*image_bytes)
             } else {
                 None
             }
         };
         let image_sizes: Vec<u64> = events
             .iter()
-            .filter_map(|entry| bytes(&entry.kind))
+            .filter_map(|entry| image_bytes(&entry.kind))
             .collect();
         assert_eq!(image_sizes.len(), 3);
         assert!(
-            image_sizes.iter().all(|bytes| *bytes < IMAGES_BYTES_MAX),
+            image_sizes
+                .iter()
+                .all(|image_bytes| *image_bytes < IMAGES_BYTES_MAX),
             "the memory is not in the images: {image_sizes:?}"
         );
         wait_until_no_process(vm.testbed().host(1), "lazy-pages", TIMEOUT)
@@ -92,7 +97,8 @@ fn administrator_can_disable_post_copy() {
     });
 }
 
-/// The source dies before all memory has arrived. The task ends, and the reason is reported.
+/// While a part of the task's memory is still at the source, a further migration is refused. If the
+/// source dies then, the task ends, and the reason is reported.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_task_ends_if_its_memory_is_lost() {

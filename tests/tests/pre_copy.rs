@@ -67,10 +67,13 @@ fn a_task_that_writes_during_pre_copy_is_whole() {
                 "{bytes} bytes have left, bound {bytes_limit}"
             );
         }
-        let pre_copied = pre_copied_bytes(vm);
+        let pre_copy_byte_counts = pre_copied_bytes(vm);
         assert!(
-            pre_copied.len() == 3 && pre_copied.iter().all(|bytes| *bytes >= LARGE_TASK_MEMORY.1),
-            "{pre_copied:?}"
+            pre_copy_byte_counts.len() == 3
+                && pre_copy_byte_counts
+                    .iter()
+                    .all(|bytes| *bytes >= LARGE_TASK_MEMORY.1),
+            "{pre_copy_byte_counts:?}"
         );
     });
 }

@@ -1,6 +1,7 @@
 //! After the resource manager is killed, the virtual machine continues. The next resource manager
 //! continues with the history of the previous one.
 
+use nix::fcntl::{Flock, FlockArg};
 use pvm_rm::store::history::{DECISIONS_MAX, TASKS_MAX};
 use pvm_rm::store::{HistoryWriter, StoreLocation};
 use sempa_proto::event::{Event, EventKind};
@@ -18,6 +19,7 @@ use sempa_tests::vm::{EventEntry, VmSettings};
 use sempa_tests::{OrPanicWithLogs, Testbed, Vm, wait_for};
 use serde_json::Value;
 use std::collections::BTreeSet;
+use std::fs::File;
 use std::path::Path;
 use std::time::{Duration, Instant, SystemTime};
 
@@ -94,7 +96,7 @@ fn registration_times_us(events: &[EventEntry]) -> Vec<u64> {
 }
 
 /// Kills the resource manager and waits until the next one has registered. With `SEMPA_TEST_FULL=1`
-/// the time between must be shorter than [`RESTART_TIME_MAX`].
+/// the time without a resource manager must be shorter than [`RESTART_TIME_MAX`].
 fn kill_rm_and_wait_for_next(vm: &Vm) {
     let previous_count = registration_times_us(&vm.events().expect("events")).len();
     kill_matching_process(vm, "pvm-rm");
@@ -166,7 +168,8 @@ fn decision_kinds(answer: &Value) -> Vec<String> {
     decisions.iter().filter_map(decision_kind).collect()
 }
 
-/// The next resource manager answers questions about decisions of the previous resource manager.
+/// The next resource manager answers questions about decisions of the previous resource manager,
+/// and records the end of a task that the previous resource manager had placed.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_killed_resource_manager_keeps_its_knowledge() {
@@ -206,7 +209,7 @@ fn a_killed_resource_manager_keeps_its_knowledge() {
     });
 }
 
-/// Writes a history of a resource manager into `folder` that is filled up to its limits.
+/// Fills the history of a resource manager in `folder` up to its limits.
 fn fill_history(folder: &Path) {
     let store_location = StoreLocation {
         dir: folder.to_path_buf(),
@@ -283,6 +286,10 @@ fn fill_history(folder: &Path) {
             .record_decision(Micros::from_secs(1_700_000_000 + u64::from(n)), decision);
     }
     history_writer.close();
+    // On a loaded machine the last batch takes longer than `close` waits. The resource manager
+    // must find the file unlocked, or it runs without a history.
+    let history_file = File::open(folder.join("rm-pvm.redb")).expect("the file exists");
+    drop(Flock::lock(history_file, FlockArg::LockExclusive).expect("the writer unlocks the file"));
 }
 
 /// A resource manager with a full history is killed. A spawn succeeds in the meantime, and the next
@@ -375,10 +382,10 @@ fn no_spawn_fails_while_resource_managers_die() {
             "{tids:?}: {tasks:?}"
         );
         let usage = vm.pvm_json(&["usage"]).expect("usage");
-        let counted_tasks = usage[0]["users"][0]["sums"]["tasks"].as_u64().unwrap_or(0);
+        let counted_task_count = usage[0]["users"][0]["sums"]["tasks"].as_u64().unwrap_or(0);
         assert!(
-            counted_tasks >= tids.len() as u64,
-            "{counted_tasks} of {} tasks are counted: {usage:?}",
+            counted_task_count >= tids.len() as u64,
+            "{counted_task_count} of {} tasks are counted: {usage:?}",
             tids.len()
         );
         wait_for_watchers(vm, 2);
@@ -416,8 +423,8 @@ fn repeated_spawns_use_leases_and_are_explained() {
         assert_eq!(tids.iter().collect::<BTreeSet<_>>().len(), 30, "{tids:?}");
         let used_lease = |tid: &String| explain(vm, tid).to_string().contains("granted in advance");
         let lease_count = tids.iter().filter(|tid| used_lease(tid)).count();
-        // The program always requests the first two tasks. It also requests a task if a placement
-        // lease arrives late.
+        // The program always sends requests for the first two tasks. It sends a further request if
+        // a placement lease arrives late.
         assert!(
             (1..=28).contains(&lease_count),
             "{lease_count} of {tids:?}\n{}",
@@ -514,9 +521,9 @@ fn a_waiting_spawn_survives_its_resource_manager() {
     });
 }
 
-/// Starts two hosts with load watchers and a resource manager. A spawn starts the resource manager,
-/// not the master, so the master does not restart it. Returns the virtual machine and the tids of
-/// the load watchers.
+/// Starts two hosts with load watchers and a resource manager. The resource manager is started by a
+/// spawn and not by the master, so the master does not restart the resource manager. Returns the
+/// virtual machine and the tids of the load watchers.
 fn start_with_manual_rm(bed: &Testbed) -> (Vm<'_>, Vec<String>) {
     let vm = Vm::start(bed, VmSettings::default()).expect("a virtual machine");
     vm.add_hosts(&["h2"]).expect("it joins");
@@ -543,7 +550,7 @@ fn kill_manual_rm_and_wait(vm: &Vm) {
 fn load_watchers_work_without_a_resource_manager() {
     let bed = require_testbed(2);
     let (vm, original_watchers) = start_with_manual_rm(&bed);
-    let guest = vm.spawn_connected(&["-h2", "hold", "1"]).expect("spawned");
+    let guest_tid = vm.spawn_connected(&["-h2", "hold", "1"]).expect("spawned");
     kill_manual_rm_and_wait(&vm);
     let login = SshLogin::log_in(vm.testbed(), "olga", vm.testbed().host(2)).expect("a login");
     vm.wait_for_event(TIMEOUT, "guests that are stopped", |entry| {
@@ -556,7 +563,7 @@ fn load_watchers_work_without_a_resource_manager() {
             .iter()
             .any(|task| task.tid == tid && task.stopped)
     };
-    assert!(is_stopped(&guest));
+    assert!(is_stopped(&guest_tid));
     assert_eq!(wait_for_watchers(&vm, 2), original_watchers);
     vm.spawn_connected(&["-h1", "pvm-rm"])
         .expect("another resource manager");
@@ -564,7 +571,7 @@ fn load_watchers_work_without_a_resource_manager() {
         matches!(entry.kind, EventKind::HostVacated { .. })
     })
     .or_panic_with_logs(&vm);
-    assert_eq!(vm.host_of(&guest).expect("alive"), "h1");
+    assert_eq!(vm.host_of(&guest_tid).expect("alive"), "h1");
     assert_eq!(
         wait_for_watchers(&vm, 2),
         original_watchers,
@@ -625,7 +632,7 @@ fn owners_limits_hold_without_a_resource_manager() {
         vm.spawn_connected(&["-h2", "hold", "1"])
             .map_err(|error| format!("{error:#}"))
     };
-    let guest = wait_for(TIMEOUT, spawn_guest).or_panic_with_logs(&vm);
+    let guest_tid = wait_for(TIMEOUT, spawn_guest).or_panic_with_logs(&vm);
     wait_for_refusal(
         &["-h2", "hold", "1"],
         "its owner allows one task, and one is present",
@@ -648,7 +655,7 @@ fn owners_limits_hold_without_a_resource_manager() {
         !migrate_output.succeeded() && migrate_output.stderr.contains("its owner allows one task"),
         "{migrate_output:?}"
     );
-    vm.run_pvm(&["kill", &guest])
+    vm.run_pvm(&["kill", &guest_tid])
         .expect("pvm")
         .expect_success("kill")
         .expect("it ends");
@@ -663,9 +670,9 @@ fn a_load_watcher_that_is_killed_is_started_again() {
         let original_watchers = wait_for_watchers(vm, 2);
         kill_matching_process(vm, "pvm-load-watcher");
         wait_for(TIMEOUT, || {
-            let now = wait_for_watchers(vm, 2);
-            if now == original_watchers {
-                Err(format!("still {now:?}"))
+            let current_watchers = wait_for_watchers(vm, 2);
+            if current_watchers == original_watchers {
+                Err(format!("still {current_watchers:?}"))
             } else {
                 Ok(())
             }
@@ -674,8 +681,8 @@ fn a_load_watcher_that_is_killed_is_started_again() {
     });
 }
 
-/// A changed policy file takes effect, and a record of decisions can be replayed with another
-/// policy.
+/// The resource manager reports an error in its changed policy file, and applies the file when the
+/// error is corrected. A record of its decisions can be replayed with another policy.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_policy_file_is_followed_and_can_be_replayed() {

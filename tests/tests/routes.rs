@@ -39,23 +39,23 @@ fn with_hosts(host_count: usize, test: impl FnOnce(&Vm<'_>, &[&str])) {
     vm.halt_and_wait().expect("halts");
 }
 
-fn finish_and_check(vm: &Vm<'_>, crowd: AllToAllJob) {
-    crowd.check_worker_hosts(vm).or_panic_with_logs(vm);
-    let account = crowd.end_and_report().or_panic_with_logs(vm);
+fn finish_and_check(vm: &Vm<'_>, job: AllToAllJob) {
+    job.check_worker_hosts(vm).or_panic_with_logs(vm);
+    let report = job.end_and_report().or_panic_with_logs(vm);
     assert!(
-        account.is_faultless(),
-        "{account:?}\n{}",
+        report.is_faultless(),
+        "{report:?}\n{}",
         vm.events_and_logs()
     );
-    eprintln!("{account:?}");
+    eprintln!("{report:?}");
 }
 
 /// Starts all workers on `hosts` and migrates random workers, one after another, to random hosts of
-/// the list `target_names`. Before each migration, all routes of the previously migrated worker are
-/// restored.
+/// the list `target_names`. After each migration waits until all routes of the migrated worker are
+/// restored. At the end checks that every message arrived once.
 fn migrate_with_routes(vm: &Vm<'_>, hosts: &[&str], target_names: &[&str], migration_count: usize) {
-    let mut crowd = AllToAllJob::start(vm, WORKER_COUNT, 0, &["-d"], hosts).or_panic_with_logs(vm);
-    let mut route_counts = crowd
+    let mut job = AllToAllJob::start(vm, WORKER_COUNT, 0, &["-d"], hosts).or_panic_with_logs(vm);
+    let mut route_counts = job
         .wait_for_new_routes(&ALL_WORKERS, &HashMap::new())
         .or_panic_with_logs(vm);
     let mut rng = Rng::new(17);
@@ -64,21 +64,20 @@ fn migrate_with_routes(vm: &Vm<'_>, hosts: &[&str], target_names: &[&str], migra
         let other_hosts: Vec<&str> = target_names
             .iter()
             .copied()
-            .filter(|name| *name != crowd.workers_and_hosts[worker].1)
+            .filter(|name| *name != job.workers_and_hosts[worker].1)
             .collect();
         let target = other_hosts[rng.next_below(other_hosts.len())];
         eprintln!(
             "move {number}: worker {worker} from {} to {target}",
-            crowd.workers_and_hosts[worker].1
+            job.workers_and_hosts[worker].1
         );
-        crowd
-            .migrate_worker(vm, worker, target)
+        job.migrate_worker(vm, worker, target)
             .or_panic_with_logs(vm);
-        route_counts = crowd
+        route_counts = job
             .wait_for_new_routes(&[worker], &route_counts)
             .or_panic_with_logs(vm);
     }
-    finish_and_check(vm, crowd);
+    finish_and_check(vm, job);
 }
 
 #[test]
@@ -94,15 +93,14 @@ fn rings_deliver_once_when_tasks_separate_and_rejoin() {
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn direct_routes_deliver_once_in_parallel_moves() {
     with_hosts(3, |vm, hosts| {
-        let mut crowd =
+        let mut job =
             AllToAllJob::start(vm, 2 * WORKER_COUNT, 2, &["-d"], hosts).or_panic_with_logs(vm);
         let mut rng = Rng::new(23);
         for _ in 0..default_or_full(4, 12) {
-            crowd
-                .migrate_random_workers(vm, &mut rng, 3)
+            job.migrate_random_workers(vm, &mut rng, 3)
                 .or_panic_with_logs(vm);
         }
-        finish_and_check(vm, crowd);
+        finish_and_check(vm, job);
     });
 }
 
@@ -115,10 +113,9 @@ fn direct_routes_deliver_once_to_stopped_guests() {
     with_hosts(2, |vm, hosts| {
         let mut owner_agent =
             TestOwnerAgent::start(vm, vm.testbed().host(2), env!("CARGO_BIN_EXE_owner-speaks"));
-        let mut crowd =
+        let mut job =
             AllToAllJob::start(vm, WORKER_COUNT, 0, &["-d"], &hosts[1..]).or_panic_with_logs(vm);
-        crowd
-            .wait_for_new_routes(&ALL_WORKERS, &HashMap::new())
+        job.wait_for_new_routes(&ALL_WORKERS, &HashMap::new())
             .or_panic_with_logs(vm);
         let mut rng = Rng::new(29);
         for number in 0..default_or_full(4, 16) {
@@ -130,18 +127,16 @@ fn direct_routes_deliver_once_to_stopped_guests() {
             .or_panic_with_logs(vm);
             let workers_on_h2: Vec<usize> = ALL_WORKERS
                 .into_iter()
-                .filter(|worker| crowd.workers_and_hosts[*worker].1 == "h2")
+                .filter(|worker| job.workers_and_hosts[*worker].1 == "h2")
                 .collect();
             let migrating_worker = workers_on_h2[rng.next_below(workers_on_h2.len())];
-            crowd
-                .migrate_worker(vm, migrating_worker, "h1")
+            job.migrate_worker(vm, migrating_worker, "h1")
                 .or_panic_with_logs(vm);
             owner_agent.send_directive("welcome nobody is there");
-            crowd
-                .migrate_worker(vm, migrating_worker, "h2")
+            job.migrate_worker(vm, migrating_worker, "h2")
                 .or_panic_with_logs(vm);
         }
-        finish_and_check(vm, crowd);
+        finish_and_check(vm, job);
     });
 }
 

@@ -14,7 +14,7 @@ const TIMEOUT: Duration = Duration::from_secs(120);
 /// Returns settings for a job whose first task requests the engine `first_engine` and whose workers
 /// request the engine `worker_engine`. Self-checkpoints are written to the user's home folder,
 /// which all hosts share.
-fn engine_settings(as_alice: bool, first_engine: &str, worker_engine: &str) -> VmSettings {
+fn engine_settings(is_alice: bool, first_engine: &str, worker_engine: &str) -> VmSettings {
     let pair = |name: &str, value: &str| (name.to_string(), value.to_string());
     let env = vec![
         pair("SEMPA_ENGINE", first_engine),
@@ -27,7 +27,7 @@ fn engine_settings(as_alice: bool, first_engine: &str, worker_engine: &str) -> V
         ),
     ];
     VmSettings {
-        runs_as_alice: as_alice,
+        runs_as_alice: is_alice,
         env,
         ..VmSettings::default()
     }
@@ -70,8 +70,8 @@ fn wait_until_no_sempa_files(vm: &Vm<'_>, folder: &Path) {
     wait_for(TIMEOUT, check_no_files).or_panic_with_logs(vm);
 }
 
-/// The tasks of an ordinary user's job write self-checkpoints. The job rolls back to them each time
-/// one of two hosts is killed.
+/// The tasks of an ordinary user's job write self-checkpoints. Two hosts are killed, one after the
+/// other; each time the job rolls back to its self-checkpoints.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn ordinary_users_job_rolls_back() {
@@ -83,13 +83,14 @@ fn ordinary_users_job_rolls_back() {
     let checkpoint_reply = vm
         .pvm_json(&["checkpoint", "--every", "1s", &job.tid])
         .or_panic_with_logs(&vm);
-    let (self_checkpointed, tasks) = (
+    let (self_checkpointed_tids, tasks) = (
         checkpoint_reply[0]["own"].as_array(),
         checkpoint_reply[0]["tasks"].as_array(),
     );
     assert!(
-        self_checkpointed.is_some_and(|self_checkpointed| self_checkpointed.len() == 5)
-            && self_checkpointed == tasks,
+        self_checkpointed_tids
+            .is_some_and(|self_checkpointed_tids| self_checkpointed_tids.len() == 5)
+            && self_checkpointed_tids == tasks,
         "{checkpoint_reply:?}"
     );
     for killed_host in [3, 2] {
@@ -118,7 +119,8 @@ fn ordinary_users_job_rolls_back() {
     vm.halt_and_wait().expect("halts");
 }
 
-/// A new virtual machine restarts a job from the self-checkpoints of its tasks.
+/// No host has CRIU. After all hosts were killed, a new virtual machine restarts a job from the
+/// self-checkpoints of its tasks on other hosts.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_job_restarts_without_criu_on_any_host() {
@@ -193,14 +195,14 @@ fn criu_and_programs_share_a_checkpoint() {
     let checkpoint_reply = vm
         .pvm_json(&["checkpoint", "--every", "1s", &job.tid])
         .or_panic_with_logs(&vm);
-    let self_checkpointed: Vec<&str> = checkpoint_reply[0]["own"]
+    let self_checkpointed_tids: Vec<&str> = checkpoint_reply[0]["own"]
         .as_array()
         .into_iter()
         .flatten()
         .filter_map(|tid| tid.as_str())
         .collect();
     assert!(
-        self_checkpointed.len() == 4 && !self_checkpointed.contains(&&*job.tid),
+        self_checkpointed_tids.len() == 4 && !self_checkpointed_tids.contains(&&*job.tid),
         "{checkpoint_reply:?}\n{}",
         vm.events_and_logs()
     );
@@ -216,7 +218,8 @@ fn criu_and_programs_share_a_checkpoint() {
     vm.halt_and_wait().expect("halts");
 }
 
-/// If one file of the checkpoint cannot be restored, no task is started and no file is changed.
+/// A checkpoint is not restarted while a task of its job is alive. If one file of the checkpoint
+/// cannot be restored, no task is started and no file is changed.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_restart_that_cannot_write_changes_nothing() {

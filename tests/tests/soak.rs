@@ -30,7 +30,7 @@ const SPARE_NAMESPACE_DESCRIPTORS: u64 = 3;
 fn resource_counts(footprint: &Footprint) -> Vec<(&'static str, [u64; 2])> {
     let count = |kind: usize| {
         let sum = &footprint.resources_by_kind[kind];
-        let namespaces = if KIND_NAMES[kind] == "taskers" {
+        let spare_namespace_count = if KIND_NAMES[kind] == "taskers" {
             sum.process_count - HOST_NAMES.len() as u64
         } else {
             0
@@ -38,35 +38,34 @@ fn resource_counts(footprint: &Footprint) -> Vec<(&'static str, [u64; 2])> {
         (
             KIND_NAMES[kind],
             [
-                sum.descriptor_count - SPARE_NAMESPACE_DESCRIPTORS * namespaces,
-                sum.thread_count - namespaces,
+                sum.descriptor_count - SPARE_NAMESPACE_DESCRIPTORS * spare_namespace_count,
+                sum.thread_count - spare_namespace_count,
             ],
         )
     };
     (0..TASK_KIND_INDEX).map(count).collect()
 }
 
-/// Starts tasks that exchange messages, migrates them, and checks that every message arrived once.
+/// Starts tasks that exchange messages, and migrates the tasks. Checks that the tasks are on the
+/// target hosts and that every message arrived once, and waits until all tasks have ended.
 fn migrate_crowd(vm: &Vm, rounds: &[(usize, usize)], rng: &mut Rng) {
-    let mut crowd = AllToAllJob::start(vm, WORKER_COUNT, NEIGHBOURS_PER_SIDE, &[], &HOST_NAMES)
+    let mut job = AllToAllJob::start(vm, WORKER_COUNT, NEIGHBOURS_PER_SIDE, &[], &HOST_NAMES)
         .or_panic_with_logs(vm);
-    for (parallel_count, repetitions) in rounds {
-        for _ in 0..*repetitions {
-            crowd
-                .migrate_random_workers(vm, rng, *parallel_count)
+    for (parallel_count, repetition_count) in rounds {
+        for _ in 0..*repetition_count {
+            job.migrate_random_workers(vm, rng, *parallel_count)
                 .or_panic_with_logs(vm);
         }
     }
-    crowd
-        .check_worker_hosts(vm)
+    job.check_worker_hosts(vm)
         .expect("where they were moved to");
-    let account = crowd.end_and_report().or_panic_with_logs(vm);
+    let report = job.end_and_report().or_panic_with_logs(vm);
     assert!(
-        account.is_faultless(),
-        "{account:?}\n{}",
+        report.is_faultless(),
+        "{report:?}\n{}",
         vm.events_and_logs()
     );
-    eprintln!("{account:?}");
+    eprintln!("{report:?}");
     wait_for(TIMEOUT, || {
         match Footprint::measure(vm).resources_by_kind[TASK_KIND_INDEX].process_count {
             0 => Ok(()),

@@ -117,12 +117,12 @@ fn run_job_command(vm: &Vm, args: &[&str]) -> Value {
 }
 
 fn parse_tids(value: &Value) -> Vec<String> {
-    let parsed = value
+    let tids = value
         .as_array()
         .expect("a list")
         .iter()
         .map(|tid| tid.as_str().expect("a tid").to_string());
-    parsed.collect()
+    tids.collect()
 }
 
 /// Runs `test` on a virtual machine with a resource manager and a job of two tasks on h2. The
@@ -169,7 +169,8 @@ fn assert_did_not_run(vm: &Vm, tid: &str, from_us: u64, to_us: u64) {
     );
 }
 
-/// A task of a suspended job can migrate. All tasks continue when the job is resumed.
+/// The tasks of a suspended job get no processor time, even after one of them has migrated. All
+/// tasks continue when the job is resumed.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_suspended_job_gets_no_processor_time() {
@@ -184,19 +185,19 @@ fn a_suspended_job_gets_no_processor_time() {
             .iter()
             .map(|tid| wait_until_stopped(vm, tid))
             .collect();
-        let stopped_us = now_us();
+        let stopped_at_us = now_us();
         let status = run_job_command(vm, &["status", &job_tids[0]]);
         assert!(
             status["job"]["suspended"]["since_us"]
                 .as_u64()
-                .is_some_and(|since| since <= stopped_us),
+                .is_some_and(|since| since <= stopped_at_us),
             "{status}"
         );
         vm.migrate_or_panic(&job_tids[1], "h3");
         let migrated_task = find_task(vm, &job_tids[1]);
         assert_eq!(migrated_task.host.as_deref(), Some("h3"));
         let ticks_at_target = wait_until_stopped(vm, &job_tids[1]);
-        wait_until_time(now_us().max(stopped_us) + OBSERVATION_MIN_US);
+        wait_until_time(now_us().max(stopped_at_us) + OBSERVATION_MIN_US);
         assert_eq!(
             wait_until_stopped(vm, &job_tids[0]),
             ticks_before[0],
@@ -211,7 +212,7 @@ fn a_suspended_job_gets_no_processor_time() {
         let answer = run_job_command(vm, &["resume", &job_tids[1]]);
         assert_eq!(parse_tids(&answer["tasks"]).len(), 2, "{answer}");
         for tid in job_tids {
-            assert_did_not_run(vm, tid, stopped_us, resume_us);
+            assert_did_not_run(vm, tid, stopped_at_us, resume_us);
             assert!(!find_task(vm, tid).suspended);
         }
         let status = run_job_command(vm, &["status", &job_tids[0]]);
@@ -391,10 +392,11 @@ fn job_of_heavy_user_is_preempted() {
         assert_eq!(host_names, ["h1", "h2"], "each host takes one");
 
         let (host, alice_home) = (vm.testbed().host(2), vm.testbed().folder().join("alice"));
-        let mut spawn = host.command_as(Some(("alice", ALICE_UID, &alice_home)), "pvm");
-        spawn.args(["--json", "spawn", "hold", "1"]);
-        let spawn = RunningCommand::start(spawn, Stdio::null()).expect("the console runs");
-        let spawn_output = spawn
+        let mut spawn_command = host.command_as(Some(("alice", ALICE_UID, &alice_home)), "pvm");
+        spawn_command.args(["--json", "spawn", "hold", "1"]);
+        let spawn_command =
+            RunningCommand::start(spawn_command, Stdio::null()).expect("the console runs");
+        let spawn_output = spawn_command
             .wait_or_kill(TIMEOUT)
             .and_then(|spawn_output| spawn_output.expect_success("spawn"));
         let spawn_output = spawn_output.or_panic_with_logs(vm);

@@ -144,9 +144,9 @@ pub(crate) fn run(args: &BenchArgs) -> Result<bool> {
 fn installed_prefix(args: &BenchArgs) -> Result<PathBuf> {
     Ok(match &args.prefix {
         Some(prefix) => {
-            // The hosts of the testbed need the program `sempa-host`, which is not installed. It is
-            // built in the same cargo call as the installed programs, so that cargo selects the
-            // same features and compiles nothing twice.
+            // The hosts of the testbed need the program `sempa-host`, which is not installed. This
+            // program is built in the same cargo call as the installed programs, so that cargo
+            // selects the same features and compiles nothing twice.
             if !install::cargo_command(&[
                 "build",
                 "--locked",

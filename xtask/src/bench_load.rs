@@ -56,7 +56,7 @@ const LIVE_PERCENT_MAX: f64 = 0.01;
 /// quiet. On a busier machine the load watcher's share is reported but not compared with
 /// [`LIVE_PERCENT_MAX`].
 const QUIET_BUSY_SHARE_MAX: f64 = 0.05;
-/// Time after its start during which a load watcher has startup costs.
+/// Time after the start of a load watcher during which it has startup costs.
 const STARTUP_DURATION: Duration = Duration::from_secs(30);
 /// Time limit for each condition that the benchmark waits for.
 const WAIT_TIMEOUT: Duration = Duration::from_secs(60);
@@ -76,8 +76,8 @@ struct WatcherUsage {
 }
 
 /// Runs the measurement for `minutes` minutes and prints the results. Writes JSON to the folder
-/// `results`. Returns false if a figure exceeds its maximum.
-pub(crate) fn run(prefix: &Path, minutes: u64, results: &Path) -> Result<bool> {
+/// `results_folder`. Returns false if a figure exceeds its maximum.
+pub(crate) fn run(prefix: &Path, minutes: u64, results_folder: &Path) -> Result<bool> {
     let bench_output = install::cargo_command(&[
         "bench",
         "--locked",
@@ -116,12 +116,12 @@ pub(crate) fn run(prefix: &Path, minutes: u64, results: &Path) -> Result<bool> {
         "microseconds, median", "ours", "allowed", "SEMPA"
     );
     let mut succeeded = true;
-    for (description, name, sempa, maximum) in FIGURE_ROWS {
+    for (description, name, sempa_figure, maximum_us) in FIGURE_ROWS {
         let our_figure = figures[name]
             .as_f64()
             .with_context(|| format!("there is no {name}"))?;
-        succeeded &= our_figure <= maximum;
-        println!("{description:38} {our_figure:10.2} {maximum:10.1} {sempa:>10}");
+        succeeded &= our_figure <= maximum_us;
+        println!("{description:38} {our_figure:10.2} {maximum_us:10.1} {sempa_figure:>10}");
     }
     println!(
         "{:38} {report_us:10.2} {:>10} {:>10}",
@@ -140,8 +140,8 @@ pub(crate) fn run(prefix: &Path, minutes: u64, results: &Path) -> Result<bool> {
     );
     succeeded &= !quiet || *percent <= LIVE_PERCENT_MAX;
     figures["live"] = serde_json::to_value(&watcher_usage)?;
-    fs::create_dir_all(results)?;
-    let json_path = results.join("load.json");
+    fs::create_dir_all(results_folder)?;
+    let json_path = results_folder.join("load.json");
     fs::write(&json_path, serde_json::to_vec_pretty(&figures)?)
         .with_context(|| json_path.display().to_string())?;
     println!("the same as JSON: {}", json_path.display());

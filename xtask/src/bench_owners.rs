@@ -32,7 +32,8 @@ const HOST_COUNT: usize = 4;
 /// it ran.
 const FARM_WORKER_COUNT: usize = 4;
 /// Units of work of each farm task per second of the run. A unit takes about 10 ms of processor
-/// time. With [`FARM_WORKER_COUNT`] tasks on as many processors, a farm takes a third of the run.
+/// time, so a farm takes about a twentieth of the run if each of its tasks has a processor of its
+/// own.
 const UNITS_PER_SECOND: u64 = 5;
 /// Maximum number of owners who are logged in at the same time. Guests therefore always have a host
 /// to which they can migrate.
@@ -46,12 +47,12 @@ const WAIT_TIMEOUT: Duration = Duration::from_secs(60);
 /// Time limit for tablix2 and the farm to end after the last logout.
 const JOBS_END_TIMEOUT: Duration = Duration::from_secs(900);
 
-/// Runs the benchmark for `minutes` minutes. Writes JSON to the folder `results`. Returns false if
-/// a check fails.
+/// Runs the benchmark for `minutes` minutes. Writes JSON to the folder `results_folder`. Returns
+/// false if a check fails.
 ///
 /// # Errors
 /// A step cannot be performed.
-pub(crate) fn run(prefix: &Path, minutes: u64, results: &Path) -> Result<bool> {
+pub(crate) fn run(prefix: &Path, minutes: u64, results_folder: &Path) -> Result<bool> {
     if let Some(missing_requirement) = requirements::unmet_requirement() {
         anyhow::bail!("bench owners: {missing_requirement}");
     }
@@ -67,8 +68,8 @@ pub(crate) fn run(prefix: &Path, minutes: u64, results: &Path) -> Result<bool> {
         .inspect_err(|_| eprintln!("{}", vm.events_and_logs()))?;
     vm.halt_and_wait()?;
     print_outcome(&outcome);
-    fs::create_dir_all(results)?;
-    let json_path = results.join("owners.json");
+    fs::create_dir_all(results_folder)?;
+    let json_path = results_folder.join("owners.json");
     fs::write(&json_path, serde_json::to_vec_pretty(&outcome)?)
         .with_context(|| json_path.display().to_string())?;
     print_progress(&format!("the same as JSON: {}", json_path.display()));
@@ -76,10 +77,10 @@ pub(crate) fn run(prefix: &Path, minutes: u64, results: &Path) -> Result<bool> {
 }
 
 fn run_logins(vm: &Vm, duration: Duration) -> Result<OwnersOutcome> {
-    let names = add_hosts(vm, print_progress)?;
+    let host_names = add_hosts(vm, print_progress)?;
     vm.compile_program("busy")?;
     let index_of = |host: &Host| {
-        names
+        host_names
             .iter()
             .find(|(_, name)| **name == host.name())
             .map(|(index, _)| *index)
@@ -92,7 +93,7 @@ fn run_logins(vm: &Vm, duration: Duration) -> Result<OwnersOutcome> {
         .collect();
     ensure!(
         hosts.len() == HOST_COUNT,
-        "not all hosts are in the virtual machine: {names:?}"
+        "not all hosts are in the virtual machine: {host_names:?}"
     );
     let sampling_thread = SamplingThread::start(&hosts, demo::KERNEL_PROGRAM)?;
     let (mut outcome, mut events, mut finished_logins) =
@@ -133,7 +134,7 @@ fn run_logins(vm: &Vm, duration: Duration) -> Result<OwnersOutcome> {
         events.into_values().collect::<Vec<EventEntry>>(),
         sampling_thread.stop_and_wait()?,
     );
-    let decisions = names
+    let decisions = host_names
         .into_iter()
         .map(|(index, name)| Ok((index, (name.clone(), query_decisions(vm, &name)?))));
     outcome.evaluate_run(
@@ -146,7 +147,7 @@ fn run_logins(vm: &Vm, duration: Duration) -> Result<OwnersOutcome> {
     Ok(outcome)
 }
 
-/// A running tablix2 and a running farm. Each of the two is started again when it has ended.
+/// A running tablix2 and a running farm. Each of the two jobs is started again when it has ended.
 struct Jobs {
     search: RunningCommand,
     farm: RunningCommand,
@@ -187,12 +188,16 @@ impl Jobs {
     }
 }
 
-fn start_farm(vm: &Vm, units: u64) -> Result<RunningCommand> {
+fn start_farm(vm: &Vm, units_per_task: u64) -> Result<RunningCommand> {
     let mut command = vm.user_command(
         vm.testbed().host(1),
         vm.user_home().join("pvm3/bin/LINUX64/busy"),
     );
-    command.args(["farm", &FARM_WORKER_COUNT.to_string(), &units.to_string()]);
+    command.args([
+        "farm",
+        &FARM_WORKER_COUNT.to_string(),
+        &units_per_task.to_string(),
+    ]);
     RunningCommand::start(command, Stdio::null())
 }
 
@@ -232,9 +237,9 @@ fn wait_for_farm(
         .and_then(|command_result| command_result.expect_success("the farm"))
     {
         Ok(command_result) => match read_farm(&command_result.stdout, clocks) {
-            right if right == FARM_WORKER_COUNT => outcome.results += right,
-            right => outcome.reasons.push(format!(
-                "{right} of {FARM_WORKER_COUNT} tasks of a farm had the right result: {}",
+            correct_count if correct_count == FARM_WORKER_COUNT => outcome.results += correct_count,
+            correct_count => outcome.reasons.push(format!(
+                "{correct_count} of {FARM_WORKER_COUNT} tasks of a farm had the right result: {}",
                 command_result.stdout
             )),
         },
@@ -247,7 +252,7 @@ fn wait_for_farm(
 fn read_farm(farm_output: &str, clocks: &mut WorkerClocks) -> usize {
     let parse_gap =
         |start: &str, end: &str| Some((start.parse::<u64>().ok()?, end.parse::<u64>().ok()?));
-    let mut correct_results = 0;
+    let mut correct_count = 0;
     for line in farm_output.lines() {
         match line.split(' ').collect::<Vec<_>>()[..] {
             ["spawned", tid] => drop(clocks.entry(tid.to_string()).or_default()),
@@ -261,11 +266,11 @@ fn read_farm(farm_output: &str, clocks: &mut WorkerClocks) -> usize {
                 .or_default()
                 .gaps_us
                 .extend(parse_gap(start, end)),
-            ["task", _, "right"] => correct_results += 1,
+            ["task", _, "right"] => correct_count += 1,
             _ => {}
         }
     }
-    correct_results
+    correct_count
 }
 
 fn print_progress(line: &str) {
@@ -407,7 +412,7 @@ fn print_outcome(outcome: &OwnersOutcome) {
     }
 }
 
-/// Prints each host, worker and kernel that exceeded its limit, with the events.
+/// Prints each host, worker and kernel that exceeded its limit, with the events of the visit.
 fn print_exceeded_limits(outcome: &OwnersOutcome) {
     for LateHost {
         host,

@@ -9,17 +9,17 @@ use std::process::Stdio;
 
 /// Measures the cost of decisions of the resource manager. Returns false if the median of a cost
 /// exceeds its limit.
-pub(crate) fn measure_decisions(results: &Path) -> Result<bool> {
-    let (text, json, within_limits) = run_benchmark("decide", &[])?;
-    sempa_benches::store_decide(&text, &json, results)?;
-    Ok(within_limits)
+pub(crate) fn measure_decisions(results_folder: &Path) -> Result<bool> {
+    let (text, json_file, is_within_limits) = run_benchmark("decide", &[])?;
+    sempa_benches::store_decide(&text, &json_file, results_folder)?;
+    Ok(is_within_limits)
 }
 
 /// Simulates a week of many desktops, and some days with one dominant user, in virtual time. The
 /// simulation uses the stored results of `bench owners` and `bench migrate`. Returns false if a
 /// waiting time exceeds its limit.
-pub(crate) fn simulate_days(results: &Path) -> Result<bool> {
-    let stored_results = |name: &str| {
+pub(crate) fn simulate_days(results_folder: &Path) -> Result<bool> {
+    let results_option = |name: &str| {
         format!(
             "--{name}={}",
             setup::project_folder()
@@ -27,16 +27,16 @@ pub(crate) fn simulate_days(results: &Path) -> Result<bool> {
                 .display()
         )
     };
-    let (text, json, within_limits) = run_benchmark(
+    let (text, json_file, is_within_limits) = run_benchmark(
         "sim",
-        &[stored_results("owners"), stored_results("migrate")],
+        &[results_option("owners"), results_option("migrate")],
     )?;
-    sempa_benches::store_sim(&text, &json, results)?;
-    Ok(within_limits)
+    sempa_benches::store_sim(&text, &json_file, results_folder)?;
+    Ok(is_within_limits)
 }
 
-/// Builds the benchmark `name` and runs it with the arguments `arguments`. Returns its output, the
-/// path of its JSON file, and true if all results are within their limits.
+/// Builds the benchmark `name` and runs it with the arguments `arguments`. Returns the output of
+/// the benchmark, the path of its JSON file, and true if all results are within their limits.
 fn run_benchmark(name: &str, arguments: &[String]) -> Result<(String, PathBuf, bool)> {
     let json_path = install::target_folder()?.join(format!("{name}.json"));
     if json_path.exists() {

@@ -222,8 +222,8 @@ fn run_program(
     }
 }
 
-/// Writes the summary of the campaign to `folder` and prints it. Returns false if a step has
-/// failed.
+/// Writes the summary of the campaign to `folder` and prints the summary. Returns false if a step
+/// has failed.
 fn write_summary(steps: &[&CampaignStep], journal: &Journal, folder: &Path) -> Result<bool> {
     let mut parts: Vec<PartSummary> = Vec::new();
     let (mut failures, mut skipped) = (Vec::new(), Vec::new());

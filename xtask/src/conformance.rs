@@ -8,8 +8,8 @@ use sempa_tests::conformance::{self, Outcome, System};
 use sempa_tests::requirements;
 
 /// Runs the programs of the suite on the systems that `against` names. `name_parts` contains parts
-/// of program names; if it is empty, all programs run. If `as_installed` is true, nothing is built
-/// or installed. Returns false if there is an unexplained difference.
+/// of program names; without any part, all programs run. If `as_installed` is true, nothing is
+/// built or installed. Prints the differences. Returns false if there is an unexplained difference.
 ///
 /// # Errors
 /// The machine does not meet a requirement of the testbed, or a system does not start.
@@ -47,16 +47,16 @@ pub(crate) fn run(against: &str, name_parts: &[String], as_installed: bool) -> R
             .map(|(system, outcomes)| Ok((*system, outcomes?)))
             .collect()
     });
-    let verdict = conformance::compare_with_known(
+    let comparison = conformance::compare_with_known(
         &runs?,
         &conformance::known_differences()?,
         name_parts.is_empty(),
     );
-    print!("{}", verdict.report());
+    print!("{}", comparison.report());
     println!(
         "\n{} sentences, {} differences unexplained",
-        verdict.statements.len(),
-        verdict.unexplained.len()
+        comparison.statements.len(),
+        comparison.unexplained.len()
     );
-    Ok(verdict.unexplained.is_empty())
+    Ok(comparison.unexplained.is_empty())
 }

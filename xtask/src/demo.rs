@@ -48,12 +48,12 @@ struct DemoOutcome {
     fitness: Vec<u64>,
 }
 
-/// Runs the demo on four hosts. Writes the results to the file `json`. Returns false if a check
-/// fails.
+/// Runs the demo on four hosts. Writes the results to the file `json_file`. Returns false if a
+/// check fails.
 ///
 /// # Errors
 /// A step cannot be performed.
-pub(crate) fn run(json: &Path) -> Result<bool> {
+pub(crate) fn run(json_file: &Path) -> Result<bool> {
     setup::set_up_all()?;
     print_demo_line("building (release)");
     let profile = install::build_profile()?;
@@ -83,10 +83,10 @@ pub(crate) fn run(json: &Path) -> Result<bool> {
     if let Some(timeline) = &outcome.timeline {
         timeline.print();
     }
-    let json_path = if json.is_absolute() {
-        json.to_path_buf()
+    let json_path = if json_file.is_absolute() {
+        json_file.to_path_buf()
     } else {
-        setup::project_folder().join(json)
+        setup::project_folder().join(json_file)
     };
     if let Some(folder) = json_path.parent() {
         fs::create_dir_all(folder)?;
@@ -104,9 +104,9 @@ pub(crate) fn run(json: &Path) -> Result<bool> {
 }
 
 fn run_scenario(vm: &Vm) -> Result<DemoOutcome> {
-    let names = add_hosts(vm, print_demo_line)?;
+    let host_names = add_hosts(vm, print_demo_line)?;
     let (index, owned_host) = (
-        host_index(&names, OWNED_HOST)?,
+        host_index(&host_names, OWNED_HOST)?,
         vm.testbed().host(OWNED_HOST),
     );
     let search_start = Instant::now();
@@ -154,7 +154,7 @@ fn run_scenario(vm: &Vm) -> Result<DemoOutcome> {
     }
     let solutions = read_solutions(vm)?;
     reasons.extend(solution_error(&solutions));
-    let timeline = Timeline::from_events(index, &names, &vm.events()?);
+    let timeline = Timeline::from_events(index, &host_names, &vm.events()?);
     match &timeline {
         Some(timeline) => reasons.extend(timeline.missing_events()),
         None => reasons.push("the event log knows of no login".to_string()),
@@ -205,7 +205,7 @@ pub(crate) fn add_hosts(vm: &Vm, print_line: fn(&str)) -> Result<BTreeMap<u16, S
         .pvm_json(&["conf"])?
         .pop()
         .context("conf prints one value")?;
-    let mut names = BTreeMap::new();
+    let mut host_names = BTreeMap::new();
     for host in configuration["hosts"]
         .as_array()
         .context("conf lists the hosts")?
@@ -214,15 +214,15 @@ pub(crate) fn add_hosts(vm: &Vm, print_line: fn(&str)) -> Result<BTreeMap<u16, S
             .as_u64()
             .and_then(|index| u16::try_from(index).ok())
             .context("an index")?;
-        names.insert(index, host["name"].as_str().context("a name")?.to_string());
+        host_names.insert(index, host["name"].as_str().context("a name")?.to_string());
     }
     ensure!(
-        names.len() == hosts.len(),
-        "{} hosts are in the virtual machine: {names:?}",
-        names.len()
+        host_names.len() == hosts.len(),
+        "{} hosts are in the virtual machine: {host_names:?}",
+        host_names.len()
     );
     print_line("the resource manager is registered and every host has a load watcher");
-    Ok(names)
+    Ok(host_names)
 }
 
 fn host_index(names: &BTreeMap<u16, String>, host_number: usize) -> Result<u16> {
@@ -274,15 +274,15 @@ fn wait_for_guests(vm: &Vm, search: &mut RunningCommand) -> Result<()> {
             )));
         }
         let tasks = vm.tasks().map_err(|error| format!("{error:#}"))?;
-        let kernel_on_host = tasks
+        let is_kernel_on_host = tasks
             .iter()
             .any(|task| is_kernel(&task.name) && task.host.as_deref() == Some(owned_name));
         let search_output =
             search.stdout_so_far().unwrap_or_default() + &search.stderr_so_far().unwrap_or_default();
-        match (kernel_on_host, search_output.contains(" reports ")) {
+        match (is_kernel_on_host, search_output.contains(" reports ")) {
             (true, true) => Ok(Ok(())),
-            (kernel_on_host, reports) => Err(format!(
-                "kernel on {owned_name}: {kernel_on_host}, progress reported: {reports}; tasks: {tasks:?}"
+            (is_kernel_on_host, has_progress) => Err(format!(
+                "kernel on {owned_name}: {is_kernel_on_host}, progress reported: {has_progress}; tasks: {tasks:?}"
             )),
         }
     })?
@@ -339,7 +339,7 @@ fn wait_until_host_is_used(vm: &Vm, host: &str) -> Result<()> {
     Ok(())
 }
 
-/// Returns what is wrong with the solutions; `None` if each solution has all lessons.
+/// Returns a description of the error in the solutions; `None` if each solution has all lessons.
 pub(crate) fn solution_error(solutions: &[Solution]) -> Option<String> {
     let expected_lessons =
         DEMO_SCHOOL.day_count * DEMO_SCHOOL.lessons_per_day * DEMO_SCHOOL.concurrent_lesson_count;
@@ -350,8 +350,8 @@ pub(crate) fn solution_error(solutions: &[Solution]) -> Option<String> {
         .then(|| format!("a solution does not have all {expected_lessons} lessons: {solutions:?}"))
 }
 
-/// Converts the result of each kernel with tablix2's own program, and parses it. Returns the
-/// solutions.
+/// Converts the result of each kernel with tablix2's own program, and parses the converted file.
+/// Returns the solutions.
 pub(crate) fn read_solutions(vm: &Vm) -> Result<Vec<Solution>> {
     let folder = work_folder(vm);
     let mut solutions = Vec::new();

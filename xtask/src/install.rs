@@ -62,9 +62,9 @@ pub(crate) fn cargo_command(arguments: &[&str]) -> Result<Command> {
         .args(arguments)
         .current_dir(project_folder())
         .env("CARGO_TARGET_DIR", target_folder()?);
-    // Cargo sets variables that describe this package. They are removed: build scripts of other
-    // packages would treat them as a change, and cargo would rebuild those packages and all their
-    // dependents each time.
+    // Cargo sets variables that describe this package. These variables are removed: build scripts
+    // of other packages would treat them as a change, and cargo would rebuild those packages and
+    // all their dependents each time.
     let describes_package = |name: &OsString| {
         ["CARGO_PKG_", "CARGO_MANIFEST_"]
             .iter()
@@ -130,10 +130,10 @@ pub(crate) fn install_files(prefix: &Path, profile: &str) -> Result<()> {
         0o755,
     )?;
     replace_link("libpvm3.so.3", &prefix.join("lib/libpvm3.so"))?;
-    let capi = project_folder().join("libpvm/capi");
+    let capi_folder = project_folder().join("libpvm/capi");
     for header in ["pvm3.h", "pvmproto.h", "pvmtev.h"] {
         install_file(
-            &capi.join("include").join(header),
+            &capi_folder.join("include").join(header),
             &prefix.join("include").join(header),
             0o644,
         )?;
@@ -143,7 +143,7 @@ pub(crate) fn install_files(prefix: &Path, profile: &str) -> Result<()> {
         &prefix.join("lib/libpvm3.a"),
         0o644,
     )?;
-    write_package_config(prefix, &capi.join("pvm3.pc.in"))?;
+    write_package_config(prefix, &capi_folder.join("pvm3.pc.in"))?;
     install_groups_and_fortran(prefix, &build_folder)?;
     install_manuals(prefix)
 }
@@ -217,13 +217,13 @@ fn install_file(source_path: &Path, target_path: &Path, mode: u32) -> Result<()>
 /// Replaces the file `target_path`: writes a temporary file in the same folder and renames it. An
 /// identical file is not replaced, because other builds compare its time of modification.
 fn replace_file(target_path: &Path, bytes: &[u8], mode: u32) -> Result<()> {
-    if fs::read(target_path).is_ok_and(|existing| existing == bytes) {
+    if fs::read(target_path).is_ok_and(|existing_bytes| existing_bytes == bytes) {
         return Ok(());
     }
-    let temporary = temporary_path(target_path);
-    let write_result = fs::write(&temporary, bytes)
-        .and_then(|()| fs::set_permissions(&temporary, fs::Permissions::from_mode(mode)))
-        .and_then(|()| fs::rename(&temporary, target_path));
+    let temporary_file = temporary_path(target_path);
+    let write_result = fs::write(&temporary_file, bytes)
+        .and_then(|()| fs::set_permissions(&temporary_file, fs::Permissions::from_mode(mode)))
+        .and_then(|()| fs::rename(&temporary_file, target_path));
     write_result.with_context(|| format!("cannot write {}", target_path.display()))
 }
 
@@ -233,10 +233,10 @@ fn replace_link(link_target: &str, link_path: &Path) -> Result<()> {
     {
         return Ok(());
     }
-    let temporary = temporary_path(link_path);
-    let _ = fs::remove_file(&temporary);
-    symlink(link_target, &temporary)
-        .and_then(|()| fs::rename(&temporary, link_path))
+    let temporary_link = temporary_path(link_path);
+    let _ = fs::remove_file(&temporary_link);
+    symlink(link_target, &temporary_link)
+        .and_then(|()| fs::rename(&temporary_link, link_path))
         .with_context(|| link_path.display().to_string())
 }
 

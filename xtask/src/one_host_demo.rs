@@ -38,13 +38,13 @@ pub(crate) fn run(prefix: &Path) -> Result<bool> {
         );
         command
     };
-    let pvm = |arguments: &[&str]| -> Result<CommandResult> {
+    let run_pvm = |arguments: &[&str]| -> Result<CommandResult> {
         let mut command = command(&prefix.join("bin/pvm"));
         command.args(arguments);
         run_to_end(command, WAIT_TIMEOUT)
     };
     let run_result = (|| -> Result<bool> {
-        pvm(&["start"])?.expect_success("starting the virtual machine")?;
+        run_pvm(&["start"])?.expect_success("starting the virtual machine")?;
         print_demo_line("the virtual machine runs on this host");
         let program_result = if Path::new(EXAMPLE_PROGRAM).exists() {
             print_demo_line("Debian's example master1, as it is, and its slaves:");
@@ -55,13 +55,13 @@ pub(crate) fn run(prefix: &Path) -> Result<bool> {
             );
             let mut pingpong_command =
                 command(&programs::compile_into("pingpong", prefix, &folder)?);
-            pingpong_command.arg(first_host_name(&pvm(&["--json", "conf"])?)?);
+            pingpong_command.arg(first_host_name(&run_pvm(&["--json", "conf"])?)?);
             run_to_end(pingpong_command, WAIT_TIMEOUT)?
         };
         print!("{}{}", program_result.stdout, program_result.stderr);
         Ok(program_result.succeeded())
     })();
-    let halt_result = pvm(&["halt"]);
+    let halt_result = run_pvm(&["halt"]);
     let removal_result = std::fs::remove_dir_all(&folder);
     let run_result = run_result?;
     if !halt_result?.succeeded() {

@@ -56,14 +56,15 @@ pub(crate) fn has_nextest() -> bool {
 
 /// Lists and runs the tests, with or without nextest.
 pub(crate) trait TestRunner {
-    /// Builds the selected tests and lists them.
+    /// Builds the selected tests and returns a list of them. Functions that are not tests
+    /// ([`is_test`]) are omitted.
     fn build_and_list(&self, selection: TestSelection) -> Result<Vec<Test>>;
-    /// Runs all tests of both tiers except the tests in `skipped`. `name_arguments` are arguments
-    /// that restrict the tests. Returns the number of passed and failed tests.
+    /// Runs all tests of both tiers except the tests in `skipped_tests`. `name_arguments` are
+    /// arguments that restrict the tests. Returns the number of passed and failed tests.
     fn run_tests(
         &self,
         selection: TestSelection,
-        skipped: &[Test],
+        skipped_tests: &[Test],
         name_arguments: &[String],
     ) -> Result<TestCounts>;
 }
@@ -114,15 +115,15 @@ impl TestRunner for Nextest {
     fn run_tests(
         &self,
         selection: TestSelection,
-        skipped: &[Test],
+        skipped_tests: &[Test],
         name_arguments: &[String],
     ) -> Result<TestCounts> {
         let report_path = junit_report_path(&install::target_folder()?);
         let _ = fs::remove_file(&report_path);
         let mut command = self.nextest_command("run", selection)?;
         command.arg("--no-fail-fast");
-        if !skipped.is_empty() {
-            command.args(["-E", &exclusion_filter(skipped)]);
+        if !skipped_tests.is_empty() {
+            command.args(["-E", &exclusion_filter(skipped_tests)]);
         }
         let status = command
             .args(name_arguments)
@@ -317,16 +318,16 @@ impl TestRunner for Libtest {
     fn run_tests(
         &self,
         selection: TestSelection,
-        skipped: &[Test],
+        skipped_tests: &[Test],
         name_arguments: &[String],
     ) -> Result<TestCounts> {
         let mut counts = TestCounts::default();
         for binary in self.build_binaries(selection)? {
             let mut libtest_arguments = vec!["--include-ignored", "--test-threads", "2"];
-            let skipped_in_binary = skipped.iter().filter(|test| test.binary == binary.id);
+            let skipped_in_binary = skipped_tests.iter().filter(|test| test.binary == binary.id);
             let mut names: Vec<&str> = skipped_in_binary.map(|test| test.name.as_str()).collect();
-            let children = binary.child_functions.iter().map(String::as_str);
-            names.extend(children);
+            let child_names = binary.child_functions.iter().map(String::as_str);
+            names.extend(child_names);
             libtest_arguments.extend(names.iter().flat_map(|name| ["--skip", name]));
             // `name_arguments` are parts of test names. The exact names of skipped tests can be
             // passed only if there are no such parts.

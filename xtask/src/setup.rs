@@ -67,7 +67,7 @@ pub(crate) fn set_up_all() -> Result<()> {
 }
 
 /// Checks that a CRIU under [`CRIU_PREFIX`], or another CRIU that the tasker finds, works on this
-/// kernel; otherwise installs one.
+/// kernel; otherwise installs a CRIU under [`CRIU_PREFIX`].
 ///
 /// # Errors
 /// The user is not root, or [`ensure_criu_at`] fails.
@@ -108,9 +108,9 @@ pub(crate) fn ensure_packages(names: &[&'static str]) -> Result<()> {
 }
 
 fn is_package_installed(name: &str) -> bool {
-    let mut query = Command::new("dpkg-query");
-    query.args(["-W", "-f", "${db:Status-Status}", name]);
-    query
+    let mut query_command = Command::new("dpkg-query");
+    query_command.args(["-W", "-f", "${db:Status-Status}", name]);
+    query_command
         .output()
         .is_ok_and(|query_output| query_output.stdout == b"installed")
 }
@@ -177,10 +177,10 @@ pub(crate) fn ensure_criu_at(prefix: &Path) -> Result<()> {
 /// sufficient, because the result depends on the kernel.
 fn criu_works(program: &Path) -> bool {
     let run_criu = |argument: &str| Command::new(program).arg(argument).output();
-    let version = run_criu("--version")
+    let version_text = run_criu("--version")
         .map(|output| String::from_utf8_lossy(&output.stdout).into_owned())
         .unwrap_or_default();
-    let version_number = version
+    let version_number = version_text
         .lines()
         .find_map(|line| line.strip_prefix("Version:"))
         .unwrap_or("0")

@@ -195,10 +195,13 @@ fn unmet_reason(need: TestNeed, criu_error: Option<&str>, is_full_run: bool) -> 
     }
 }
 
-/// Returns the available memory in MiB; 0 if it is unknown.
+/// Returns the available memory in MiB; 0 if the amount is unknown.
 fn free_mebibytes() -> u64 {
-    let memory = Meminfo::current().ok();
-    memory.and_then(|memory| memory.mem_available).unwrap_or(0) >> 20
+    let memory_info = Meminfo::current().ok();
+    memory_info
+        .and_then(|memory_info| memory_info.mem_available)
+        .unwrap_or(0)
+        >> 20
 }
 
 /// Decides which tests are skipped. Each need is checked only once.
@@ -209,17 +212,19 @@ pub(crate) struct SkipDecider {
 }
 
 impl SkipDecider {
-    /// `no_criu_reason` is the reason why CRIU does not work; `None` if CRIU works. `full` is true
-    /// if tests run with `SEMPA_TEST_FULL`.
-    pub(crate) fn new(no_criu_reason: Option<String>, full: bool) -> Self {
+    /// Creates a decider that has not checked any need. `no_criu_reason` is the reason why CRIU
+    /// does not work; `None` if CRIU works. `uses_full_sizes` is true if tests run with
+    /// `SEMPA_TEST_FULL`.
+    pub(crate) fn new(no_criu_reason: Option<String>, uses_full_sizes: bool) -> Self {
         Self {
             criu_error: no_criu_reason,
-            is_full_run: full,
+            is_full_run: uses_full_sizes,
             unmet_reasons: BTreeMap::new(),
         }
     }
 
-    /// Returns the reason to skip an ignored test; `None` if the machine meets all its needs.
+    /// Returns the reason to skip an ignored test; `None` if the machine meets all needs of the
+    /// test.
     pub(crate) fn skip_reason(&mut self, binary: &str, test: &str) -> Option<String> {
         test_needs(binary, test).into_iter().find_map(|need| {
             self.unmet_reasons

@@ -73,7 +73,7 @@ pub(crate) fn run(runner_arguments: &[String]) -> Result<bool> {
         &mut skip_decider,
     );
     if runner_arguments.is_empty() {
-        // Listing the tests builds them.
+        // Listing the tests of the model checker also builds these tests.
         runner.build_and_list(MODEL_CHECKER_TESTS)?;
     }
     let mut counts = runner.run_tests(workspace_selection, &tests_to_skip, runner_arguments)?;
@@ -109,7 +109,8 @@ pub(crate) struct TestSetup {
     pub(crate) criu_error: Option<String>,
 }
 
-/// Installs packages, builds the workspace and installs its programs below the target folder.
+/// Installs packages and CRIU, builds the workspace and installs its programs below the target
+/// folder. A failure to install CRIU becomes part of the result.
 ///
 /// # Errors
 /// A package cannot be installed, or the build fails.
@@ -137,7 +138,8 @@ pub(crate) fn run_seed() -> u64 {
     })
 }
 
-/// Returns the environment variables for all tests, except those that the caller has already set.
+/// Returns the environment variables for all tests. The seed of proptest and the number of fuzz
+/// inputs are omitted if the environment of this program contains them.
 pub(crate) fn test_variables(prefix: &str, seed: u64) -> Vec<(&'static str, String)> {
     let default_variables = [PROPTEST_SEED_VARIABLE, FUZZ_INPUTS_VARIABLE];
     let is_unset = |(name, _): &(&'static str, &str)| std::env::var_os(name).is_none();
@@ -154,15 +156,15 @@ pub(crate) fn test_variables(prefix: &str, seed: u64) -> Vec<(&'static str, Stri
 /// Returns the tests of the system tier that this machine cannot run. Prints the number of these
 /// tests for each binary and reason.
 pub(crate) fn skipped_tests(tests: &[Test], skip_decider: &mut SkipDecider) -> Vec<Test> {
-    let mut reasons: BTreeMap<(&str, String), usize> = BTreeMap::new();
+    let mut counts_by_reason: BTreeMap<(&str, String), usize> = BTreeMap::new();
     let mut skipped_tests = Vec::new();
     for test in tests.iter().filter(|test| test.is_ignored) {
         if let Some(reason) = skip_decider.skip_reason(&test.binary, &test.name) {
-            *reasons.entry((&test.binary, reason)).or_default() += 1;
+            *counts_by_reason.entry((&test.binary, reason)).or_default() += 1;
             skipped_tests.push(test.clone());
         }
     }
-    for ((binary, reason), test_count) in reasons {
+    for ((binary, reason), test_count) in counts_by_reason {
         println!("skipped: {test_count} tests of {binary}: {reason}");
     }
     skipped_tests
@@ -304,8 +306,8 @@ fn check_dependencies() -> Result<bool> {
     )
 }
 
-/// Runs a check; prints whether it has succeeded, and its duration. Returns true if it has
-/// succeeded.
+/// Runs a check; prints whether the check has succeeded, and its duration. Returns true if the
+/// check has succeeded.
 fn run_check(name: &str, mut command: Command) -> Result<bool> {
     let start = Instant::now();
     let succeeded = command.stdin(Stdio::null()).status()?.success();

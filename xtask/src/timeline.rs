@@ -20,7 +20,8 @@ pub(crate) struct Timeline {
     pub(crate) why: String,
     /// Time at which the load watcher detected the login; `None` if unknown.
     pub(crate) login_seen_ms: Option<f64>,
-    /// Time at which all guests had stopped; `None` if the event log does not contain it.
+    /// Time at which all guests had stopped; `None` if the event log does not show when they
+    /// stopped.
     pub(crate) guests_stopped_ms: Option<f64>,
     /// The completed migrations of guests off the host.
     pub(crate) moves: Vec<GuestMigration>,
@@ -132,14 +133,14 @@ impl Timeline {
         timeline.moves = migrations
             .into_iter()
             .map(|(_, migration)| migration)
-            .filter(|completed| completed.running_ms.is_some())
+            .filter(|completed_migration| completed_migration.running_ms.is_some())
             .collect();
         // Without a directive for the whole host, each task was stopped by its own migration.
         let last_stop_ms = || {
             timeline
                 .moves
                 .iter()
-                .filter_map(|completed| completed.stopped_ms)
+                .filter_map(|completed_migration| completed_migration.stopped_ms)
                 .reduce(f64::max)
         };
         timeline.guests_stopped_ms = timeline.guests_stopped_ms.or_else(last_stop_ms);
@@ -235,8 +236,8 @@ fn find_first_login(host_index: u16, events: &[EventEntry]) -> Option<(u64, u64,
     })
 }
 
-/// Returns the migration with the number `id` from the list, with the task's tid and the names of
-/// its hosts. If the list does not contain it, it is added.
+/// Returns the migration with the number `id` from the list. If the list does not contain the
+/// migration, adds it with the task's tid and the names of its hosts.
 fn find_or_add_migration(
     migrations: &mut Vec<(u64, GuestMigration)>,
     id: u64,

@@ -31,7 +31,7 @@ struct BareProcess {
     gap_record: GapRecord,
     /// The command that started or restored the process and waits for its end.
     restore_or_start_command: RunningCommand,
-    /// Process id on the process's host.
+    /// Process id, as the process itself sees it on its host.
     pid: i64,
 }
 
@@ -49,7 +49,8 @@ impl BareProcess {
         })
     }
 
-    /// Kills the process. A process that no call kills ends with its host.
+    /// Kills the process and ends the command that waits for it. Without a call of this method, the
+    /// process ends with its host.
     fn kill(self, host: &Host) -> Result<()> {
         let mut kill = host.root_command("kill");
         kill.args(["-9", &self.pid.to_string()]);
@@ -60,7 +61,8 @@ impl BareProcess {
     }
 }
 
-/// Returns a command that runs CRIU on a host with the command word `command_word`, such as `dump`.
+/// Returns a command that runs CRIU on a host with the command word `command_word`, such as `dump`,
+/// and with the image folder `images`.
 fn criu_command(host: &Host, engine: &Path, command_word: &str, images: &Path) -> Command {
     let mut command = host.root_command(engine);
     command.arg(command_word).arg("-D").arg(images).args([
@@ -72,7 +74,7 @@ fn criu_command(host: &Host, engine: &Path, command_word: &str, images: &Path) -
     command
 }
 
-/// Returns the name of the log file of a CRIU command with this command word.
+/// Returns the name of the log file of CRIU's command `command_word`.
 fn log_name(command_word: &str) -> String {
     format!("{command_word}.log")
 }
@@ -84,8 +86,8 @@ fn folder_bytes(folder: &Path) -> Result<u64> {
         .sum()
 }
 
-/// Returns the errors in the log of a CRIU command, except for a harmless error about
-/// RLIMIT_NOFILE.
+/// Returns the errors in the log of a CRIU command, one line each, except for a harmless error
+/// about RLIMIT_NOFILE.
 fn log_errors(images: &Path, command_word: &str) -> String {
     let log = fs::read_to_string(images.join(log_name(command_word))).unwrap_or_default();
     let lines = log
@@ -124,21 +126,21 @@ impl<'a> StopAndCopy<'a> {
         let mut dump_command = criu_command(self.host, &self.engine, "dump", &from);
         dump_command.args(["-t", &self.process.pid.to_string()]);
         let begin_us = now_us();
-        let with_log = |error: Error, images, command_word| {
+        let error_with_log = |error: Error, images, command_word| {
             anyhow!(
                 "{error:#}{}",
                 log_errors(&image_folder.join(images), command_word)
             )
         };
         run_successfully(dump_command, STEP_TIMEOUT)
-            .map_err(|error| with_log(error, "from", "dump"))?;
+            .map_err(|error| error_with_log(error, "from", "dump"))?;
         let dumped_us = now_us();
         let mut copy_command = self.host.root_command("cp");
         copy_command.arg("-r").arg(&from).arg(&to);
         run_successfully(copy_command, STEP_TIMEOUT)?;
         let copied_us = now_us();
         // The restored process needs the process id of the old process. The id is free: the command
-        // that waited for the old process has ended, so it has reaped the process.
+        // that waited for the old process has ended and has reaped the old process.
         let restore_command = RunningCommand::start(
             criu_command(self.host, &self.engine, "restore", &to),
             Stdio::null(),
@@ -146,7 +148,8 @@ impl<'a> StopAndCopy<'a> {
         std::mem::replace(&mut self.process.restore_or_start_command, restore_command)
             .wait_or_kill(STEP_TIMEOUT)?;
         let gap = self.process.gap_record.wait_for_gap(dumped_us);
-        let (stopped_us, resumed_us) = gap.map_err(|error| with_log(error, "to", "restore"))?;
+        let (stopped_us, resumed_us) =
+            gap.map_err(|error| error_with_log(error, "to", "restore"))?;
         let bytes = folder_bytes(&image_folder.join("from"))?;
         fs::remove_dir_all(image_folder)?;
         let steps = [
@@ -183,7 +186,8 @@ pub(super) struct PostCopy<'a> {
     source_host: usize,
     /// Number of the target of the next migration.
     target_host: usize,
-    /// Dropping the value restores the machine's limit.
+    /// The raised limit of the machine for the size of a pipe. The previous limit is restored when
+    /// this value is dropped.
     _pipe_limit: RaisedPipeLimit,
 }
 
@@ -283,7 +287,7 @@ impl<'a> PostCopy<'a> {
         let bytes = folder_bytes(&to.machine_path(IMAGE_FOLDER))?;
         let restore_command = processes.wait_for_memory()?;
         let arrived_us = now_us().max(resumed_us);
-        // The source process has exited, and the command that waited for it has ended.
+        // The source process has exited, so the command that waited for it ends.
         std::mem::replace(&mut self.process.restore_or_start_command, restore_command)
             .wait_or_kill(STEP_TIMEOUT)?;
         self.process
@@ -319,10 +323,11 @@ impl<'a> PostCopy<'a> {
 }
 
 impl CriuProcesses {
-    /// Waits until the process runs again after it was stopped at time `stopped_us`, in
-    /// microseconds since
-    /// 1970. Returns the start and the end of the gap. The error reports a CRIU process that has
-    ///       failed.
+    /// Waits until the process runs again after the gap that contains the time `stopped_us`, in
+    /// microseconds since 1970. Returns the start and the end of the gap.
+    ///
+    /// # Errors
+    /// A CRIU process has failed, or the process does not run within [`STEP_TIMEOUT`].
     fn await_gap(&mut self, gap_record: &GapRecord, stopped_us: i64) -> Result<(i64, i64)> {
         wait_for(STEP_TIMEOUT, || {
             for (process, command_word) in [
@@ -362,6 +367,9 @@ impl CriuProcesses {
 ///
 /// The status pipe replaces standard input, which CRIU does not need. No other descriptor can be
 /// used, because a command in a host inherits only the three standard descriptors.
+///
+/// # Errors
+/// CRIU ends before it is ready, or is not ready within [`STEP_TIMEOUT`].
 fn start_until_ready(mut command: Command) -> Result<RunningCommand> {
     command.args(["--status-fd", "0"]);
     let (mut status_reader, status_writer) = std::io::pipe()?;
@@ -379,8 +387,8 @@ fn start_until_ready(mut command: Command) -> Result<RunningCommand> {
 }
 
 /// Raises the machine's limit for the size of a pipe to the size that CRIU needs. Without
-/// CAP_SYS_RESOURCE CRIU cannot exceed the limit: it ignores the error and fills the pipe until it
-/// blocks. Dropping the value restores the previous limit.
+/// CAP_SYS_RESOURCE, CRIU cannot exceed the limit; CRIU ignores the error and writes to the pipe
+/// until a write blocks. Dropping the value restores the previous limit.
 struct RaisedPipeLimit {
     /// The limit before the change; `None` if the limit was high enough.
     previous: Option<String>,
@@ -388,18 +396,18 @@ struct RaisedPipeLimit {
 
 impl RaisedPipeLimit {
     fn raise_if_low() -> Result<Self> {
-        let previous = fs::read_to_string(PIPE_LIMIT_FILE)
+        let previous_limit = fs::read_to_string(PIPE_LIMIT_FILE)
             .context(PIPE_LIMIT_FILE)?
             .trim()
             .to_string();
-        if previous.parse::<u64>().context(PIPE_LIMIT_FILE)? >= CRIU_PIPE_BYTES {
+        if previous_limit.parse::<u64>().context(PIPE_LIMIT_FILE)? >= CRIU_PIPE_BYTES {
             return Ok(Self { previous: None });
         }
         fs::write(PIPE_LIMIT_FILE, CRIU_PIPE_BYTES.to_string()).with_context(|| {
             format!("CRIU needs pipes of {CRIU_PIPE_BYTES} bytes for post-copy, and {PIPE_LIMIT_FILE} cannot be raised")
         })?;
         Ok(Self {
-            previous: Some(previous),
+            previous: Some(previous_limit),
         })
     }
 }
@@ -410,6 +418,6 @@ impl Drop for RaisedPipeLimit {
         let _ = self
             .previous
             .take()
-            .map(|before| fs::write(PIPE_LIMIT_FILE, before));
+            .map(|previous_limit| fs::write(PIPE_LIMIT_FILE, previous_limit));
     }
 }

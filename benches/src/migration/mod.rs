@@ -50,7 +50,8 @@ const NO_PRE_COPY_ENV: (&str, &str) = ("SEMPA_PRE_COPY", "never");
 const NO_POST_COPY_ENV: (&str, &str) = ("SEMPA_POST_COPY", "never");
 /// Environment variable that limits the transfer rate of migrations, in bytes per second.
 const RATE_LIMIT_ENV: &str = "SEMPA_MOVE_RATE";
-/// Names of the compared methods. Repetition `n` starts with method `n`.
+/// Names of the compared methods. Repetition `n` starts with method `n` modulo the number of
+/// methods.
 const METHOD_NAMES: [&str; 5] = [
     "bare CRIU",
     "bare CRIU, memory follows",
@@ -324,7 +325,7 @@ impl GapRecord {
     }
 }
 
-/// A task of a virtual machine of Sempa.
+/// The measured task in a virtual machine of Sempa.
 struct SempaTask<'a> {
     vm: &'a Vm<'a>,
     tid: String,
@@ -373,8 +374,10 @@ impl<'a> SempaTask<'a> {
                     steps.push((step.to_string(), entry.at_us as i64));
                 }
                 EventKind::Migrated {
-                    tid, bytes: all, ..
-                } if tid.to_string() == self.tid => bytes = *all,
+                    tid,
+                    bytes: image_bytes,
+                    ..
+                } if tid.to_string() == self.tid => bytes = *image_bytes,
                 _ => {}
             }
         }
@@ -514,18 +517,18 @@ fn comparison_table(
         "MiB", "standing still", "until it runs again", "until all is there", "between: needs both"
     );
     for size in sizes {
-        let both = |of: &dyn Fn(&MigrationTimes) -> f64| {
+        let median_pair_text = |select_time: &dyn Fn(&MigrationTimes) -> f64| {
             select_methods(size)
-                .map(|all| format!("{:.0}", median_time(all, of)))
+                .map(|migrations| format!("{:.0}", median_time(migrations, select_time)))
                 .join(", ")
         };
         text.push_str(&format!(
             "{:>6} {:>16} {:>22} {:>22} {:>24}\n",
             size.mib,
-            both(&|once| once.freeze_ms),
-            both(&|once| once.total_ms),
-            both(&|once| once.arrived_ms),
-            both(&|once| once.arrived_ms - once.total_ms),
+            median_pair_text(&|migration| migration.freeze_ms),
+            median_pair_text(&|migration| migration.total_ms),
+            median_pair_text(&|migration| migration.arrived_ms),
+            median_pair_text(&|migration| migration.arrived_ms - migration.total_ms),
         ));
     }
     text

@@ -143,11 +143,11 @@ mod tests {
             ]),
             [2, 5, 3, 4]
         );
-        let three_departing = [QueueState::Departing { bytes: 5 }; 3];
+        let three_departing_states = [QueueState::Departing { bytes: 5 }; 3];
         assert_eq!(
             admitted_ids(
                 &[
-                    &three_departing[..],
+                    &three_departing_states[..],
                     &[queued_state(7, 90), queued_state(8, 80)]
                 ]
                 .concat()
@@ -160,18 +160,19 @@ mod tests {
     /// [`TOTAL_DEPARTURES_MAX`] tasks are departing.
     #[test]
     fn small_tasks_need_no_slot_of_large_ones() {
-        let large_departing = [QueueState::Departing { bytes: 1 << 30 }; 4];
-        let small_queued: Vec<QueueState> = (1..=6).map(|id| queued_state(id, 1 << 20)).collect();
+        let large_departing_states = [QueueState::Departing { bytes: 1 << 30 }; 4];
+        let small_queued_states: Vec<QueueState> =
+            (1..=6).map(|id| queued_state(id, 1 << 20)).collect();
         assert_eq!(
-            admitted_ids(&[&large_departing[..], &small_queued].concat()),
+            admitted_ids(&[&large_departing_states[..], &small_queued_states].concat()),
             [1, 2, 3, 4]
         );
         assert_eq!(
-            admitted_ids(&[&large_departing[..], &[queued_state(9, 1 << 30)]].concat()),
+            admitted_ids(&[&large_departing_states[..], &[queued_state(9, 1 << 30)]].concat()),
             [0; 0]
         );
         let states = [
-            &large_departing[..],
+            &large_departing_states[..],
             &[QueueState::Departing { bytes: 1 << 10 }; 4],
         ]
         .concat();
@@ -191,11 +192,11 @@ mod tests {
             queued_at: NOW,
             is_paused: true,
         };
-        let sending_memory = [QueueState::SendingMemory { bytes: 50 }; 4];
+        let four_sending_states = [QueueState::SendingMemory { bytes: 50 }; 4];
         assert_eq!(
             admitted_ids(
                 &[
-                    &sending_memory[..],
+                    &four_sending_states[..],
                     &[
                         queued_state(1, 90),
                         queued_state(2, 60),
@@ -209,24 +210,24 @@ mod tests {
         assert_eq!(
             admitted_ids(
                 &[
-                    &sending_memory[..],
+                    &four_sending_states[..],
                     &[queued_state(1, 90), paused_state(2, 95)]
                 ]
                 .concat()
             ),
             [2]
         );
-        let three_sending = [
-            &sending_memory[..3],
+        let three_sending_states = [
+            &four_sending_states[..3],
             &[queued_state(1, 90), queued_state(2, 60)],
         ]
         .concat();
         assert_eq!(
-            admitted_ids(&three_sending),
+            admitted_ids(&three_sending_states),
             [2],
             "the smaller one has the place that is left"
         );
-        let many_sending = [QueueState::SendingMemory { bytes: 1 }; 20];
+        let many_sending_states = [QueueState::SendingMemory { bytes: 1 }; 20];
         let states = [
             paused_state(1, 9),
             paused_state(2, 9),
@@ -235,7 +236,7 @@ mod tests {
             paused_state(5, 9),
         ];
         assert_eq!(
-            admitted_ids(&[&many_sending[..], &states].concat()),
+            admitted_ids(&[&many_sending_states[..], &states].concat()),
             [1, 2, 3, 4],
             "they wait for each other's images alone"
         );

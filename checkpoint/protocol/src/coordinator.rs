@@ -68,8 +68,8 @@ pub enum CoordinatorOutput {
 }
 
 impl CoordinatorOutput {
-    /// Returns the task and the step that starts with this output. All other steps start at the
-    /// source or the target.
+    /// Returns the task and the step that starts with this output; `None` if no step starts. Steps
+    /// that start with no output of the coordinator start at the source or the target.
     pub fn started_step(&self) -> Option<(Tid, Step)> {
         match self {
             // A record that reverses a commit starts no step.
@@ -81,7 +81,7 @@ impl CoordinatorOutput {
     }
 }
 
-/// A migration in progress.
+/// The coordinator's state of one migration in progress.
 #[derive(Debug)]
 struct ActiveMigration {
     migration: Migration,
@@ -125,8 +125,8 @@ struct ActiveMigration {
 }
 
 impl ActiveMigration {
-    /// Returns the migration's state in the admission queue of its source host; `None` if it no
-    /// longer occupies the host's network connection.
+    /// Returns the migration's state in the admission queue of its source host; `None` if the
+    /// migration no longer occupies the network connection of this host.
     fn queue_state(&self) -> Option<QueueState> {
         match (self.resident_bytes, &self.queue_entry) {
             (None, _) => Some(QueueState::SizeUnknown),
@@ -142,7 +142,7 @@ impl ActiveMigration {
             // Other engines than CRIU send no images.
             (Some(_), None) if self.engine != Engine::Criu => None,
             // Pre-copy shares the network connection like post-copy memory: paused tasks do not
-            // wait for it.
+            // wait for pre-copies.
             (Some(bytes), None) if self.step == Step::PreCopy => {
                 Some(QueueState::SendingMemory { bytes })
             }
@@ -163,8 +163,8 @@ impl ActiveMigration {
         match (step, self.engine.exit_request()) {
             (Step::PreCopy, _) => Micros(self.size_dependent_timeout.0 * PRE_COPY_TIMEOUT_FACTOR),
             (Step::Dump | Step::Transfer | Step::Restore, _) => self.size_dependent_timeout,
-            // The program is asked to exit. Its host reports a failure if it does not exit within
-            // `exit_secs` seconds.
+            // The program is asked to exit. The source reports a failure if the program does not
+            // exit within `exit_secs` seconds.
             (Step::Quiesce | Step::Stop, Some((_, exit_secs))) => {
                 STEP_TIMEOUT + Micros::from_secs(exit_secs.into())
             }
@@ -173,7 +173,7 @@ impl ActiveMigration {
     }
 }
 
-/// All migrations of the virtual machine. Runs on the master.
+/// All migrations of the virtual machine. This state machine runs on the master.
 #[derive(Debug, Default)]
 pub struct Coordinator {
     migrations: BTreeMap<MigrationId, ActiveMigration>,
@@ -193,7 +193,7 @@ impl Coordinator {
         self.migrations.len()
     }
 
-    /// Returns the migration of this task that is in progress; `None` if there is none.
+    /// Returns the migration of this task that is in progress; `None` if the task is not migrating.
     pub fn migration_of(&self, tid: Tid) -> Option<&Migration> {
         self.migrations
             .values()
@@ -223,7 +223,7 @@ impl Coordinator {
         deadlines.chain(self.queue_check_at).min()
     }
 
-    /// Returns the next output that the daemon must execute; `None` if there is none.
+    /// Returns the next output that the daemon must execute; `None` if no output is pending.
     pub fn poll(&mut self) -> Option<CoordinatorOutput> {
         self.outputs.pop_front()
     }
@@ -341,8 +341,9 @@ impl Coordinator {
                 supports_pre_copy,
             } if m.step == Step::Inspect && m.queue_entry.is_none() => {
                 m.suspensions = suspensions;
-                let gib = facts.memory_bytes >> 30;
-                m.size_dependent_timeout = STEP_TIMEOUT + Micros(TIMEOUT_PER_GIB.0 * (gib + 1));
+                let memory_gib = facts.memory_bytes >> 30;
+                m.size_dependent_timeout =
+                    STEP_TIMEOUT + Micros(TIMEOUT_PER_GIB.0 * (memory_gib + 1));
                 m.uses_post_copy = supports_post_copy;
                 let is_owner_waiting = matches!(migration.cause, MigrationCause::Owner { .. })
                     || suspensions.is_suspended();
@@ -378,8 +379,8 @@ impl Coordinator {
                     Step::Quiesce
                 }
             }
-            StepReport::PreCopied { sent_bytes: bytes } if m.step == Step::PreCopy => {
-                m.step_bytes = bytes;
+            StepReport::PreCopied { sent_bytes } if m.step == Step::PreCopy => {
+                m.step_bytes = sent_bytes;
                 m.pre_copy_time = now.since(m.departure_ordered_at.unwrap_or(now));
                 Step::Quiesce
             }
@@ -390,11 +391,10 @@ impl Coordinator {
                 m.stopped_at.get_or_insert(now);
                 Step::Dump
             }
-            StepReport::Dumped { image_bytes: bytes }
-            | StepReport::Received { image_bytes: bytes }
+            StepReport::Dumped { image_bytes } | StepReport::Received { image_bytes }
                 if m.step >= Step::PreCopy =>
             {
-                m.step_bytes = bytes;
+                m.step_bytes = image_bytes;
                 if step == Step::Dump {
                     Step::Transfer
                 } else {
@@ -421,7 +421,8 @@ impl Coordinator {
         self.advance_step(now, id, step, next_step);
     }
 
-    /// Orders the source to prepare the departure of the task. Logs the engine if it is not CRIU.
+    /// Sends the source the order `order`, by which the departure of the task begins. Logs the
+    /// engine if it is not CRIU.
     fn order_departure(&mut self, migration: &Migration, order: MigrationOrder, engine: Engine) {
         if engine != Engine::Criu {
             let Migration { id, tid, .. } = *migration;
@@ -615,8 +616,13 @@ impl Coordinator {
         });
     }
 
-    /// Handles that a host has left or was lost. Its tasks are dead; the daemon handles the
-    /// consequences for other tasks.
+    /// Handles that a host has left or was lost. The tasks of the host are dead; the daemon handles
+    /// the consequences for other tasks.
+    ///
+    /// Fails the migrations from and to the host, with two exceptions. If the location is already
+    /// being recorded or the source is being killed, a migration from the host continues: the
+    /// target runs its copy when the source's copy is considered dead. A migration from the host
+    /// whose task already runs at the target is not affected.
     pub fn on_host_lost(&mut self, now: Micros, host: HostId) {
         let affected_ids: Vec<MigrationId> = self
             .migrations
@@ -647,12 +653,12 @@ impl Coordinator {
         }
     }
 
-    /// Cancels the migrations of these tasks so that their job can be checkpointed first, and
-    /// returns true.
+    /// If every migration of these tasks is queued for departure from a host that is being drained,
+    /// cancels these migrations, so that the job can be checkpointed first, and returns true.
+    /// Otherwise does nothing and returns false.
     ///
-    /// Does nothing and returns false unless every migration of these tasks is queued for departure
-    /// from a host that is being drained. The cancelled migrations fail with
-    /// [`Refusal::AlreadyMigrating`], like a migration that cannot start because of a checkpoint.
+    /// The cancelled migrations fail with [`Refusal::AlreadyMigrating`], like a migration that
+    /// cannot start because of a checkpoint.
     pub fn cancel_if_all_queued(&mut self, tids: &BTreeSet<Tid>) -> bool {
         let migrations: Vec<&ActiveMigration> = self
             .migrations
@@ -665,11 +671,11 @@ impl Coordinator {
         if migrations.is_empty() || !migrations.iter().all(is_queued_for_drain) {
             return false;
         }
-        let ids: Vec<(MigrationId, Step)> = migrations
+        let cancelled_steps: Vec<(MigrationId, Step)> = migrations
             .iter()
             .map(|m| (m.migration.id, m.step))
             .collect();
-        for (id, step) in ids {
+        for (id, step) in cancelled_steps {
             self.fail_migration(
                 id,
                 step,
@@ -770,7 +776,7 @@ impl Coordinator {
         if self
             .migrations
             .values()
-            .any(|other_entry| other_entry.queue_entry.is_some())
+            .any(|other_migration| other_migration.queue_entry.is_some())
         {
             // A queued task may be able to depart: request an immediate call of `on_timer`.
             self.queue_check_at = Some(Micros(0));

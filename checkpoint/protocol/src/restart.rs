@@ -100,7 +100,7 @@ struct ActiveRestart {
     step_timeout: Micros,
 }
 
-/// All restarts in progress. Runs on the master.
+/// All restarts in progress. This state machine runs on the master.
 #[derive(Debug, Default)]
 pub struct Restarts {
     active_restarts: BTreeMap<RestartId, ActiveRestart>,
@@ -109,7 +109,7 @@ pub struct Restarts {
 }
 
 impl Restarts {
-    /// Returns the next output that the daemon must execute; `None` if there is none.
+    /// Returns the next output that the daemon must execute; `None` if no output is pending.
     pub fn poll(&mut self) -> Option<RestartOutput> {
         self.outputs.pop_front()
     }
@@ -323,7 +323,8 @@ impl Restarts {
         }
     }
 
-    /// Handles that a host has left or was lost.
+    /// Handles that a host has left or was lost. Fails the restarts that restart a task on this
+    /// host.
     pub fn on_host_lost(&mut self, host: HostId) {
         let is_affected = |restart: &ActiveRestart| {
             restart
@@ -426,8 +427,8 @@ impl Restarts {
         }
     }
 
-    /// Fails a restart and discards all restored tasks. If tasks were already ordered to run, the
-    /// caller must end them.
+    /// Fails a restart and discards all its tasks. If the tasks were already ordered to run, none
+    /// is discarded, and the caller must end them.
     fn fail_restart(&mut self, restart_id: RestartId, failure: RestartFailure) {
         let Some(restart) = self.active_restarts.remove(&restart_id) else {
             return;

@@ -96,7 +96,7 @@ enum SnapshotStage {
     Sealing,
 }
 
-/// Progress of one task.
+/// Progress of one task in a snapshot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum PartProgress {
     Started,
@@ -148,7 +148,7 @@ impl Snapshot {
     }
 }
 
-/// All snapshots in progress. Runs on the master.
+/// All snapshots in progress. This state machine runs on the master.
 #[derive(Debug, Default)]
 pub struct Snapshots {
     active_snapshots: BTreeMap<SnapshotId, Snapshot>,
@@ -157,7 +157,7 @@ pub struct Snapshots {
 }
 
 impl Snapshots {
-    /// Returns the next output that the daemon must execute; `None` if there is none.
+    /// Returns the next output that the daemon must execute; `None` if no output is pending.
     pub fn poll(&mut self) -> Option<SnapshotOutput> {
         self.outputs.pop_front()
     }
@@ -518,7 +518,8 @@ impl Snapshots {
         }
     }
 
-    /// Handles that a host has left or was lost.
+    /// Handles that a host has left or was lost. Aborts the snapshots that contain a task of this
+    /// host whose images are not stored yet.
     pub fn on_host_lost(&mut self, host: HostId) {
         // Stored images do not depend on the host that sent them.
         let is_affected = |snapshot: &Snapshot| {
@@ -569,7 +570,7 @@ impl Snapshots {
             .map(|part| part.progress)
             .min()
             .unwrap_or(PartProgress::Stored);
-        let has_ended = |part: &SnapshotPart| {
+        let is_self_checkpoint_done = |part: &SnapshotPart| {
             part.self_checkpoint_secs().is_none() || part.progress >= PartProgress::Paused
         };
         match snapshot.stage {
@@ -596,7 +597,9 @@ impl Snapshots {
                 });
                 self.advance(now, snapshot_id);
             }
-            SnapshotStage::SelfCheckpointing if snapshot.parts.values().all(has_ended) => {
+            SnapshotStage::SelfCheckpointing
+                if snapshot.parts.values().all(is_self_checkpoint_done) =>
+            {
                 (snapshot.stage, snapshot.deadline, snapshot.step_timeout) =
                     (SnapshotStage::Pausing, now + PAUSE_TIMEOUT, PAUSE_TIMEOUT);
                 self.queue_orders(snapshot_id, &MigrationOrder::Pause, |part| {

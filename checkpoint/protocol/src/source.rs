@@ -279,7 +279,7 @@ impl Source {
         self.state == SourceState::AwaitingReconnect
     }
 
-    /// Returns the next output that the daemon must execute; `None` if there is none.
+    /// Returns the next output that the daemon must execute; `None` if no output is pending.
     pub fn poll(&mut self) -> Option<SourceOutput> {
         self.outputs.pop_front()
     }
@@ -325,17 +325,17 @@ impl Source {
                 Engine::Criu => self.enter_state(S::Dumping, [O::Dump { post_copy: false }]),
                 _ => self.enter_state(S::Dumping, [O::CopyStateFiles]),
             },
-            (S::Dumping, E::Dumped(Ok(dump))) if self.is_snapshot => {
+            (S::Dumping, E::Dumped(Ok(dump_report))) if self.is_snapshot => {
                 self.upload_owns_images = true;
                 let report = O::Report(StepReport::Dumped {
-                    image_bytes: dump.image_bytes,
+                    image_bytes: dump_report.image_bytes,
                 });
                 self.enter_state(S::Resuming, [report, O::Upload, O::ResumeTask]);
             }
             (S::Stopping, E::Stopped(Ok(()))) => self.dump_and_send_images(),
-            (S::Dumping, E::Dumped(Ok(dump))) => {
+            (S::Dumping, E::Dumped(Ok(dump_report))) => {
                 let report = O::Report(StepReport::Dumped {
-                    image_bytes: dump.image_bytes,
+                    image_bytes: dump_report.image_bytes,
                 });
                 self.enter_state(S::Sending, [report, O::FinishSendingImages]);
             }
@@ -358,11 +358,11 @@ impl Source {
             (S::Sending, E::Order(MigrationOrder::Release)) => {
                 self.enter_state(S::Killing, [O::KillSource])
             }
-            (S::Killing, E::Killed(used)) => {
+            (S::Killing, E::Killed(source_usage)) => {
                 self.enter_state(
                     S::Done,
                     [
-                        O::Report(StepReport::SourceKilled(used)),
+                        O::Report(StepReport::SourceKilled(source_usage)),
                         O::TransferOwnership,
                         O::DropImages,
                         O::Done,
@@ -373,7 +373,8 @@ impl Source {
         }
     }
 
-    /// Reports the stopped program, and orders the dump and the sending of its images.
+    /// Reports that the program is stopped, opens the memory stream for a post-copy without
+    /// pre-copy, and orders the dump and the sending of the images.
     fn dump_and_send_images(&mut self) {
         use SourceOutput as O;
         let post_copy = self.post_copy;
@@ -414,13 +415,13 @@ impl Source {
         use SourceOutput as O;
         use SourceState as S;
         match (self.state, event) {
-            (S::Inspecting, E::Inspected(Ok(inspected))) => {
+            (S::Inspecting, E::Inspected(Ok(inspected_task))) => {
                 let InspectedTask {
                     facts,
                     suspensions,
                     supports_post_copy,
                     supports_pre_copy,
-                } = inspected;
+                } = inspected_task;
                 self.engine = facts.restart_engine().unwrap_or_default();
                 let report = StepReport::Inspected {
                     facts,
@@ -514,8 +515,8 @@ impl Source {
             SourceState::PreCopying => {
                 self.enter_state(SourceState::Done, [O::DropImages, O::Done])
             }
-            // A library that is still quiescing finds the resume token as soon as it looks for it.
-            // The only image data is the stream of the pre-copy.
+            // A library that is still quiescing finds the resume token as soon as it looks for a
+            // token. The only image data is the stream of the pre-copy.
             SourceState::Quiescing => {
                 self.outputs.extend(self.pre_copy.then_some(O::DropImages));
                 self.enter_state(SourceState::AwaitingReconnect, [O::WriteResumeToken]);
@@ -538,8 +539,8 @@ impl Source {
         }
     }
 
-    /// Requests to discard the pre-copied memory. Has no effect if the memory was already
-    /// discarded.
+    /// Requests to discard the pre-copied memory if pre-copy was used and the task is not being
+    /// killed. A repeated request has no effect.
     fn discard_pre_copy(&mut self) {
         let discard_output =
             self.pre_copy && !matches!(self.state, SourceState::Killing | SourceState::Done);

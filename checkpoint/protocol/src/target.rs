@@ -57,7 +57,7 @@ pub enum TargetOutput {
     /// Order the tasker to rebuild the task, or to restart its program, and to stop it before it
     /// executes any instruction.
     Restore,
-    /// This host now owns the task: order the tasker to run it.
+    /// This host now owns the task: order the tasker to run the task.
     Run(FinalSourceState),
     /// Write the token that makes the library connect to this daemon.
     WriteResumeToken,
@@ -150,7 +150,7 @@ impl Target {
         self.post_copy
     }
 
-    /// Returns the next output that the daemon must execute; `None` if there is none.
+    /// Returns the next output that the daemon must execute; `None` if no output is pending.
     pub fn poll(&mut self) -> Option<TargetOutput> {
         self.outputs.pop_front()
     }
@@ -183,8 +183,8 @@ impl Target {
             (S::Restoring, E::Restored(Ok(()))) => {
                 self.enter_state(S::Restored, [O::Report(StepReport::Restored)]);
             }
-            (S::Restored, E::Order(MigrationOrder::Run(parting))) => {
-                self.enter_state(S::Starting, [O::Run(parting)])
+            (S::Restored, E::Order(MigrationOrder::Run(source_state))) => {
+                self.enter_state(S::Starting, [O::Run(source_state)])
             }
             (S::Starting, E::RunCompleted(Ok(()))) => {
                 self.enter_state(

@@ -43,10 +43,10 @@ struct QueueSimulation {
 }
 
 impl QueueSimulation {
-    fn begin(&mut self, task_number: i32, mib: u64) -> MigrationId {
+    fn begin(&mut self, task_number: i32, size_mib: u64) -> MigrationId {
         self.begin_with_cause(
             task_number,
-            mib,
+            size_mib,
             MigrationCause::Requested {
                 requested_by: HostId::MASTER.tid(),
             },
@@ -56,7 +56,7 @@ impl QueueSimulation {
     fn begin_with_cause(
         &mut self,
         task_number: i32,
-        mib: u64,
+        size_mib: u64,
         cause: MigrationCause,
     ) -> MigrationId {
         let tid = Tid::from_raw(0x80000 + task_number);
@@ -64,7 +64,7 @@ impl QueueSimulation {
             .coordinator
             .begin_migration(self.now, tid, host(2), host(3), cause)
             .expect("there is room");
-        self.task_bytes.insert(id, mib * MIB);
+        self.task_bytes.insert(id, size_mib * MIB);
         self.execute_outputs();
         id
     }
@@ -221,7 +221,7 @@ fn smallest_tasks_depart_first() {
 #[test]
 fn unknown_size_delays_admission_briefly() {
     let mut simulation = QueueSimulation::default();
-    let (_unreported, reported_id) = (simulation.begin(1, 5), simulation.begin(2, 7));
+    let (_unreported_id, reported_id) = (simulation.begin(1, 5), simulation.begin(2, 7));
     simulation.report_inspected(reported_id);
     assert_eq!(simulation.admitted_mib, [0; 0]);
     assert_eq!(simulation.coordinator.next_deadline(), Some(SIZE_WAIT_MAX));
@@ -469,8 +469,8 @@ proptest! {
             }
             open_ids.retain(|id| !simulation.successes.contains_key(id));
             prop_assert!(simulation.departing_bytes.len() <= TOTAL_DEPARTURES_MAX);
-            if let (Some(last), Some(queued_ids)) = (simulation.admitted_mib[admitted_before..].last(), queued_bytes(&simulation, &open_ids, &inspected_ids)) {
-                prop_assert!(*last <= queued_ids, "{last} went before {queued_ids}");
+            if let (Some(last_mib), Some(queued_ids)) = (simulation.admitted_mib[admitted_before..].last(), queued_bytes(&simulation, &open_ids, &inspected_ids)) {
+                prop_assert!(*last_mib <= queued_ids, "{last_mib} went before {queued_ids}");
             }
         }
         // Migrations that never report end at their deadlines.

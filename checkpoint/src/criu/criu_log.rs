@@ -50,15 +50,15 @@ fn first_error(log: impl BufRead) -> Option<(String, LineEnd)> {
     None
 }
 
-/// Returns the byte offset of the first time stamp like `(00.060959)` in `text`; `None` if there is
-/// none. A log line begins with such a time stamp.
+/// Returns the byte offset of the first time stamp like `(00.060959)` in `text`; `None` if `text`
+/// contains no time stamp. A log line begins with such a time stamp.
 fn find_time_stamp(text: &str) -> Option<usize> {
     let is_stamp = |rest: &str| {
-        let inner = rest
+        let stamp_text = rest
             .strip_prefix('(')
             .and_then(|rest| rest.split_once(')'))
-            .map(|(inner, _)| inner);
-        let numbers = inner.and_then(|inner| inner.split_once('.'));
+            .map(|(stamp_text, _)| stamp_text);
+        let numbers = stamp_text.and_then(|stamp_text| stamp_text.split_once('.'));
         let is_decimal =
             |part: &str| !part.is_empty() && part.bytes().all(|byte| byte.is_ascii_digit());
         numbers.is_some_and(|(seconds, micros)| {
@@ -71,7 +71,8 @@ fn find_time_stamp(text: &str) -> Option<usize> {
 }
 
 /// Returns the error that prevents writing to the log at the moment; `None` if the log can be
-/// written. Writes a whole page, because less might fit into the free part of the log's last block.
+/// written. Appends a whole page of line breaks to the log, because less might fit into the free
+/// part of the log's last block.
 fn write_error(log: &Path) -> Option<io::Error> {
     const LINE_BREAKS: [u8; 4096] = [b'\n'; 4096];
     std::fs::OpenOptions::new()

@@ -8,8 +8,8 @@
 //! - Dumps of one tasker acquire a [`DumpLock`], a lock per working directory.
 //! - Dumps by other programs, for example on another host that shares the directory, may still
 //!   collide. Then CRIU fails with one of [`COLLISION_ERRORS`], and the dump is retried.
-//! - If CRIU and the task are both killed while the directory exists, it remains and would make
-//!   every further dump fail. [`prepare_retry`] removes it.
+//! - If CRIU and the task are both killed while `proc.crtools` exists, that directory remains and
+//!   would make every further dump fail. [`prepare_retry`] removes an abandoned `proc.crtools`.
 
 use crate::proc;
 use nix::mount::{MntFlags, umount2};
@@ -60,16 +60,17 @@ pub(super) struct WorkingDir {
 }
 
 impl WorkingDir {
-    /// Returns the working directory of a task's root process. `None` if it cannot be determined.
+    /// Returns the working directory of a task's root process. `None` if the directory cannot be
+    /// determined.
     pub(super) fn of_process(root_pid: i32) -> Option<Self> {
         let meta = std::fs::metadata(cwd_link(root_pid)).ok()?;
         // Observed with CRIU 4.1 and 4.2: CRIU creates the directory once at the beginning, and
         // once for the control groups of each thread of the root process.
-        let threads = proc::thread_ids(root_pid).map_or(1, |threads| threads.len());
+        let thread_count = proc::thread_ids(root_pid).map_or(1, |thread_count| thread_count.len());
         Some(Self {
             root_pid,
             file_id: (meta.dev(), meta.ino()),
-            expected_creations: 1 + threads,
+            expected_creations: 1 + thread_count,
         })
     }
 
@@ -154,8 +155,8 @@ fn cwd_link(pid: i32) -> String {
     format!("/proc/{pid}/cwd")
 }
 
-/// True if a dump failed because another dump used the same directory. Also removes an abandoned
-/// [`MOUNT_POINT`].
+/// True if a dump failed because another dump used the same directory. In this case an abandoned
+/// [`MOUNT_POINT`] is removed.
 pub(super) fn prepare_retry(root_pid: i32, failure: &Failure) -> bool {
     let Failure::Engine(reason) = failure else {
         return false;
@@ -172,15 +173,15 @@ pub(super) fn prepare_retry(root_pid: i32, failure: &Failure) -> bool {
 /// Unmounts or removes the directory `path` if it was abandoned.
 fn remove_if_stale(path: &Path) {
     let modified_at = std::fs::symlink_metadata(path).and_then(|meta| meta.modified());
-    let in_mount = procfs::mounts().is_ok_and(|mounts| {
+    let is_mounted = procfs::mounts().is_ok_and(|mounts| {
         mounts
             .iter()
             .any(|mount| Some(&*mount.fs_file) == path.to_str())
     });
     let is_old = modified_at.is_ok_and(|time| time.elapsed().is_ok_and(|age| age > STALE_AGE));
-    if in_mount {
-        // The times of a mounted proc file system are not the age of the directory. A dump that
-        // uses the mount already has it open, or is retried.
+    if is_mounted {
+        // The times of a mounted proc file system do not show the age of the directory. A dump that
+        // uses the mount has already opened it, or is retried.
         let _ = umount2(path, MntFlags::MNT_DETACH | MntFlags::UMOUNT_NOFOLLOW);
     } else if is_old {
         // Fails if the directory is not empty. In this case another program has created it.

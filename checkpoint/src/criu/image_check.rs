@@ -92,8 +92,8 @@ impl Images<'_> {
         }
     }
 
-    /// Checks that each process has all its images or is a zombie, and that no image belongs to an
-    /// unknown process.
+    /// Checks that each process is a zombie or has all its images, and that no core image belongs
+    /// to an unknown process or thread.
     fn check_tree(&self, tree: &[Fields]) -> Result<(), Failure> {
         let mut expected_cores = BTreeSet::new();
         for entry in tree {
@@ -261,21 +261,21 @@ mod tests {
         for name in names.iter().filter(|name| **name != "pipes-data.img") {
             let path = dir.path().join(name);
             let bytes = fs::read(&path).expect("readable");
-            let expect_named = |damage: &str| {
+            let expect_error_about = |damage: &str| {
                 let error_text = check_images(dir.path()).expect_err(damage).to_string();
                 assert!(error_text.contains(name), "{name}, {damage}: {error_text}");
             };
             for length in [bytes.len() - 1, bytes.len() / 2 + 1, 3, 0] {
                 fs::write(&path, &bytes[..length]).expect("written");
-                expect_named(&format!("{length} bytes"));
+                expect_error_about(&format!("{length} bytes"));
             }
             fs::write(&path, [&bytes[..], &[0]].concat()).expect("written");
-            expect_named("longer");
+            expect_error_about("longer");
             fs::remove_file(&path).expect("removed");
             match *name {
                 // No other image refers to this pagemap, so its absence is not noticed.
                 "pagemap-shmem-5.img" => assert_eq!(check_images(dir.path()), Ok(())),
-                _ => expect_named("missing"),
+                _ => expect_error_about("missing"),
             }
             fs::write(&path, bytes).expect("written");
         }

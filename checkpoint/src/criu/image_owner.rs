@@ -211,9 +211,9 @@ mod tests {
             check_owner_of(&[encode_image(&encode_number(1, 5))], 1000),
             Ok(())
         );
-        let without_credentials = encode_image(&encode_message(5, &encode_number(3, 0)));
+        let image_without_credentials = encode_image(&encode_message(5, &encode_number(3, 0)));
         assert!(matches!(
-            check_owner_of(&[without_credentials], 1000),
+            check_owner_of(&[image_without_credentials], 1000),
             Err(Failure::Images(_))
         ));
         let complete_image = encode_core([1000; 4]);
@@ -245,13 +245,13 @@ mod tests {
             &[credentials(1000), credentials(0)].concat(),
         ));
         assert!(check_owner_of(&[repeated_credentials], 1000).is_err());
-        let in_two_messages = encode_image(
+        let two_message_image = encode_image(
             &[
                 encode_message(5, &credentials(1000)),
                 encode_message(5, &credentials(0)),
             ]
             .concat(),
         );
-        assert!(check_owner_of(&[in_two_messages], 1000).is_err());
+        assert!(check_owner_of(&[two_message_image], 1000).is_err());
     }
 }

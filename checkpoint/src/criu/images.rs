@@ -89,7 +89,7 @@ pub(super) fn first_value(fields: &Fields, field_number: u32) -> Option<u64> {
     fields
         .iter()
         .find(|(field, _)| *field == field_number)
-        .map(|(_, entry_field)| *entry_field)
+        .map(|(_, field_value)| *field_value)
 }
 
 /// Returns the varint fields of a message.

@@ -90,14 +90,14 @@ impl LazyPagesDaemon {
         let stream_arguments =
             ["--page-server", "--ps-socket", &stream_fd, "-v2"].map(AsRef::as_ref);
         let arguments = arguments.into_iter().chain(stream_arguments);
-        let program = CriuCommand::start(
+        let daemon_command = CriuCommand::start(
             criu_path,
             arguments,
             &lazy_pages_dir,
             &connection.descriptors(),
             &connection.environment(),
         )?;
-        let exit_fd = program
+        let exit_fd = daemon_command
             .exit_descriptor()
             .map_err(|e| to_failure("no descriptor", e))?;
         let forwarder_thread = std::thread::Builder::new()
@@ -108,7 +108,7 @@ impl LazyPagesDaemon {
             })
             .map_err(|e| to_failure("no thread", e))?;
         Ok(Self {
-            command: program,
+            command: daemon_command,
             forwarder_thread,
             uffd_keeper: uffds,
             prefetch_thread: prefetcher,
@@ -151,13 +151,13 @@ impl MemoryFetch for LazyPagesDaemon {
             (result, _) => result,
         };
         result.map_err(|failure| {
-            let copies = self.uffd_keeper.take_all();
+            let uffd_copies = self.uffd_keeper.take_all();
             (
                 prefetch_result
                     .and(forwarder_result)
                     .err()
                     .unwrap_or(failure),
-                UffdGuard(copies),
+                UffdGuard(uffd_copies),
             )
         })
     }
@@ -169,8 +169,8 @@ fn short_path(dir_file: &File, name: &Path) -> PathBuf {
     PathBuf::from(format!("/proc/self/fd/{}", dir_file.as_raw_fd())).join(name)
 }
 
-/// Forwards messages between the restore and `criu lazy-pages` until one of them has ended. Adds
-/// copies of the forwarded descriptors to `uffd_keeper`.
+/// Forwards messages between the restore and `criu lazy-pages` until the restore or `criu
+/// lazy-pages` has ended. Adds copies of the forwarded descriptors to `uffd_keeper`.
 fn forward_messages(
     dir_file: &File,
     listener: &UnixListener,
@@ -201,7 +201,8 @@ fn forward_messages(
     }
 }
 
-/// Waits until `criu lazy-pages` listens, and connects to it; `None` if it has exited.
+/// Waits until `criu lazy-pages` listens, and connects to it. `None` if `criu lazy-pages` has
+/// exited.
 fn connect_when_listening(dir_file: &File, exit_fd: &OwnedFd) -> Option<UnixStream> {
     let path = short_path(dir_file, &Path::new(WORK_DIR_NAME).join(SOCKET_NAME));
     loop {
@@ -216,7 +217,7 @@ fn connect_when_listening(dir_file: &File, exit_fd: &OwnedFd) -> Option<UnixStre
 }
 
 /// Forwards the bytes that can be read without waiting, with their descriptors. Returns false at
-/// the end of the stream, and true if no data is available.
+/// the end of the stream; otherwise true, even if no data was available.
 fn forward_available(
     input: &UnixStream,
     output: &UnixStream,

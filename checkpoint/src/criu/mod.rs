@@ -2,8 +2,8 @@
 //! library.
 //!
 //! Each dump or restore is one `criu swrk` process (RPC mode), driven over a socket pair with the
-//! messages of `rust-criu`. It runs in its own process group; the whole group is killed at a
-//! deadline or when the call is canceled. The options (see `options`):
+//! messages of `rust-criu`. The process runs in its own process group; the whole group is killed at
+//! a deadline or when the call is canceled. The options (see `options`):
 //!
 //! - the task at the source stays stopped after the dump (`leave_stopped`),
 //! - the network is not locked (`network_lock: SKIP`),
@@ -99,7 +99,7 @@ pub enum NoEngine {
     NotFound,
 }
 
-/// An installed CRIU program.
+/// The path of an installed CRIU program, with which tasks are dumped and restored.
 #[derive(Clone, Debug)]
 pub struct Criu {
     program: PathBuf,
@@ -121,11 +121,11 @@ impl Criu {
             };
         }
         let search_path = env("PATH").unwrap_or_default();
-        let in_path = std::env::split_paths(&search_path).map(|dir| dir.join("criu"));
+        let path_candidates = std::env::split_paths(&search_path).map(|dir| dir.join("criu"));
         DEFAULT_CRIU_PATHS
             .iter()
             .map(PathBuf::from)
-            .chain(in_path)
+            .chain(path_candidates)
             .find(|program| program.is_file())
             .map(|program| Self { program })
             .ok_or(NoEngine::NotFound)
@@ -178,8 +178,8 @@ impl Engine for Criu {
     }
 
     fn start_dump(&self, params: DumpParams) -> Result<Box<dyn RunningDump>, Failure> {
-        // Without the task snapshot or the relay the dump succeeds as well, but then an engine that
-        // is killed may damage the task.
+        // Without the recorded state or the relay the dump succeeds as well, but then an engine
+        // that is killed may damage the task.
         let saved_state = trap_cleanup::SavedTaskState::record(&params.processes).ok();
         let (relay, criu_descriptors) =
             ptrace_relay::Relay::start_tracer(params.root_pid, &params.processes)
@@ -193,19 +193,19 @@ impl Engine for Criu {
         let mut variables = criu_descriptors
             .as_ref()
             .map_or(Vec::new(), ptrace_relay::CriuDescriptors::environment);
-        let scan_unsupported =
+        let scan_failure =
             |e| Failure::Engine(format!("cannot determine the memory for post-copy: {e}"));
         let post_copy = params
             .page_stream
             .as_ref()
             .map(|_| LazyPages::choose(&params.processes))
             .transpose()
-            .map_err(scan_unsupported)?;
+            .map_err(scan_failure)?;
         let filter_file = post_copy
             .as_ref()
             .map(LazyPages::write_filter_file)
             .transpose()
-            .map_err(scan_unsupported)?;
+            .map_err(scan_failure)?;
         inherited_fds.extend(&filter_file);
         variables.extend(
             filter_file
@@ -235,31 +235,32 @@ impl Engine for Criu {
     }
 
     fn start_post_copy_check(&self, dir: &Path) -> Result<Box<dyn PostCopyCheck>, Failure> {
-        let scan_unsupported =
+        let scan_failure =
             |e| Failure::Engine(format!("the kernel does not support PAGEMAP_SCAN: {e}"));
-        lazy_pages_filter::check_pagemap_scan().map_err(scan_unsupported)?;
-        let no_descriptor =
+        lazy_pages_filter::check_pagemap_scan().map_err(scan_failure)?;
+        let no_descriptor_failure =
             |e: std::io::Error| Failure::Io(format!("no descriptor for the engine: {e}"));
-        let (library_loaded, library_end) = std::io::pipe().map_err(no_descriptor)?;
-        let (library, library_end) = (
-            ptrace_relay::library_file().map_err(no_descriptor)?,
-            OwnedFd::from(library_end),
+        let (load_report_reader, load_report_writer) =
+            std::io::pipe().map_err(no_descriptor_failure)?;
+        let (library, load_report_writer) = (
+            ptrace_relay::library_file().map_err(no_descriptor_failure)?,
+            OwnedFd::from(load_report_writer),
         );
         let arguments = ["check", "--feature", "uffd-noncoop"]
             .into_iter()
             .map(AsRef::as_ref);
-        let inherited_fds = [library.as_fd(), library_end.as_fd()];
-        let program = CriuCommand::start(
+        let inherited_fds = [library.as_fd(), load_report_writer.as_fd()];
+        let check_command = CriuCommand::start(
             &self.program,
             arguments,
             dir,
             &inherited_fds,
-            &ptrace_relay::load_report_variables(&library, &library_end),
+            &ptrace_relay::load_report_variables(&library, &load_report_writer),
         )?;
         Ok(Box::new(CriuPostCopyCheck {
-            command: program,
+            command: check_command,
             log_path: dir.join(CHECK_LOG),
-            library_loaded,
+            library_loaded: load_report_reader,
         }))
     }
 
@@ -375,8 +376,8 @@ impl RunningDump for CriuDump {
         if result.is_err() {
             self.swrk.kill();
         }
-        // After this drop everything that CRIU left pending for the task is removed, and the task
-        // is stopped.
+        // Dropping the relay removes the traps that are pending for the task, and leaves the task
+        // stopped.
         drop(self.relay.take());
         if let (Err(failure), Some(saved_state)) = (&result, &self.saved_state) {
             saved_state.restore_after_failure(failure);
@@ -506,8 +507,8 @@ mod tests {
     #[test]
     fn hole_test_leaves_no_file() {
         let dir = tempfile::tempdir().expect("a directory");
-        // Whether hole punching succeeds depends on the file system under test. It always fails in
-        // a directory that does not exist.
+        // Whether hole punching succeeds depends on the file system under test. Hole punching
+        // always fails in a directory that does not exist.
         can_punch_holes(dir.path());
         assert_eq!(std::fs::read_dir(dir.path()).expect("readable").count(), 0);
         assert!(!can_punch_holes(&dir.path().join("none")));

@@ -144,7 +144,8 @@ impl MemoryServer for PageServer {
 
 impl Drop for PageServer {
     fn drop(&mut self) {
-        // Has no effect after `finish`. Without `finish` the result is not needed.
+        // Has no effect after `wait_until_served`. If that was not called, the result is not
+        // needed.
         let _ = self.stop_and_join();
     }
 }
@@ -357,24 +358,24 @@ fn read_memory(pid: i32, address: u64, buffer: &mut [u8]) -> io::Result<()> {
         Err(e) if e.raw_os_error() == Some(libc::EFAULT) => {
             File::open(format!("/proc/{pid}/mem"))?.read_exact_at(buffer, address)
         }
-        read => read,
+        read_result => read_result,
     }
 }
 
 fn read_readable_memory(pid: i32, address: u64, buffer: &mut [u8]) -> io::Result<()> {
-    let mut done_bytes = 0;
-    while done_bytes < buffer.len() {
+    let mut read_bytes = 0;
+    while read_bytes < buffer.len() {
         let remote_range = [RemoteIoVec {
-            base: address as usize + done_bytes,
-            len: buffer.len() - done_bytes,
+            base: address as usize + read_bytes,
+            len: buffer.len() - read_bytes,
         }];
         match process_vm_readv(
             Pid::from_raw(pid),
-            &mut [IoSliceMut::new(&mut buffer[done_bytes..])],
+            &mut [IoSliceMut::new(&mut buffer[read_bytes..])],
             &remote_range,
         ) {
             Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
-            Ok(byte_count) => done_bytes += byte_count,
+            Ok(byte_count) => read_bytes += byte_count,
             Err(Errno::EINTR) => {}
             Err(e) => return Err(e.into()),
         }
@@ -483,7 +484,7 @@ mod tests {
             "while it is stopped"
         );
         server.handle().retain_memory_after_kill();
-        // Kill twice, because a second signal must not release a process at its exit stop.
+        // Kill twice, because a second signal must not end the exit stop of a process.
         for _ in 0..2 {
             child.kill().expect("it is there");
             wait_for("it stays", || process_state(pid) == Some('t'));

@@ -6,7 +6,7 @@ use std::fs::File;
 use std::io;
 use std::os::fd::AsRawFd;
 
-/// Arguments and result of the call: `struct pm_scan_arg` of linux/fs.h.
+/// Arguments and result of the ioctl: `struct pm_scan_arg` of linux/fs.h.
 #[repr(C)]
 #[derive(Debug, Default)]
 struct PagemapScanArgs {
@@ -58,7 +58,7 @@ pub(super) enum PageFilter {
 /// `pagemap` is the open file `/proc/PID/pagemap` of the process.
 ///
 /// # Errors
-/// The process has exited, or the kernel does not support the call (ENOTTY).
+/// The process has exited, or the kernel does not support the ioctl (ENOTTY).
 pub(super) fn scan_pages(
     pagemap: &File,
     (start, end): (u64, u64),

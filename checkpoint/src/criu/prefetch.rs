@@ -82,8 +82,8 @@ struct PendingRequest {
     reply_source: ReplySource,
 }
 
-/// A range that the background transfer has requested and that is not requested from the source
-/// yet.
+/// A range that the background transfer has requested but the proxy has not requested from the
+/// source yet.
 #[derive(Clone, Copy, Debug)]
 struct BackgroundRange {
     namespace_pid: u64,
@@ -393,9 +393,10 @@ impl Prefetcher {
         Ok(true)
     }
 
-    /// Requests from the source the page at the address `address`, which is missing for the reply
-    /// to the first pending request of CRIU. Either the page was not requested yet, or the source's
-    /// reply for its chunk was shorter than requested.
+    /// Handles that no chunk contains the page at the address `address`, which is missing for the
+    /// reply to the first pending request of CRIU. Either the page was not requested yet, or the
+    /// source's reply for its chunk was shorter than requested. A page-fault request is sent to the
+    /// source; the rest of a background request is queued as a range.
     fn request_missing_part(&mut self, header: &PageHeader, is_background: bool, address: u64) {
         if !is_background {
             let reply_source = self.queue_direct_request(header);
@@ -484,22 +485,23 @@ impl Prefetcher {
         ReplySource::DirectRequest(None)
     }
 
-    /// Requests the next chunk of the pending background ranges. Returns false if there is none.
+    /// Requests the next chunk of the pending background ranges. Returns false if no chunk was
+    /// requested.
     fn request_background_chunk(&mut self) -> bool {
         while let Some(BackgroundRange {
-            namespace_pid: process,
+            namespace_pid: pid,
             address,
             end,
         }) = self.background_ranges.pop_front()
         {
-            let Some(chunk_start) = self.first_uncovered(process, address, end) else {
+            let Some(chunk_start) = self.first_uncovered(pid, address, end) else {
                 continue;
             };
-            let Some(chunk_end) = self.request_chunk(process, chunk_start) else {
+            let Some(chunk_end) = self.request_chunk(pid, chunk_start) else {
                 continue;
             };
             self.background_ranges.push_front(BackgroundRange {
-                namespace_pid: process,
+                namespace_pid: pid,
                 address: chunk_end,
                 end,
             });
@@ -596,7 +598,9 @@ impl Prefetcher {
         if self.source_passes_through() {
             self.passthrough_bytes
                 .extend(&self.passthrough_buffer[..byte_count]);
-            self.close_reply_bytes = self.close_reply_bytes.map(|came| came + byte_count);
+            self.close_reply_bytes = self
+                .close_reply_bytes
+                .map(|arrived_bytes| arrived_bytes + byte_count);
             return Ok(());
         }
         let Some(layout) = self.layout else {
@@ -615,38 +619,43 @@ impl Prefetcher {
     }
 
     fn handle_header(&mut self, header: &PageHeader) -> Result<(), UnexpectedReply> {
-        let unrequested = || UnexpectedReply::Unrequested(*header);
-        let request = self.source_requests.front_mut().ok_or_else(unrequested)?;
+        let unrequested_error = || UnexpectedReply::Unrequested(*header);
+        let request = self
+            .source_requests
+            .front_mut()
+            .ok_or_else(unrequested_error)?;
         let &mut SourceRequest {
-            namespace_pid: process,
+            namespace_pid: pid,
             address,
-            page_count: pages,
+            page_count: requested_page_count,
             ..
         } = request;
-        let matches_request = (header.namespace_pid, header.address) == (process, address);
+        let matches_request = (header.namespace_pid, header.address) == (pid, address);
         match (
             &mut request.pre_copied_content,
             header.command,
             header.page_count,
         ) {
-            (Some(known), CHANGED_PAGES, answered) if matches_request && answered == pages => {
+            (Some(known_content), CHANGED_PAGES, reply_page_count)
+                if matches_request && reply_page_count == requested_page_count =>
+            {
                 self.incoming_reply
-                    .expect_bitmap(std::mem::take(known), pages);
+                    .expect_bitmap(std::mem::take(known_content), requested_page_count);
             }
-            (None, command, answered)
+            (None, command, reply_page_count)
                 if matches_request
                     && command == PE_PRESENT << PS_CMD_BITS | PS_IOV_ADD_F
-                    && (1..=pages).contains(&answered) =>
+                    && (1..=requested_page_count).contains(&reply_page_count) =>
             {
                 let mut body = self.spare_buffers.pop().unwrap_or_default();
-                body.resize((answered * self.page_size) as usize, 0);
+                body.resize((reply_page_count * self.page_size) as usize, 0);
                 self.incoming_reply.expect_pages(body);
             }
             _ => {
                 return Err(UnexpectedReply::Mismatch {
-                    process,
+                    process: pid,
                     address,
-                    pages,
+                    pages: requested_page_count,
                     reply: *header,
                 });
             }
@@ -660,8 +669,12 @@ impl Prefetcher {
         };
         if request.is_chunk {
             self.chunk_pages = match self.now.saturating_duration_since(request.sent_at) {
-                took if took > SLOW_ROUND_TRIP => (self.chunk_pages / 2).max(CHUNK_PAGES_MIN),
-                took if took < FAST_ROUND_TRIP => (self.chunk_pages * 2).min(CHUNK_PAGES_MAX),
+                round_trip_time if round_trip_time > SLOW_ROUND_TRIP => {
+                    (self.chunk_pages / 2).max(CHUNK_PAGES_MIN)
+                }
+                round_trip_time if round_trip_time < FAST_ROUND_TRIP => {
+                    (self.chunk_pages * 2).min(CHUNK_PAGES_MAX)
+                }
                 _ => self.chunk_pages,
             };
             if let Some(chunk) = self
@@ -672,16 +685,20 @@ impl Prefetcher {
                 chunk.content = Some(body);
             }
         } else {
-            let is_answered = |pending: &&mut PendingRequest| {
+            let is_answered = |pending_request: &&mut PendingRequest| {
                 let PageHeader {
-                    namespace_pid: process,
+                    namespace_pid: pid,
                     address,
                     page_count: pages,
                     ..
-                } = pending.header;
-                let is_same = (process, address, pages)
+                } = pending_request.header;
+                let is_same = (pid, address, pages)
                     == (request.namespace_pid, request.address, request.page_count);
-                is_same && matches!(pending.reply_source, ReplySource::DirectRequest(None))
+                is_same
+                    && matches!(
+                        pending_request.reply_source,
+                        ReplySource::DirectRequest(None)
+                    )
             };
             if let Some(waiting_request) = self.pending_requests.iter_mut().find(is_answered) {
                 waiting_request.reply_source = ReplySource::DirectRequest(Some(body));

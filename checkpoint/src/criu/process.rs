@@ -47,7 +47,7 @@ pub(super) enum SwrkMessage {
     Done,
 }
 
-/// A running `criu swrk`. Dropping it kills and reaps it.
+/// A running `criu swrk` process. Dropping this value kills and reaps the process.
 pub(super) struct Swrk {
     child: Child,
     pidfd: OwnedFd,
@@ -61,21 +61,21 @@ pub(super) struct Swrk {
     call_started_at: Instant,
     /// Time limit for CRIU to exit after a cancellation, before it is killed.
     cancel_timeout: Duration,
-    /// Time at which the call was canceled; `None` if it was not.
+    /// Time at which the call was canceled; `None` if the call was not canceled.
     canceled_at: Option<Instant>,
     is_reaped: bool,
 }
 
 impl Swrk {
-    /// Starts CRIU and sends it the encoded request `request`. CRIU inherits `inherited` and
-    /// `image_dir` with the same descriptor numbers, and no other descriptor. `log_name` is the
-    /// name of CRIU's log in `dir`.
+    /// Starts CRIU and sends it the encoded request `request`. CRIU inherits the descriptors
+    /// `inherited_descriptors` and `image_dir` with the same numbers, and no other descriptor.
+    /// `log_name` is the name of CRIU's log in `dir`.
     pub(super) fn start(
         program: &Path,
         dir: &Path,
         image_dir: File,
         log_name: &str,
-        inherited: &[BorrowedFd<'_>],
+        inherited_descriptors: &[BorrowedFd<'_>],
         variables: &[(&'static str, String)],
         request: &[u8],
     ) -> Result<Self, Failure> {
@@ -89,9 +89,13 @@ impl Swrk {
             SockFlag::SOCK_CLOEXEC,
         )
         .map_err(|e| to_failure("socket pair", &e))?;
-        let stderr = dir.join(STDERR_FILE);
-        let stderr_file = File::create(&stderr).map_err(|e| to_failure("its error file", &e))?;
-        let mut inherited_fds: Vec<RawFd> = inherited.iter().map(|fd| fd.as_raw_fd()).collect();
+        let error_file_path = dir.join(STDERR_FILE);
+        let stderr_file =
+            File::create(&error_file_path).map_err(|e| to_failure("its error file", &e))?;
+        let mut inherited_fds: Vec<RawFd> = inherited_descriptors
+            .iter()
+            .map(|fd| fd.as_raw_fd())
+            .collect();
         inherited_fds.extend([criu_socket.as_raw_fd(), image_dir.as_raw_fd()]);
         let mut command = Command::new(program);
         command.arg("swrk").arg(criu_socket.as_raw_fd().to_string());
@@ -112,7 +116,7 @@ impl Swrk {
             socket: own_socket,
             _image_dir: image_dir,
             log_path: dir.join(log_name),
-            stderr_path: stderr,
+            stderr_path: error_file_path,
             call_started_at: Instant::now(),
             cancel_timeout: Duration::ZERO,
             canceled_at: None,
@@ -206,7 +210,8 @@ impl Swrk {
         self.wait_for_exit(limits)
     }
 
-    /// Waits for the exit after [`SwrkMessage::Done`].
+    /// Waits for the exit after [`SwrkMessage::Done`]. Fails if CRIU does not exit in time, or if
+    /// the call was canceled.
     pub(super) fn wait_for_exit(&mut self, limits: &CallLimits) -> Result<(), Failure> {
         let wait_result = self.wait_until_exit(limits, false);
         if wait_result.is_err() {
@@ -233,8 +238,9 @@ impl Swrk {
         reap_group(&mut self.child)
     }
 
-    /// Waits until CRIU has exited or, with `or_message`, has sent a message. Fails at the timeout,
-    /// or after a cancellation.
+    /// Waits until CRIU has exited or, with `or_message`, has sent a message. Fails when the
+    /// timeout has expired. After a cancellation CRIU has at most the cancel timeout to exit; then
+    /// the wait fails.
     fn wait_until_exit(&mut self, limits: &CallLimits, or_message: bool) -> Result<(), Failure> {
         loop {
             let mut deadline = self.call_started_at + limits.timeout;
@@ -246,9 +252,9 @@ impl Swrk {
             if or_message {
                 fds.push(PollFd::new(self.socket.as_fd(), PollFlags::POLLIN));
             }
-            let remaining = deadline.saturating_duration_since(Instant::now());
+            let remaining_time = deadline.saturating_duration_since(Instant::now());
             // The time is rounded up, so that the last wait does not spin.
-            let remaining_ms = remaining
+            let remaining_ms = remaining_time
                 .as_millis()
                 .saturating_add(1)
                 .min(i32::MAX as u128) as i32;
@@ -256,7 +262,7 @@ impl Swrk {
                 &mut fds,
                 PollTimeout::try_from(remaining_ms).unwrap_or(PollTimeout::MAX),
             ) {
-                Ok(0) if remaining.is_zero() => {
+                Ok(0) if remaining_time.is_zero() => {
                     let timeout =
                         Micros(u64::try_from(limits.timeout.as_micros()).unwrap_or(u64::MAX));
                     return Err(self
@@ -327,8 +333,8 @@ fn canceled_failure() -> Failure {
 }
 
 /// Prepares a child process before it executes CRIU. Afterwards only the owner can read the images
-/// that the child writes, the child dies with its parent, no signal is blocked, and the child
-/// inherits only the descriptors in `inherited_fds`.
+/// that the child writes, the child dies with its parent, no signal is blocked, the limit on open
+/// files is as high as possible, and the child inherits only the descriptors in `inherited_fds`.
 fn prepare_child(inherited_fds: &[RawFd]) -> io::Result<()> {
     // SAFETY: only system calls; the signal set and the limit are local values.
     unsafe {
@@ -393,7 +399,7 @@ pub(super) fn take_ownership(fd: RawFd) -> OwnedFd {
     unsafe { OwnedFd::from_raw_fd(fd) }
 }
 
-/// A CRIU process that executes one command line and exits. Dropping it kills and reaps the
+/// A CRIU process that executes one command line and exits. Dropping this value kills and reaps the
 /// process.
 pub(super) struct CriuCommand {
     child: Child,
@@ -403,12 +409,12 @@ pub(super) struct CriuCommand {
 
 impl CriuCommand {
     /// Starts CRIU. Its standard error is written to a file in `dir`. CRIU inherits the descriptors
-    /// `inherited`, and no other descriptor.
+    /// `inherited_descriptors`, and no other descriptor.
     pub(super) fn start<'a>(
         criu_path: &Path,
         arguments: impl Iterator<Item = &'a OsStr>,
         dir: &Path,
-        inherited: &[BorrowedFd<'_>],
+        inherited_descriptors: &[BorrowedFd<'_>],
         variables: &[(&'static str, String)],
     ) -> Result<Self, Failure> {
         let to_failure = |e: io::Error| {
@@ -417,7 +423,10 @@ impl CriuCommand {
                 criu_path.display()
             ))
         };
-        let inherited_fds: Vec<RawFd> = inherited.iter().map(|fd| fd.as_raw_fd()).collect();
+        let inherited_fds: Vec<RawFd> = inherited_descriptors
+            .iter()
+            .map(|fd| fd.as_raw_fd())
+            .collect();
         let stderr_file = File::create(dir.join(STDERR_FILE)).map_err(to_failure)?;
         let mut command = Command::new(criu_path);
         command
@@ -504,10 +513,10 @@ pub(super) fn wait_until_readable(
 ) -> Result<(), Failure> {
     let deadline = Instant::now() + limits.timeout;
     loop {
-        let remaining = deadline.saturating_duration_since(Instant::now());
+        let remaining_time = deadline.saturating_duration_since(Instant::now());
         let mut fds =
             [event_fd.as_fd(), limits.cancel.fd()].map(|fd| PollFd::new(fd, PollFlags::POLLIN));
-        let remaining_ms = remaining
+        let remaining_ms = remaining_time
             .as_millis()
             .saturating_add(1)
             .min(i32::MAX as u128) as i32;
@@ -515,7 +524,7 @@ pub(super) fn wait_until_readable(
             &mut fds,
             PollTimeout::try_from(remaining_ms).unwrap_or(PollTimeout::MAX),
         ) {
-            Ok(0) if remaining.is_zero() => {
+            Ok(0) if remaining_time.is_zero() => {
                 let timeout = Micros(u64::try_from(limits.timeout.as_micros()).unwrap_or(u64::MAX));
                 return Err(Failure::Deadline { allowed: timeout });
             }
@@ -544,7 +553,7 @@ fn reap_group(child: &mut Child) -> io::Result<ExitStatus> {
 /// Runs `criu --version` and returns the version.
 ///
 /// # Errors
-/// The program cannot be executed, or prints no version.
+/// The program cannot be executed, does not exit in time, or prints no version.
 pub(super) fn query_version(program: &Path) -> Result<String, VersionError> {
     let mut command = Command::new(program);
     command

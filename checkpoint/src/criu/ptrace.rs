@@ -41,8 +41,8 @@ impl RegisterSet {
     }
 }
 
-/// A traced thread of a stopped process. Dropping it detaches; the thread remains stopped with its
-/// process.
+/// A traced thread of a stopped process. Dropping this value detaches from the thread, which
+/// remains stopped with its process.
 pub(super) struct TracedThread {
     tid: i32,
 }
@@ -67,7 +67,7 @@ impl TracedThread {
     /// Returns the registers of this set, in the kernel's layout.
     pub(super) fn registers(&self, register_set: RegisterSet) -> io::Result<Vec<u8>> {
         let mut bytes = vec![0u8; register_set.bytes()];
-        let mut vector = libc::iovec {
+        let mut io_vector = libc::iovec {
             iov_base: bytes.as_mut_ptr().cast(),
             iov_len: bytes.len(),
         };
@@ -75,9 +75,9 @@ impl TracedThread {
             libc::PTRACE_GETREGSET,
             self.tid,
             register_set.regset_number(),
-            (&raw mut vector).cast(),
+            (&raw mut io_vector).cast(),
         )?;
-        let length = vector.iov_len;
+        let length = io_vector.iov_len;
         bytes.truncate(length);
         Ok(bytes)
     }
@@ -88,7 +88,7 @@ impl TracedThread {
         registers: &[u8],
     ) -> io::Result<()> {
         let mut bytes = registers.to_vec();
-        let mut vector = libc::iovec {
+        let mut io_vector = libc::iovec {
             iov_base: bytes.as_mut_ptr().cast(),
             iov_len: bytes.len(),
         };
@@ -96,7 +96,7 @@ impl TracedThread {
             libc::PTRACE_SETREGSET,
             self.tid,
             register_set.regset_number(),
-            (&raw mut vector).cast(),
+            (&raw mut io_vector).cast(),
         )
     }
 
@@ -136,7 +136,7 @@ impl TracedThread {
         /// breakpoint.
         const SET_BYTES: usize = 24;
         let mut bytes = [0u8; SET_BYTES];
-        let mut vector = libc::iovec {
+        let mut io_vector = libc::iovec {
             iov_base: bytes.as_mut_ptr().cast(),
             iov_len: bytes.len(),
         };
@@ -144,12 +144,12 @@ impl TracedThread {
             libc::PTRACE_SETREGSET,
             self.tid,
             BREAKPOINT_SET,
-            (&raw mut vector).cast(),
+            (&raw mut io_vector).cast(),
         )
     }
 
-    /// Makes the thread stop at PTRACE_EVENT_EXIT when it is killed. In that stop it retains its
-    /// memory and executes no instructions until it is detached.
+    /// Makes the thread stop at PTRACE_EVENT_EXIT when it is killed. In that stop the thread
+    /// retains its memory and executes no instructions until the tracer detaches from it.
     pub(super) fn stop_at_exit(&self) -> io::Result<()> {
         let options = std::ptr::without_provenance_mut(libc::PTRACE_O_TRACEEXIT as usize);
         ptrace_request(libc::PTRACE_SETOPTIONS, self.tid, 0, options)
@@ -365,12 +365,12 @@ impl RelayedRequest {
             .data
             .as_mut()
             .map_or_else(RequestMemory::pointer, |value| *value);
-        let mut vector = libc::iovec {
+        let mut io_vector = libc::iovec {
             iov_base: data as *mut libc::c_void,
             iov_len: self.iovec_len.unwrap_or(0),
         };
         if self.iovec_len.is_some() {
-            data = (&raw mut vector) as u64;
+            data = (&raw mut io_vector) as u64;
         }
         let (address, data) = if self.is_swapped {
             (data, address)
@@ -383,7 +383,7 @@ impl RelayedRequest {
             unsafe { libc::syscall(libc::SYS_ptrace, self.request_number, tid, address, data) };
         match result {
             -1 => Err(io::Error::last_os_error()),
-            result => Ok((result, vector.iov_len)),
+            result => Ok((result, io_vector.iov_len)),
         }
     }
 

@@ -376,7 +376,7 @@ impl Tracer {
             // If the wait was interrupted, the events are checked as well.
             let _ = poll(&mut fds, PollTimeout::NONE);
             let has_request = fds[0].any().unwrap_or(true);
-            self.directory_lock.take_if(|turn| turn.is_released());
+            self.directory_lock.take_if(|lock| lock.is_released());
             if has_request {
                 break;
             }
@@ -427,10 +427,9 @@ impl Tracer {
     /// True for threads of the dumped processes.
     fn is_dumped(&self, tid: i32) -> bool {
         self.processes.contains(&tid)
-            || self
-                .processes
-                .iter()
-                .any(|pid| Process::new(*pid).is_ok_and(|task| task.task_from_tid(tid).is_ok()))
+            || self.processes.iter().any(|pid| {
+                Process::new(*pid).is_ok_and(|process| process.task_from_tid(tid).is_ok())
+            })
     }
 
     /// Waits for an event of the thread `tid`. If `tid` is -1 (any thread), the wait is short,
@@ -480,7 +479,7 @@ impl Tracer {
             return false;
         }
         let mut fds = [PollFd::new(self.socket.as_fd(), PollFlags::empty())];
-        matches!(poll(&mut fds, PollTimeout::from(POLL_INTERVAL_MS)), Ok(ready) if ready > 0)
+        matches!(poll(&mut fds, PollTimeout::from(POLL_INTERVAL_MS)), Ok(ready_count) if ready_count > 0)
     }
 }
 
@@ -570,7 +569,7 @@ mod tests {
     fn recently_traced_thread_stops_for_criu() {
         let mut child = start_stopped_sleep(&mut Command::new("sleep"));
         let pid = child.id() as i32;
-        let (tracer_socket, _theirs) = socketpair(
+        let (tracer_socket, _criu_socket) = socketpair(
             AddressFamily::Unix,
             SockType::SeqPacket,
             None,
@@ -614,7 +613,7 @@ mod tests {
         let dir = tempfile::tempdir().expect("dir");
         let mut child = start_stopped_sleep(Command::new("sleep").current_dir(dir.path()));
         let pid = child.id() as i32;
-        // With this clock no lock has timed out.
+        // At this time no lock has timed out.
         let (working_dir, lock_time) = (
             dump_lock::WorkingDir::of_process(pid).expect("it is there"),
             Instant::now(),

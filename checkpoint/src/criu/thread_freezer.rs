@@ -21,8 +21,8 @@ const EXIT_CHECK_INTERVAL: Duration = Duration::from_millis(5);
 /// ends.
 const DETACH_TIMEOUT: Duration = Duration::from_millis(10);
 
-/// Frozen threads. Dropping this value releases them. Threads of processes that were stopped or
-/// frozen in the meantime remain stopped.
+/// Frozen threads. Dropping this value lets the threads run again. Threads of processes that were
+/// stopped or frozen in the meantime remain stopped.
 #[derive(Debug)]
 pub struct FrozenThreads {
     /// Closing this channel orders the tracer to detach. No message is sent on it.
@@ -129,7 +129,8 @@ mod tests {
         child.wait().expect("it ends");
     }
 
-    /// A frozen thread does not run when its process is continued, and runs after its release.
+    /// A frozen thread does not run when its process is continued, and runs when it is no longer
+    /// frozen.
     #[test]
     fn frozen_thread_runs_only_after_release() {
         let child = start_stopped_process();
@@ -143,7 +144,8 @@ mod tests {
         kill_and_reap(child);
     }
 
-    /// A frozen thread whose process was stopped in the meantime remains stopped after its release.
+    /// A frozen thread whose process was stopped in the meantime remains stopped when it is no
+    /// longer frozen.
     #[test]
     fn released_thread_of_stopped_process_remains_stopped() {
         let child = start_stopped_process();
@@ -160,7 +162,7 @@ mod tests {
     #[test]
     fn frozen_process_can_be_killed_and_reaped() {
         let mut child = start_stopped_process();
-        let _frozen = FrozenThreads::freeze(vec![child.id() as i32]).expect("a thread");
+        let _frozen_threads = FrozenThreads::freeze(vec![child.id() as i32]).expect("a thread");
         child.kill().expect("it is there");
         assert_eq!(
             std::os::unix::process::ExitStatusExt::signal(&child.wait().expect("it ends")),

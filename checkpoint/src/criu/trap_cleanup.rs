@@ -83,8 +83,9 @@ impl SavedTaskState {
         }
     }
 
-    /// Restores everything that differs from the recorded state. Processes that have exited are
-    /// skipped.
+    /// Restores what CRIU has changed: overwritten code, signal masks and breakpoints, and the
+    /// registers of threads that CRIU has stopped in overwritten code or in its own code. Processes
+    /// that have exited are skipped.
     pub(super) fn restore(&self) {
         for process in &self.processes {
             process.restore();
@@ -110,14 +111,14 @@ impl ProcessState {
                 .checked_sub(1)
                 .ok_or_else(|| io::Error::from(io::ErrorKind::OutOfMemory))?;
             let traced_thread = TracedThread::attach(tid)?;
-            let (general, vector) = (
+            let (general_bytes, vector_bytes) = (
                 traced_thread.registers(RegisterSet::General)?,
                 traced_thread.registers(RegisterSet::Vector)?,
             );
             threads.push(ThreadState {
                 tid,
-                general_registers: general,
-                vector_registers: vector,
+                general_registers: general_bytes,
+                vector_registers: vector_bytes,
                 blocked_signals: traced_thread.blocked_signals()?,
             });
         }

@@ -129,7 +129,8 @@ pub struct RestoreParams {
     pub post_copy: bool,
 }
 
-/// An engine cannot be executed. No process of the engine remains.
+/// An engine did not report its version, for example because it cannot be executed. No process of
+/// the engine remains.
 #[derive(Debug, Error)]
 #[error("the dump engine {} does not run: {cause}; {install_hint}", program.display())]
 pub struct EngineUnusable {
@@ -179,9 +180,10 @@ pub trait Engine: Send + Sync {
     /// The engine's process could not be created. The task is unchanged.
     fn start_dump(&self, params: DumpParams) -> Result<Box<dyn RunningDump>, Failure>;
 
-    /// True if a dump failed only because another dump ran at the same moment, so that a retry may
-    /// succeed. `root_pid` is the PID of the task's root process. Also removes files of a killed
-    /// engine that would make every retry fail.
+    /// Prepares another attempt after a failed dump: removes files of a killed engine that would
+    /// make every attempt fail. Returns true if the dump failed only because another dump ran at
+    /// the same moment, so that another attempt may succeed. `root_pid` is the PID of the task's
+    /// root process.
     fn prepare_retry(&self, root_pid: i32, failure: &Failure) -> bool;
 
     /// Starts a restore. The root of the restored task becomes a child of the calling process. The
@@ -232,7 +234,7 @@ pub trait PostCopyCheck: Send {
     /// [`wait_for_result`](Self::wait_for_result) may reap the process.
     fn engine_pid(&self) -> i32;
 
-    /// Waits for the result. When this returns the engine's process has been reaped.
+    /// Waits for the result. On return the engine's process has been reaped.
     ///
     /// # Errors
     /// The kernel does not support post-copy, or the check failed.
@@ -281,12 +283,12 @@ pub trait MemoryFetch: Send {
     /// Returns a handle that reports, while the fetch runs, whether all memory has arrived.
     fn completion(&self) -> FetchCompletion;
 
-    /// Waits until all memory has arrived. When this returns the engine's process has been reaped.
+    /// Waits until all memory has arrived. On return the engine's process has been reaped.
     ///
     /// # Errors
     /// Some memory is missing and will not arrive. The caller must first kill the processes and
     /// then drop the [`UffdGuard`]: while the guard exists, the processes block when they access a
-    /// missing page; without it they would read zeros.
+    /// missing page; without the guard they would read zeros.
     fn wait_until_fetched(self: Box<Self>, limits: &CallLimits)
     -> Result<(), (Failure, UffdGuard)>;
 }

@@ -37,7 +37,7 @@ pub(crate) fn page_bits(first_index: usize, page_count: usize) -> u128 {
 /// A range of adjacent pages within one block.
 pub(crate) struct BlockRange {
     pub(crate) block: u64,
-    /// Index within the block of the first page.
+    /// Index of the first page within the block.
     pub(crate) first_index: usize,
     pub(crate) page_count: usize,
 }

@@ -81,7 +81,7 @@ impl ReceivedPages {
     }
 
     /// Stores the content of pages, which must be within one block. Replaces content that was
-    /// stored earlier for the same page.
+    /// stored earlier for the same page. Does nothing if the memory of the block was already freed.
     ///
     /// # Errors
     /// Memory for the pages could not be allocated or written.
@@ -100,11 +100,11 @@ impl ReceivedPages {
             )?)),
         };
         let block = match self.blocks.entry((namespace_pid, block)) {
-            Entry::Occupied(known) => known.into_mut(),
-            Entry::Vacant(unknown) => {
+            Entry::Occupied(occupied_entry) => occupied_entry.into_mut(),
+            Entry::Vacant(vacant_entry) => {
                 file.set_len((self.slot_count + 1) * BLOCK_PAGES * self.page_size)?;
                 self.slot_count += 1;
-                unknown.insert(ReceivedBlock {
+                vacant_entry.insert(ReceivedBlock {
                     received_bits: 0,
                     undelivered_bits: 0,
                     slot: Some(self.slot_count - 1),
@@ -128,9 +128,9 @@ impl ReceivedPages {
 
     /// Returns the content of these pages, with zeros for pages that have not been received.
     ///
-    /// `None` if none of the pages has been received, if more than [`BLOCK_PAGES`] pages are
-    /// requested, or if some of the pages were freed: the source knows only which pages it has
-    /// sent, not which of them were freed.
+    /// `None` if the range is invalid, if none of the pages has been received, if more than
+    /// [`BLOCK_PAGES`] pages are requested, if the content cannot be read, or if some of the pages
+    /// were freed: the source knows only which pages it has sent, not which of them were freed.
     pub(crate) fn get(&self, namespace_pid: u64, address: u64, page_count: u64) -> Option<Vec<u8>> {
         let page_size = self.page_size;
         if page_count == 0 || page_count > BLOCK_PAGES || !address.is_multiple_of(page_size) {

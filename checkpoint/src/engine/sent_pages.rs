@@ -76,7 +76,8 @@ struct SentBlock {
     hashes: Box<[Hash]>,
 }
 
-/// The pages of a task that the target has received, with a hash of the content that was sent.
+/// The pages of a task that were sent to the target, each with a hash of its content when it was
+/// sent.
 #[derive(Debug, Default)]
 pub struct SentPages {
     page_size: u64,
@@ -100,12 +101,12 @@ impl SentPages {
         self.page_size
     }
 
-    /// Number of distinct pages that were sent.
+    /// Returns the number of distinct pages that were sent.
     pub(crate) fn distinct_page_count(&self) -> u64 {
         self.distinct_page_count
     }
 
-    /// Number of bytes that were sent, including pages that were sent again.
+    /// Returns the number of bytes that were sent, including pages that were sent again.
     pub fn sent_bytes(&self) -> u64 {
         self.sent_bytes
     }

@@ -10,8 +10,8 @@ use std::fs::read_to_string;
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// Names of the files of a cgroup controller that contain its limit and its usage. The names depend
-/// on the version of control groups.
+/// Names of two files of a cgroup controller: the file with the limit and the file with the usage.
+/// The names depend on the version of control groups.
 struct ControllerFiles {
     limit_file: &'static str,
     usage_file: &'static str,
@@ -58,7 +58,7 @@ pub(super) fn threads_available() -> Option<u64> {
 
 /// Returns the number of bytes that may be written in the directory `dir`: the free space of its
 /// file system. If the file system is in memory, the result is at most the available memory of the
-/// host.
+/// host minus [`MEMORY_SLACK_BYTES`].
 ///
 /// # Errors
 /// The directory cannot be accessed.
@@ -82,7 +82,7 @@ pub(crate) fn free_bytes(dir: &Path) -> io::Result<u64> {
 }
 
 /// Returns the smallest difference between limit and usage over all control groups of this process,
-/// in both versions of control groups.
+/// in both versions of control groups. `None` if no group has a limit.
 fn smallest_available(hierarchies: [(Option<&str>, &ControllerFiles); 2]) -> Option<u64> {
     let (mounts, groups) = (
         std::fs::read("/proc/self/mountinfo").ok()?,
@@ -96,7 +96,8 @@ fn smallest_available(hierarchies: [(Option<&str>, &ControllerFiles); 2]) -> Opt
 }
 
 /// Returns the smallest difference between limit and usage over this control group and its
-/// ancestors, up to `mount_point`, the mount point of the hierarchy.
+/// ancestors. `mount_point` is the mount point of the hierarchy, where the ancestors end. `None` if
+/// no group has a limit.
 fn available_with_ancestors(
     group: &Path,
     mount_point: &Path,
@@ -113,7 +114,8 @@ fn available_with_ancestors(
         .min()
 }
 
-/// Returns the difference between limit and usage of one control group; `None` if it has no limit.
+/// Returns the difference between limit and usage of one control group; `None` if the group has no
+/// limit. Reclaimable memory does not count as usage.
 fn available_in_group(group: &Path, files: &ControllerFiles) -> Option<u64> {
     let read_number = |name: &str| {
         read_to_string(group.join(name))
@@ -124,14 +126,14 @@ fn available_in_group(group: &Path, files: &ControllerFiles) -> Option<u64> {
     };
     // "max" is not a number. Version 1 reports a number close to 2^63 instead.
     let limit = read_number(files.limit_file).filter(|limit| *limit < 1 << 60)?;
-    let reclaimable = files.reclaimable_field.and_then(|field| {
+    let reclaimable_bytes = files.reclaimable_field.and_then(|field| {
         let text = read_to_string(group.join("memory.stat")).ok()?;
         text.lines()
             .find_map(|line| line.strip_prefix(field)?.trim().parse::<u64>().ok())
     });
     Some(
         limit
-            .saturating_add(reclaimable.unwrap_or(0))
+            .saturating_add(reclaimable_bytes.unwrap_or(0))
             .saturating_sub(read_number(files.usage_file)?),
     )
 }

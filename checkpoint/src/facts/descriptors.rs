@@ -66,7 +66,7 @@ struct Descriptor<'a> {
     fs_type: i64,
 }
 
-/// The meaning of a descriptor for a migration.
+/// How a migration must treat a descriptor.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum DescriptorMeaning {
     /// The engine migrates the descriptor.
@@ -77,8 +77,8 @@ pub(super) enum DescriptorMeaning {
     LibrarySocket(u64),
     /// A file that must exist at the target with this size in bytes.
     EqualLengthFile(PathBuf, u64),
-    /// A file to which the task may write until it is stopped. The file must exist at the target
-    /// and be at least as long as at the source.
+    /// A file to which the task may write until the task is stopped. The file must exist at the
+    /// target and be at least as long as at the source.
     MinimumLengthFile(PathBuf),
     /// A file that must exist at the target.
     ExistingFile(PathBuf),
@@ -94,8 +94,8 @@ pub(super) enum DescriptorMeaning {
     Unsupported(String),
 }
 
-/// Reads one descriptor of the process `pid` and determines its meaning. `path` is the descriptor's
-/// entry in /proc/PID/fd, `fd_number` the descriptor's number as text.
+/// Reads one descriptor of the process `pid` and determines how a migration must treat it. `path`
+/// is the descriptor's entry in /proc/PID/fd, `fd_number` the descriptor's number as text.
 ///
 /// # Errors
 /// The descriptor was closed during the call.
@@ -138,7 +138,7 @@ pub(super) fn read_descriptor(
     }))
 }
 
-/// Determines the meaning of one descriptor.
+/// Determines from the properties of a descriptor how a migration must treat the descriptor.
 fn classify(descriptor: &Descriptor<'_>) -> DescriptorMeaning {
     let link_text = descriptor.link.to_string_lossy();
     if let Some(inode) = link_text

@@ -14,8 +14,8 @@ pub(super) fn file_identity(path: &Path) -> Option<(u64, u64)> {
 }
 
 /// Returns the path of the first pipe of `pipes` that a process outside `task_processes` has open;
-/// `None` if no such process has one open. `pipes` maps device and inode number to the path.
-/// Processes that cannot be inspected are skipped.
+/// `None` if all pipes are open only in the task. `pipes` maps the device and inode number of each
+/// pipe to its path. Processes that cannot be inspected are skipped.
 pub(super) fn pipe_open_outside_task(
     pipes: &BTreeMap<(u64, u64), PathBuf>,
     task_processes: &[i32],

@@ -38,7 +38,7 @@ impl FilePolicy {
     /// Returns the policy that the environment of the task's root process selects.
     ///
     /// # Errors
-    /// The variable has an unknown value.
+    /// `SEMPA_FILES` has an unknown value.
     pub(super) fn read_from_process(root_pid: i32) -> Result<Self, Refusal> {
         // The environment cannot be read if the process or its main thread has exited. Other checks
         // refuse such a process.
@@ -71,7 +71,7 @@ impl FilePolicy {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct OpenFile {
     pub path: PathBuf,
-    /// Path in /proc/PID/fd. It opens the file even if the file's name was removed.
+    /// Path in /proc/PID/fd. The file can be opened by this path even if its name was removed.
     pub fd_path: PathBuf,
     pub mode: u32,
     pub gid: u32,
@@ -149,8 +149,8 @@ pub fn open_parent_dir(path: &Path) -> io::Result<(OwnedFd, OsString)> {
     Ok((dir_fd, OsStr::to_os_string(name)))
 }
 
-/// Returns the reason why a task of the user `uid` cannot create a file at this path; `None` if it
-/// can.
+/// Returns the reason why a task of the user `uid` cannot create a file at this path; `None` if the
+/// task can create it.
 pub(super) fn creation_obstacle(path: &Path, uid: u32) -> Option<String> {
     use std::os::fd::AsRawFd;
     let own_uid = nix::unistd::geteuid().as_raw();
@@ -164,8 +164,10 @@ pub(super) fn creation_obstacle(path: &Path, uid: u32) -> Option<String> {
         Err(e) => return Some(format!("its directory: {e}")),
     };
     let fd_path = format!("/proc/self/fd/{}", parent_dir.as_raw_fd());
-    let access = nix::unistd::access(fd_path.as_str(), nix::unistd::AccessFlags::W_OK);
-    access.err().map(|e| format!("its directory: {}", e.desc()))
+    let access_result = nix::unistd::access(fd_path.as_str(), nix::unistd::AccessFlags::W_OK);
+    access_result
+        .err()
+        .map(|e| format!("its directory: {}", e.desc()))
 }
 
 #[cfg(test)]

@@ -1,5 +1,5 @@
-//! Inspects a running task through /proc. Returns the task's facts, or the first property that
-//! prevents a migration.
+//! Inspects a running task through /proc. The result is the task's facts, or the first property
+//! found that prevents a migration.
 
 use super::descriptors::{
     DescriptorMeaning, is_library_socket, is_open_for_writing, read_descriptor,
@@ -41,7 +41,7 @@ pub const FILE_LIST_BYTES_MAX: u64 = 32 << 20;
 /// Maximum size in bytes of an entry in the file list, without its path.
 const FILE_ENTRY_OVERHEAD_BYTES: u64 = 256;
 
-/// The findings about all processes of a task together.
+/// What the inspection has found in all processes of a task so far.
 #[derive(Clone, Default)]
 struct InspectionFindings {
     /// How open files of the task are treated.
@@ -74,8 +74,8 @@ enum FileNeed {
 
 impl InspectionFindings {
     fn require_file(&mut self, path: &Path, bytes: u64, need: FileNeed) -> Result<(), Refusal> {
-        if let Some((_, before)) = self.required_files.get_mut(path) {
-            *before = need.max(*before);
+        if let Some((_, previous_need)) = self.required_files.get_mut(path) {
+            *previous_need = need.max(*previous_need);
             return Ok(());
         }
         self.file_list_bytes += path.as_os_str().len() as u64 + FILE_ENTRY_OVERHEAD_BYTES;
@@ -304,12 +304,12 @@ fn check_process_tree(task: &TaskProcesses) -> Result<(), Refusal> {
             break;
         }
         std::thread::sleep(Duration::from_millis(1));
-        let reread = read_parents();
-        if reread == parents {
+        let new_parents = read_parents();
+        if new_parents == parents {
             break;
         }
-        result = check_parents(task, &reread);
-        parents = reread;
+        result = check_parents(task, &new_parents);
+        parents = new_parents;
     }
     result
 }
@@ -344,8 +344,8 @@ fn inspect_process(
         .as_ref()
         .is_some_and(|status| status.state.starts_with(['Z', 'X']))
     {
-        // A zombie is accepted, because it only waits to be reaped. It is refused if other threads
-        // of the process still run.
+        // A zombie is accepted, because it only waits to be reaped. A process with an ended main
+        // thread is refused if its other threads still run.
         return if threads.len() > 1 {
             Err(unsupported_resource(
                 "a main thread that has ended before the others",
@@ -569,11 +569,11 @@ fn check_connections(root_pid: i32, findings: &InspectionFindings) -> Result<(),
     }
     // If the kernel does not provide the list, the engine detects connections to other processes
     // during the dump.
-    let unix = sockets::unix_table().unwrap_or_default();
-    if let Some(connection) = sockets::foreign_unix_connection(&findings.sockets, &unix) {
+    let unix_sockets = sockets::unix_table().unwrap_or_default();
+    if let Some(connection) = sockets::foreign_unix_connection(&findings.sockets, &unix_sockets) {
         return Err(unsupported_resource(connection));
     }
-    if sockets::daemon_connection_count(&findings.library_sockets, &unix) > 1 {
+    if sockets::daemon_connection_count(&findings.library_sockets, &unix_sockets) > 1 {
         return Err(unsupported_resource("a process that is a task of its own"));
     }
     for read_table in [Process::tcp, Process::tcp6] {

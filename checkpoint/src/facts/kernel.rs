@@ -140,13 +140,16 @@ const TIME_NAMESPACE: (&str, &CStr) = ("time-namespaces", c"/proc/self/ns/time")
 
 /// Returns the names of this kernel's features, sorted.
 pub(super) fn kernel_features() -> Vec<String> {
-    let syscalls = SYSCALL_PROBES
+    let syscall_names = SYSCALL_PROBES
         .iter()
         .filter(|probe| kernel_has_syscall(probe))
         .map(|probe| probe.name);
     let (name, path) = TIME_NAMESPACE;
     let time_namespace = nix::sys::stat::lstat(path).is_ok().then_some(name);
-    let mut features: Vec<String> = syscalls.chain(time_namespace).map(String::from).collect();
+    let mut features: Vec<String> = syscall_names
+        .chain(time_namespace)
+        .map(String::from)
+        .collect();
     features.sort_unstable();
     features
 }

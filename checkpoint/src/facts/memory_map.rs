@@ -3,7 +3,7 @@
 
 use std::path::PathBuf;
 
-/// The meaning of one line of the map for a migration.
+/// How one mapping of a process, which is one line of the memory map, affects a migration.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Mapping {
     /// A private file mapping: the process may read the content at any time, without a descriptor.
@@ -27,8 +27,9 @@ const UNSUPPORTED_MAPPINGS: [(&str, &str); 5] = [
 /// host.
 pub(super) const SHARED_MEMORY_DIR: &str = "/dev/shm/";
 
-/// Describes POSIX shared memory whose name still exists. A file with the same name and length on
-/// another host would have other content.
+/// Returns the description, for messages, of the POSIX shared memory with this path. Its name still
+/// exists on this host; a file with the same name and length on another host would have other
+/// content.
 pub(super) fn describe_posix_memory(path: &str) -> String {
     format!("POSIX shared memory ({path}), which exists on this host only")
 }
@@ -44,9 +45,9 @@ fn parse_line(line: &str) -> Option<Mapping> {
     let mut rest = line;
     let mut fields = [""; 5];
     for field in &mut fields {
-        let trimmed = rest.trim_start();
-        let end = trimmed.find(' ').unwrap_or(trimmed.len());
-        (*field, rest) = trimmed.split_at(end);
+        let trimmed_rest = rest.trim_start();
+        let field_end = trimmed_rest.find(' ').unwrap_or(trimmed_rest.len());
+        (*field, rest) = trimmed_rest.split_at(field_end);
     }
     let path = rest.trim_start();
     if let Some((_, what)) = UNSUPPORTED_MAPPINGS

@@ -1,5 +1,5 @@
-//! Checks before a task is stopped for a migration: of the task's properties and resources, and of
-//! what the target host provides.
+//! Checks that are made before a task is stopped for a migration. They concern the task's
+//! properties and resources, and what the target host provides.
 //!
 //! - [`inspect()`] reads a running task from /proc. It refuses a task that has a resource which no
 //!   engine can migrate; the refusal names the resource.

@@ -26,8 +26,8 @@ pub(super) struct UnixSocket {
 /// All Unix sockets of this network namespace, by inode number.
 pub(super) type UnixTable = BTreeMap<u64, UnixSocket>;
 
-/// Describes the first Unix socket of the task that is connected to another process; `None` if
-/// there is none. `task_sockets` are the inode numbers of the task's sockets.
+/// Describes the first Unix socket of the task that is connected to another process; `None` if no
+/// socket is. `task_sockets` are the inode numbers of the task's sockets.
 pub(super) fn foreign_unix_connection(
     task_sockets: &BTreeSet<u64>,
     table: &UnixTable,
@@ -58,8 +58,8 @@ pub(super) fn daemon_connection_count(library_sockets: &BTreeSet<u64>, table: &U
 }
 
 /// Describes the first TCP connection of the task in `table`, the entries of /proc/PID/net/tcp or
-/// tcp6; `None` if there is none. `task_sockets` are the inode numbers of the task's sockets.
-/// Listening and unconnected sockets can be migrated.
+/// tcp6; `None` if the task has no connection. `task_sockets` are the inode numbers of the task's
+/// sockets. Listening and unconnected sockets can be migrated.
 pub(super) fn tcp_connection(
     task_sockets: &BTreeSet<u64>,
     table: &[TcpNetEntry],
@@ -112,6 +112,7 @@ fn dump_request() -> Vec<u8> {
 }
 
 /// Adds the sockets in one reply of the kernel to the table. Returns true after the last reply.
+/// Fails if the reply is malformed or reports an error.
 fn parse_reply(mut bytes: &[u8], table: &mut UnixTable) -> io::Result<bool> {
     const HEADER_BYTES: usize = 16;
     while let (Some(length), Some(kind)) = (u32_at(bytes, 0), u16_at(bytes, 4)) {
@@ -207,19 +208,19 @@ mod tests {
             (11, bound_socket("/run/other.sock")),
             (6, connected_socket(12)),
         ]);
-        let describe_foreign =
+        let describe_foreign_peer =
             |inodes: &[u64]| foreign_unix_connection(&inodes.iter().copied().collect(), &table);
-        assert_eq!(describe_foreign(&[1, 2, 4]), None);
+        assert_eq!(describe_foreign_peer(&[1, 2, 4]), None);
         assert_eq!(
-            describe_foreign(&[4, 5]).as_deref(),
+            describe_foreign_peer(&[4, 5]).as_deref(),
             Some("a Unix socket connected to /run/other.sock")
         );
         assert_eq!(
-            describe_foreign(&[6]).as_deref(),
+            describe_foreign_peer(&[6]).as_deref(),
             Some("a Unix socket connected to another process")
         );
         assert_eq!(
-            describe_foreign(&[1]).as_deref(),
+            describe_foreign_peer(&[1]).as_deref(),
             Some("a Unix socket connected to another process")
         );
         assert_eq!(
@@ -253,18 +254,21 @@ mod tests {
         let path = dir.join("listens.sock");
         let listener = UnixListener::bind(&path).expect("bind");
         let client = UnixStream::connect(&path).expect("connect");
-        let (accepted, _) = listener.accept().expect("accept");
+        let (accepted_socket, _) = listener.accept().expect("accept");
         let inode = |fd: i32| {
             std::fs::metadata(format!("/proc/self/fd/{fd}"))
                 .expect("fd")
                 .ino()
         };
-        let (client, accepted) = (inode(client.as_raw_fd()), inode(accepted.as_raw_fd()));
+        let (client, accepted_socket) = (
+            inode(client.as_raw_fd()),
+            inode(accepted_socket.as_raw_fd()),
+        );
         let table = unix_table().expect("sock_diag");
-        assert_eq!(table[&client].peer_inode, Some(accepted));
-        assert_eq!(table[&accepted].address.as_deref(), path.to_str());
+        assert_eq!(table[&client].peer_inode, Some(accepted_socket));
+        assert_eq!(table[&accepted_socket].address.as_deref(), path.to_str());
         assert_eq!(
-            foreign_unix_connection(&BTreeSet::from([client, accepted]), &table),
+            foreign_unix_connection(&BTreeSet::from([client, accepted_socket]), &table),
             None
         );
         assert!(foreign_unix_connection(&BTreeSet::from([client]), &table).is_some());

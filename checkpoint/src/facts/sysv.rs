@@ -11,19 +11,20 @@ use std::collections::BTreeSet;
 /// Maximum number of semaphores that are checked. A single semaphore set may contain thousands.
 const SEMAPHORES_MAX: usize = 16_384;
 
-/// Returns a description of an object that one of these processes was the last to create or use;
-/// `None` if no such object exists.
+/// Returns a description of the first kind of System V object that one of these processes has
+/// created or was the last to use; `None` if no such object exists. For a semaphore only the last
+/// change counts.
 pub(super) fn describe_used_object(processes: &[i32]) -> Option<String> {
     let pids: BTreeSet<i32> = processes.iter().copied().collect();
-    let names_process = |table: &str, columns: &[&str]| {
+    let has_row_of_process = |table: &str, columns: &[&str]| {
         parse_rows(table, columns)
             .into_iter()
             .any(|row| row.iter().flatten().any(|pid| pids.contains(pid)))
     };
-    if names_process(&sysv_table("shm"), &["cpid", "lpid"]) {
+    if has_row_of_process(&sysv_table("shm"), &["cpid", "lpid"]) {
         return Some("System V shared memory".into());
     }
-    if names_process(&sysv_table("msg"), &["lspid", "lrpid"]) {
+    if has_row_of_process(&sysv_table("msg"), &["lspid", "lrpid"]) {
         return Some("a System V message queue".into());
     }
     let semaphore_sets = parse_rows(&sysv_table("sem"), &["semid", "nsems"])
@@ -62,7 +63,7 @@ fn parse_rows(table: &str, columns: &[&str]) -> Vec<Vec<Option<i32>>> {
 }
 
 /// Returns the PID of the process that was the last to change a semaphore; `None` if no process has
-/// changed it, or if access is denied.
+/// changed the semaphore, or if access is denied.
 fn last_changer_pid(set_id: i32, index: i32) -> Option<i32> {
     // SAFETY: GETPID takes no further argument and accesses no memory of this process.
     let pid = unsafe { libc::semctl(set_id, index, libc::GETPID) };

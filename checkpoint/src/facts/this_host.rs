@@ -1,4 +1,4 @@
-//! The properties of this host on which its verdicts depend.
+//! Reads the properties of this host that determine the host's verdicts on tasks.
 
 use super::hash::HashCache;
 use super::verdict::{FoundFile, HostProperties};

@@ -15,7 +15,7 @@ pub struct FoundFile {
     pub is_directory: bool,
 }
 
-/// Properties of a host on which its verdict depends.
+/// The properties of a host that determine the host's verdict on a task.
 pub trait HostProperties {
     /// Processor features, as named in /proc/cpuinfo.
     fn cpu_features(&self) -> Vec<String>;
@@ -41,12 +41,12 @@ pub trait HostProperties {
     /// The file cannot be read.
     fn hash(&self, path: &Path) -> io::Result<String>;
     /// Returns the reason why a task of the user `uid` could not create a file at this path; `None`
-    /// if it could.
+    /// if the task could create the file.
     fn creation_obstacle(&self, path: &Path, uid: u32) -> Option<String>;
 }
 
-/// Returns all reasons why this host cannot run a task with these facts; empty if it can. Does not
-/// check whether the host has an engine.
+/// Returns all reasons why this host cannot run a task with these facts. The list is empty if the
+/// host can run the task. Does not check whether the host has an engine.
 pub fn decide_verdict(facts: &TaskFacts, host: &dyn HostProperties) -> Verdict {
     let mut verdict = Verdict::new();
     let missing_features = |required: &[String], present: &[String]| -> Vec<String> {
@@ -58,15 +58,17 @@ pub fn decide_verdict(facts: &TaskFacts, host: &dyn HostProperties) -> Verdict {
     };
     // The C library selects its routines by processor features when the program starts. After a
     // migration a missing feature would crash the program.
-    let missing = missing_features(&facts.cpu_features, &host.cpu_features());
-    if !missing.is_empty() {
-        verdict.push(Refusal::CpuFeatures { missing });
+    let absent_features = missing_features(&facts.cpu_features, &host.cpu_features());
+    if !absent_features.is_empty() {
+        verdict.push(Refusal::CpuFeatures {
+            missing: absent_features,
+        });
     }
     // Programs test for kernel features only once, at their start.
-    let missing = missing_features(&facts.kernel_features, &host.kernel_features());
-    if !missing.is_empty() {
+    let absent_features = missing_features(&facts.kernel_features, &host.kernel_features());
+    if !absent_features.is_empty() {
         verdict.push(Refusal::KernelFeatures {
-            missing,
+            missing: absent_features,
             source: facts.kernel_release.to_string(),
             target: host.kernel(),
         });
@@ -75,17 +77,17 @@ pub fn decide_verdict(facts: &TaskFacts, host: &dyn HostProperties) -> Verdict {
         facts.memory_bytes.saturating_add(MEMORY_SLACK_BYTES),
         host.memory_available_bytes(),
     );
-    let reserved = host.memory_reserved_bytes();
+    let reservation_bytes = host.memory_reserved_bytes();
     if available_amount < needed_amount {
         verdict.push(Refusal::Memory {
             need: needed_amount,
             have: available_amount,
         });
-    } else if available_amount.saturating_sub(reserved) < needed_amount {
+    } else if available_amount.saturating_sub(reservation_bytes) < needed_amount {
         verdict.push(Refusal::MemoryReserved {
             need: needed_amount,
             have: available_amount,
-            reserved_bytes: reserved,
+            reserved_bytes: reservation_bytes,
         });
     }
     let needed_amount = u64::from(facts.thread_count);
@@ -109,11 +111,11 @@ pub fn decide_verdict(facts: &TaskFacts, host: &dyn HostProperties) -> Verdict {
     verdict
 }
 
-/// Returns the reason why the host does not fulfill the requirement for this file; `None` if it
-/// does.
+/// Returns the reason why the host does not fulfill the requirement for this file; `None` if the
+/// host fulfills it.
 fn file_refusal_reason(file: &RequiredFile, uid: u32, host: &dyn HostProperties) -> Option<String> {
-    let found = match host.find_file(&file.path) {
-        Ok(found) => found,
+    let file_on_host = match host.find_file(&file.path) {
+        Ok(file_on_host) => file_on_host,
         Err(e)
             if e.kind() == io::ErrorKind::NotFound && file.requirement.is_copied_if_missing() =>
         {
@@ -127,21 +129,23 @@ fn file_refusal_reason(file: &RequiredFile, uid: u32, host: &dyn HostProperties)
         }
         Err(e) => return Some(format!("it cannot be accessed on the target: {e}")),
     };
-    let length_difference = (found.bytes != file.bytes).then(|| {
+    let length_difference = (file_on_host.bytes != file.bytes).then(|| {
         format!(
             "it has {} bytes at the source, {} on the target",
-            file.bytes, found.bytes
+            file.bytes, file_on_host.bytes
         )
     });
     match &file.requirement {
         FileRequirement::Directory => {
-            (!found.is_directory).then(|| "it is not a directory on the target".into())
+            (!file_on_host.is_directory).then(|| "it is not a directory on the target".into())
         }
-        FileRequirement::ExistsOrCopy | FileRequirement::LengthOrCopy if found.is_directory => {
+        FileRequirement::ExistsOrCopy | FileRequirement::LengthOrCopy
+            if file_on_host.is_directory =>
+        {
             Some("it is a directory on the target".into())
         }
         FileRequirement::Exists | FileRequirement::ExistsOrCopy => {
-            length_difference.filter(|_| found.bytes < file.bytes)
+            length_difference.filter(|_| file_on_host.bytes < file.bytes)
         }
         FileRequirement::Length | FileRequirement::LengthOrCopy => length_difference,
         FileRequirement::Content(expected) => {

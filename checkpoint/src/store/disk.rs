@@ -34,7 +34,7 @@ pub(super) enum DiskStep<'a> {
 
 /// An observer that is notified of each step before it is executed.
 pub(super) trait DiskObserver: Send + Sync {
-    /// Called before each step. If it returns an error, the step is not executed.
+    /// Called before each step. If the observer returns an error, the step is not executed.
     fn before_step(&self, step: &DiskStep<'_>) -> io::Result<()>;
 }
 

@@ -20,7 +20,8 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// A checkpoint that is being written. Dropping it before [`finish`](Self::finish) removes it.
+/// A checkpoint that is being written. Dropping this value before [`finish`](Self::finish) removes
+/// the draft.
 pub struct CheckpointDraft {
     state: Arc<StoreState>,
     vm: String,
@@ -139,14 +140,15 @@ impl CheckpointDraft {
     pub fn add_task(&self, tid: Tid, image_dir: &Path) -> Result<PartInfo, StoreError> {
         self.add_part(tid, |path, written_bytes| {
             let image_dir = ImageFiles::list_dir(image_dir)?;
-            self.write_part(tid, path, written_bytes, image_dir.bytes, |put| {
-                image_dir.write_stream(path, put)
+            self.write_part(tid, path, written_bytes, image_dir.bytes, |write_piece| {
+                image_dir.write_stream(path, write_piece)
             })
         })
     }
 
-    /// Adds the images of a task from another store. `write_stream` writes the stream of
-    /// [`StoredCheckpoint::copy_part`](super::StoredCheckpoint::copy_part) by calling its argument.
+    /// Adds the images of a task from another store. `write_stream` receives a function as its
+    /// argument, and passes the stream of
+    /// [`StoredCheckpoint::copy_part`](super::StoredCheckpoint::copy_part) to this function.
     /// `images_bytes` is the size of the unpacked images.
     ///
     /// # Errors
@@ -159,14 +161,14 @@ impl CheckpointDraft {
     ) -> Result<PartInfo, StoreError> {
         self.add_part(tid, |path, written_bytes| {
             let write_failure = |e| write_error(StoreOperation::Add, path, e, Some(images_bytes));
-            self.write_part(tid, path, written_bytes, images_bytes, |put| {
-                write_stream(put).map_err(write_failure)
+            self.write_part(tid, path, written_bytes, images_bytes, |write_piece| {
+                write_stream(write_piece).map_err(write_failure)
             })
         })
     }
 
-    /// Adds a part. `write_file` writes the part's file at the path that is its first argument, and
-    /// adds the number of written bytes to its second argument.
+    /// Adds a part. `write_file` writes the file of the part. The arguments of `write_file` are the
+    /// path of the file, and a counter to which `write_file` adds the number of written bytes.
     fn add_part(
         &self,
         tid: Tid,
@@ -257,10 +259,10 @@ impl CheckpointDraft {
     /// Adds `bytes` to the size of the checkpoint. Returns false, and adds nothing, if the
     /// checkpoint would become too large.
     fn try_add_bytes(&self, bytes: u64) -> bool {
-        let add_if_within = |written: u64| {
-            written
+        let add_if_within = |byte_sum: u64| {
+            byte_sum
                 .checked_add(bytes)
-                .filter(|written| *written <= self.bytes_max)
+                .filter(|byte_sum| *byte_sum <= self.bytes_max)
         };
         self.written_bytes
             .fetch_update(Ordering::Relaxed, Ordering::Relaxed, add_if_within)
@@ -347,8 +349,8 @@ impl CheckpointDraft {
             .rename(&self.dir, &final_dir)
             .map_err(io_error(operation, &final_dir))?;
         if let Err(e) = state.disk.sync_dir(&state.dir) {
-            // The checkpoint is complete, but its name could not be flushed. It must not be deleted
-            // while it is visible; if it cannot be hidden, it remains.
+            // The checkpoint is complete, but its name could not be flushed. A visible checkpoint
+            // must not be deleted; if the checkpoint cannot be hidden, it remains.
             match state.hide_dir(operation, &final_dir, self.id) {
                 Ok(hidden_dir) => self.dir = hidden_dir,
                 Err(_) => self.must_remain = true,

@@ -43,15 +43,15 @@ impl StoreKey {
     /// Creates a store key from the bytes `key`, and derives its identifier. `path` is the file
     /// from which the key was read, for error messages.
     pub(super) fn new(key: [u8; KEY_BYTES], path: &Path) -> io::Result<Self> {
-        let mut name = [0; KEY_ID_BYTES];
-        let derived = Salt::new(HKDF_SHA256, &MAGIC).extract(&key);
-        derived
+        let mut id_bytes = [0; KEY_ID_BYTES];
+        let derived_key = Salt::new(HKDF_SHA256, &MAGIC).extract(&key);
+        derived_key
             .expand(&[b"name of the key"], KeyIdLength)
-            .and_then(|okm| okm.fill(&mut name))
+            .and_then(|output_key| output_key.fill(&mut id_bytes))
             .map_err(crypto_error)?;
         Ok(Self {
             key,
-            key_id: name,
+            key_id: id_bytes,
             path: path.to_path_buf(),
         })
     }
@@ -107,11 +107,11 @@ impl FileRole {
             Self::Manifest(id) => (1, id, Tid::NONE),
             Self::Part(id, tid) => (2, id, tid),
         };
-        let mut bound = head.to_vec();
-        bound.push(kind);
-        bound.extend(tid.raw().to_be_bytes());
-        bound.extend(id.to_string().as_bytes());
-        bound
+        let mut associated_bytes = head.to_vec();
+        associated_bytes.push(kind);
+        associated_bytes.extend(tid.raw().to_be_bytes());
+        associated_bytes.extend(id.to_string().as_bytes());
+        associated_bytes
     }
 }
 
@@ -488,7 +488,7 @@ mod tests {
                 head,
                 &order
                     .iter()
-                    .map(|at| chunks[*at])
+                    .map(|chunk_index| chunks[*chunk_index])
                     .collect::<Vec<_>>()
                     .concat(),
             ]

@@ -32,8 +32,8 @@ impl CheckpointId {
         self.job
     }
 
-    /// Returns a name for a new checkpoint of this job that is greater than the existing names of
-    /// the job.
+    /// Returns a name for a new checkpoint of this job. The name is greater than the existing names
+    /// of the job. `now` is the start time of the checkpoint.
     pub(super) fn next_id(existing_ids: impl Iterator<Item = Self>, job: Tid, now: Micros) -> Self {
         let start_second = (now.0 / 1_000_000).min(SECOND_MAX);
         let newest_id = existing_ids.filter(|id| id.job == job).max();
@@ -204,7 +204,7 @@ mod tests {
                 JOB,
                 Micros::from_secs(clock_second),
             );
-            assert!(existing_ids.iter().all(|older| *older < id), "{id}");
+            assert!(existing_ids.iter().all(|older_id| *older_id < id), "{id}");
             existing_ids.push(id);
         }
         let other_job = Tid::from_raw(0x40002);

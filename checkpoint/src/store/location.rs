@@ -55,7 +55,7 @@ pub(super) fn read_key(path: &Path, store_dir: &Path, disk: &Disk) -> Result<Sto
         why: reason,
     };
     let io_failure = |e: io::Error| unusable_error(e.to_string());
-    let inside_store = || {
+    let inside_store_error = || {
         unusable_error(
             "it would be in the store, and a copy of the store would include the key".into(),
         )
@@ -65,7 +65,7 @@ pub(super) fn read_key(path: &Path, store_dir: &Path, disk: &Disk) -> Result<Sto
         .parent()
         .ok_or_else(|| unusable_error("it is not a file".into()))?;
     if parent.starts_with(store_dir) {
-        return Err(inside_store());
+        return Err(inside_store_error());
     }
     DirBuilder::new()
         .recursive(true)
@@ -77,7 +77,7 @@ pub(super) fn read_key(path: &Path, store_dir: &Path, disk: &Disk) -> Result<Sto
         .map_err(io_failure)?
         .starts_with(store_dir)
     {
-        return Err(inside_store());
+        return Err(inside_store_error());
     }
     let file = match open_key_file(&absolute_path) {
         Err(e) if e.kind() == ErrorKind::NotFound => {

@@ -20,7 +20,7 @@ pub const DESCRIPTION_BYTES_MAX: usize = 64 << 20;
 /// Maximum length in bytes of the name of a virtual machine.
 pub const VM_BYTES_MAX: usize = 256;
 /// Maximum size in bytes of a manifest that is read: the description, 64 bytes for each part, and 1
-/// MiB for the rest.
+/// MiB for all other fields.
 const MANIFEST_BYTES_MAX: u64 = (DESCRIPTION_BYTES_MAX + PARTS_MAX * 64 + (1 << 20)) as u64;
 
 /// A part of a checkpoint: the encrypted file with the images of one task.

@@ -59,7 +59,7 @@ pub const CHECKPOINTS_MAX: usize = 64;
 pub const STORE_BYTES_MAX: u64 = 64 << 30;
 
 /// Time for which the checkpoints of a job are retained after the job has ended and will not be
-/// restarted. They are removed earlier if their space is needed.
+/// restarted. The checkpoints are removed earlier if their space is needed.
 pub const ENDED_JOB_RETENTION: Micros = Micros::from_secs(24 * 3600);
 
 /// Name of the lock file in the store's directory and in each checkpoint.
@@ -247,9 +247,9 @@ impl CheckpointStore {
     }
 
     /// Records that the jobs of these checkpoints have ended at the time `ended_at` and will not be
-    /// restarted. If `ended_at` is `None`, records that the jobs have been restarted. Applies to
-    /// all checkpoints that the same virtual machine has made of the same job. Checkpoints that do
-    /// not exist are skipped.
+    /// restarted. An end that is already recorded keeps its time. If `ended_at` is `None`, records
+    /// that the jobs have been restarted. Applies to all checkpoints that the same virtual machine
+    /// has made of the same job. Checkpoints that do not exist are skipped.
     ///
     /// # Errors
     /// Checkpoints whose mark could not be written are retained longer.

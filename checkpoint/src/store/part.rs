@@ -160,13 +160,13 @@ impl ImageFiles {
                 return Err(unusable_images(&path, "it grew while it was read"));
             }
         }
-        let end = [
+        let end_record = [
             &[TAG_END][..],
             &(self.files.len() as u32).to_le_bytes(),
             &self.bytes.to_le_bytes(),
         ]
         .concat();
-        write(&end).map_err(|e| write_error(StoreOperation::Add, part_path, e, Some(0)))
+        write(&end_record).map_err(|e| write_error(StoreOperation::Add, part_path, e, Some(0)))
     }
 }
 
@@ -188,8 +188,8 @@ fn open_image(path: &Path, bytes: u64) -> Result<File, StoreError> {
     Ok(file)
 }
 
-/// Splits a piece of a file into runs of blocks. The bool is true if all blocks of the run are
-/// zero, false if none is.
+/// Splits a piece of a file into runs of blocks. The bool is true for a run of zero blocks, and
+/// false for a run of blocks that all contain other bytes than zero.
 fn split_zero_runs(piece: &[u8]) -> impl Iterator<Item = (bool, &[u8])> {
     let is_zero = |block: &[u8]| block == &ZERO_BLOCK[..block.len()];
     let mut rest = piece;
@@ -350,7 +350,7 @@ fn create_file(path: &Path) -> io::Result<File> {
         .open(path)
 }
 
-/// Returns the file name, or `None` if it is empty or denotes a path.
+/// Returns the file name; `None` if the name is empty or denotes a path.
 fn checked_file_name(name: &[u8]) -> Option<OsString> {
     let is_plain = !name.is_empty()
         && !name.contains(&b'/')
@@ -506,7 +506,7 @@ mod tests {
         let block = |byte: u8| vec![byte; BLOCK_BYTES];
         let piece = [block(0), block(0), block(1), block(0), vec![0; 5]].concat();
         let runs: Vec<(bool, usize)> = split_zero_runs(&piece)
-            .map(|(zeros, run)| (zeros, run.len()))
+            .map(|(is_zero_run, run)| (is_zero_run, run.len()))
             .collect();
         assert_eq!(
             runs,
@@ -520,7 +520,7 @@ mod tests {
         let almost_zero_block = [vec![0; BLOCK_BYTES - 1], vec![1]].concat();
         assert_eq!(
             split_zero_runs(&almost_zero_block)
-                .map(|(zeros, _)| zeros)
+                .map(|(is_zero_run, _)| is_zero_run)
                 .collect::<Vec<_>>(),
             [false]
         );

@@ -272,7 +272,7 @@ impl StoreState {
     }
 }
 
-/// True unless the path certainly does not exist.
+/// True if a file exists at this path, or if it cannot be determined whether one exists.
 pub(super) fn may_exist(path: &Path) -> bool {
     !matches!(path.symlink_metadata(), Err(e) if e.kind() == ErrorKind::NotFound)
 }

@@ -69,7 +69,9 @@ impl StoredCheckpoint {
     /// to the checkpoint.
     ///
     /// # Errors
-    /// The directory does not exist after an error. If it existed before the call, it is unchanged.
+    /// The checkpoint does not contain the task, the part was changed, or the files cannot be
+    /// written. If the directory existed before the call, it remains unchanged; otherwise it does
+    /// not exist after an error.
     pub fn unpack_task(&self, tid: Tid, unpack_dir: &Path) -> Result<u64, StoreError> {
         let part = self.find_part(tid)?;
         DirBuilder::new()

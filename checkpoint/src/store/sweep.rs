@@ -45,15 +45,15 @@ impl StoreUsage {
     }
 }
 
-/// Returns the newest checkpoint of each job, by virtual machine and job. Virtual machines number
-/// their jobs independently.
+/// Returns the name of the newest checkpoint of each job, by virtual machine and job. Virtual
+/// machines number their jobs independently.
 fn newest_by_job(checkpoints: &[CheckpointInfo]) -> HashMap<(&str, Tid), CheckpointId> {
     let mut newest_ids: HashMap<(&str, Tid), CheckpointId> = HashMap::new();
     for checkpoint in checkpoints {
-        let latest = newest_ids
+        let latest_id = newest_ids
             .entry((&checkpoint.vm, checkpoint.job))
             .or_insert(checkpoint.id);
-        *latest = checkpoint.id.max(*latest);
+        *latest_id = checkpoint.id.max(*latest_id);
     }
     newest_ids
 }
@@ -73,20 +73,21 @@ pub(super) fn select_removable(
     let is_removable = |checkpoint: &&CheckpointInfo| {
         (checkpoint.job_ended_at.is_some() || !is_newest(checkpoint)) && !must_remain(checkpoint)
     };
-    let mut selected: Vec<&CheckpointInfo> = checkpoints.iter().filter(is_removable).collect();
-    selected.sort_by_key(|checkpoint| {
+    let mut removable_checkpoints: Vec<&CheckpointInfo> =
+        checkpoints.iter().filter(is_removable).collect();
+    removable_checkpoints.sort_by_key(|checkpoint| {
         (
             checkpoint.job_ended_at.is_none(),
             checkpoint.job_ended_at,
             checkpoint.id,
         )
     });
-    selected
+    removable_checkpoints
 }
 
-/// Returns the number and size of the checkpoints that remain after a new checkpoint of the job
-/// `job` is written and all removable checkpoints are removed. These are the newest checkpoints of
-/// all other jobs without an end mark.
+/// Returns the number and size of the other checkpoints that remain after a new checkpoint of the
+/// job `job` is written and all removable checkpoints are removed. The remaining ones are the
+/// newest checkpoints of all other jobs without an end mark.
 pub(super) fn usage_of_other_jobs(
     checkpoints: &[CheckpointInfo],
     vm: &str,
@@ -124,8 +125,8 @@ mod tests {
         }
     }
 
-    /// The newest checkpoint of a job is never removable. Of the other checkpoints, the oldest are
-    /// removed first.
+    /// The newest checkpoint of a job without an end mark is never removable. Of the other
+    /// checkpoints, the oldest are removed first.
     #[test]
     fn newest_checkpoint_of_a_job_is_never_removable() {
         let checkpoints = [
@@ -156,16 +157,16 @@ mod tests {
     /// Checkpoints of ended jobs are removed first, beginning with the job that ended first.
     #[test]
     fn ended_jobs_are_removed_first() {
-        let with_end_mark = |checkpoint: CheckpointInfo, end_second| CheckpointInfo {
+        let ended_checkpoint = |checkpoint: CheckpointInfo, end_second| CheckpointInfo {
             job_ended_at: Some(Micros::from_secs(end_second)),
             ..checkpoint
         };
         let checkpoints = [
             checkpoint_info("a", 1, 1, 1),
             checkpoint_info("a", 1, 2, 1),
-            with_end_mark(checkpoint_info("a", 2, 8, 1), 20),
-            with_end_mark(checkpoint_info("a", 3, 9, 1), 10),
-            with_end_mark(checkpoint_info("a", 3, 7, 1), 10),
+            ended_checkpoint(checkpoint_info("a", 2, 8, 1), 20),
+            ended_checkpoint(checkpoint_info("a", 3, 9, 1), 10),
+            ended_checkpoint(checkpoint_info("a", 3, 7, 1), 10),
         ];
         let start_seconds = |checkpoints: Vec<&CheckpointInfo>| {
             checkpoints

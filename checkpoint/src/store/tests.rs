@@ -335,9 +335,9 @@ fn checkpoint_is_durable_before_it_is_named() {
         "t40001-19700101T000001-1",
         ".draft-t40001-19700101T000001-1",
     );
-    let rename = step_index(&format!("rename {draft_name} {final_name}"));
+    let rename_index = step_index(&format!("rename {draft_name} {final_name}"));
     for file in ["t40001", "t80001", "manifest"] {
-        let last_step = steps[..rename]
+        let last_step = steps[..rename_index]
             .iter()
             .rposition(|s| *s == format!("write {file}"))
             .expect("written");
@@ -352,8 +352,8 @@ fn checkpoint_is_durable_before_it_is_named() {
         step_index("sync t80001") < step_index("make manifest"),
         "the manifest comes last"
     );
-    assert!(step_index(&format!("sync directory {draft_name}")) < rename);
-    assert_eq!(steps[rename + 1], "sync directory store");
+    assert!(step_index(&format!("sync directory {draft_name}")) < rename_index);
+    assert_eq!(steps[rename_index + 1], "sync directory store");
     let hide_step = format!("rename {final_name} .gone-{final_name}");
     assert_eq!(
         steps[step_index(&hide_step) + 1],

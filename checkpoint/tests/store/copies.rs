@@ -19,9 +19,9 @@ fn copy_checkpoint(
     let draft =
         target_store.begin_copy(*id, checkpoint.info().started_at, checkpoint.info().bytes)?;
     for part in &checkpoint.info().parts {
-        draft.add_task_copy(part.tid, part.images_bytes, |put| {
+        draft.add_task_copy(part.tid, part.images_bytes, |write_piece| {
             checkpoint
-                .copy_part(part.tid, put)
+                .copy_part(part.tid, write_piece)
                 .map_err(std::io::Error::other)
         })?;
     }

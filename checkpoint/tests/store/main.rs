@@ -230,9 +230,9 @@ fn every_byte_of_a_checkpoint_is_protected() {
             .path("store")
             .join(info.id.to_string())
             .join(name);
-        let original = fs::read(&path).expect("there");
-        for index in 0..original.len() {
-            let mut content = original.clone();
+        let original_content = fs::read(&path).expect("there");
+        for index in 0..original_content.len() {
+            let mut content = original_content.clone();
             content[index] ^= 1;
             fs::write(&path, &content).expect("written");
             let error = scratch_dir
@@ -241,9 +241,9 @@ fn every_byte_of_a_checkpoint_is_protected() {
             assert!(is_changed_error(&error), "byte {index} of {name}: {error}");
         }
         for content in [
-            &original[..original.len() - 1],
+            &original_content[..original_content.len() - 1],
             b"",
-            &[&original[..], b"x"].concat(),
+            &[&original_content[..], b"x"].concat(),
         ] {
             fs::write(&path, content).expect("written");
             assert!(
@@ -274,7 +274,7 @@ fn every_byte_of_a_checkpoint_is_protected() {
             "{name}"
         );
         fs::remove_file(&path).expect("removed");
-        fs::write(&path, &original).expect("written");
+        fs::write(&path, &original_content).expect("written");
         assert_eq!(
             scratch_dir
                 .unpack(&store, &info.id, JOB)
@@ -308,7 +308,7 @@ fn swapped_files_and_renamed_checkpoints_are_refused() {
         (file(first_id, "manifest"), file(second_id, "manifest")),
         (file(second_id, "t40001"), file(second_id, "manifest")),
     ] {
-        let original = fs::read(&target_path).expect("there");
+        let original_content = fs::read(&target_path).expect("there");
         fs::copy(&source_path, &target_path).expect("copied");
         assert!(
             is_changed_error(
@@ -319,7 +319,7 @@ fn swapped_files_and_renamed_checkpoints_are_refused() {
             "{}",
             source_path.display()
         );
-        fs::write(&target_path, original).expect("written");
+        fs::write(&target_path, original_content).expect("written");
         assert_eq!(
             scratch_dir
                 .unpack(&store, &second_id, JOB)

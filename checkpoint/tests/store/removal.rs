@@ -274,7 +274,7 @@ fn checkpoints_of_ended_jobs_expire() {
             .expect("listed")
             .0
             .iter()
-            .map(|set| (set.id, set.job_ended_at))
+            .map(|checkpoint_info| (checkpoint_info.id, checkpoint_info.job_ended_at))
             .collect::<Vec<_>>()
     };
     store

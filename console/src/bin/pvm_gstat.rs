@@ -1,5 +1,5 @@
-//! `pvm_gstat` prints the groups of the virtual machine. Under the name `pvmgroups` it prints them
-//! in the format of PVM's dump.
+//! `pvm_gstat` prints the groups of the virtual machine. Under the name `pvmgroups` the program
+//! prints the groups in the format of PVM's dump.
 
 use libpvm::proto::Tid;
 use libpvm::proto::group::{GroupInfo, GroupWait};
@@ -78,7 +78,7 @@ fn members(group: &GroupInfo) -> impl Iterator<Item = (usize, Tid)> {
 }
 
 /// Returns the number of tasks that a barrier or a freeze requires, and the number of tasks that
-/// wait in it. If no task waits, the numbers are −1 and 0.
+/// wait. For `None` the numbers are −1 and 0.
 fn required_and_waiting(group_wait: Option<&GroupWait>) -> (i64, usize) {
     group_wait.map_or((-1, 0), |group_wait| {
         (
@@ -124,7 +124,8 @@ fn dump_text(groups: &[GroupInfo]) -> String {
     let mut out = format!("DUMP {} groups:\n", groups.len());
     for group in groups {
         let (required_count, waiting_count) = required_and_waiting(group.barrier.as_ref());
-        let (freeze_required, freeze_waiting) = required_and_waiting(group.freeze.as_ref());
+        let (freeze_required_count, freeze_waiting_count) =
+            required_and_waiting(group.freeze.as_ref());
         let (name, member_count) = (String::from_utf8_lossy(&group.name), group.member_count());
         let _ = writeln!(
             out,
@@ -132,7 +133,7 @@ fn dump_text(groups: &[GroupInfo]) -> String {
         );
         let _ = writeln!(
             out,
-            " state: {:?}  sgroup_count: {freeze_required} sgroup_reached {freeze_waiting}",
+            " state: {:?}  sgroup_count: {freeze_required_count} sgroup_reached {freeze_waiting_count}",
             group.state
         );
         out.push_str("  Tids: ");

@@ -66,7 +66,7 @@ pub(crate) enum ArgsError {
     /// The contained word is neither a command nor a file.
     #[error("{0}: not found")]
     NotFound(String),
-    /// Words follow the host file, whose name the error contains.
+    /// Words follow the host file. Contains the name of the host file.
     #[error("{0}: one host file is enough")]
     ExtraWords(String),
     /// `--json` is given for a command without JSON output, or without a command. Contains the
@@ -81,7 +81,7 @@ pub(crate) fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Mode, Ar
         debug,
         name,
         mut json,
-        apart,
+        apart: drain_requester,
         mut words,
     } = Cli::try_parse_from(args)?;
     let mut daemon_args: Vec<OsString> = Vec::new();
@@ -109,7 +109,7 @@ pub(crate) fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Mode, Ar
             words,
             options: ShellOptions {
                 prints_json: json,
-                requester: apart,
+                requester: drain_requester,
             },
         });
     }
@@ -153,8 +153,8 @@ mod tests {
         parse(line.split(' ').map(OsString::from)).map_err(|error| error.to_string())
     }
 
-    /// `--json` is removed from the words if it is an option of the command. It stays if it belongs
-    /// to a program or an alias.
+    /// The name of a command selects [`Mode::OneShot`]. The word `--json` is removed if it is an
+    /// option of the command; the word stays if it belongs to a program or an alias.
     #[test]
     fn command_name_selects_oneshot_mode() {
         let one_shot_for = |words: &[&str], json, drain_requester| {

@@ -20,7 +20,8 @@ pub(crate) trait NameSource {
 }
 
 /// Returns the byte position where the last word of `line` begins, and the sorted completions of
-/// that word. A single completion ends with a space, unless it is a folder.
+/// that word. If there is only one completion and it is not a folder, the completion ends with a
+/// space.
 pub(crate) fn complete(line: &str, source: &impl NameSource) -> (usize, Vec<String>) {
     let word_start = line
         .rfind(char::is_whitespace)
@@ -87,8 +88,9 @@ fn complete_files(prefix: &str, stem: &str, source: &impl NameSource) -> Vec<Str
     format_candidates(candidates.collect(), prefix, " ")
 }
 
-/// Returns the part of `word` before the name, which belongs to an option, and the kind of the
-/// name. `previous_words` contains the words in front of `word`.
+/// Returns the kind of the name in `word`, and the start of `word` that belongs to an option and
+/// precedes the name; the start may be empty. `previous_words` contains the words in front of
+/// `word`.
 fn word_kind<'a>(previous_words: &[&str], word: &'a str) -> (&'a str, WordKind) {
     let [command, args @ ..] = previous_words else {
         return ("", WordKind::Command);

@@ -51,8 +51,8 @@ pub(crate) struct LineEditor {
 }
 
 impl LineEditor {
-    /// Starts the editor thread. It calls `on_input` for each line and for the end of the input.
-    /// After the end, or if `on_input` returns false, the thread exits.
+    /// Starts the editor thread. The thread calls `on_input` for each line and for the end of the
+    /// input. After the end, or if `on_input` returns false, the thread exits.
     ///
     /// Returns `None` if standard input is not a terminal that supports editing.
     pub(crate) fn start(
@@ -66,7 +66,8 @@ impl LineEditor {
         let mut editor = new_editor(vm, async_output.clone()).ok()?;
         let printer = editor.create_external_printer().ok()?;
         if let Some(path) = &history_path {
-            // The history file may be missing. It is then created when a line is added.
+            // The history file may be missing. The editor then creates the file when a line is
+            // added.
             let _ = editor.load_history(path);
         }
         restore_modes_on_signal(original_modes.clone());
@@ -110,8 +111,8 @@ impl LineEditor {
         self.async_output.show(bytes)
     }
 
-    /// Shows queued output. Before the console executes a line, it must call this function, because
-    /// the queued output arrived before the line.
+    /// Shows queued output. The console must call this function before the console executes a line,
+    /// because the queued output arrived before the line.
     ///
     /// # Errors
     /// Fails as [`LineEditor::show`] does.
@@ -141,7 +142,8 @@ impl Drop for LineEditor {
 }
 
 /// Returns the terminal modes between two prompts. Echo and line mode are off, so that keys typed
-/// ahead do not appear in the middle of output. The editor shows these keys when it reads them.
+/// ahead do not appear in the middle of output. The editor shows these keys when the editor reads
+/// them.
 fn modes_between_prompts(mut modes: Termios) -> Termios {
     modes
         .local_flags

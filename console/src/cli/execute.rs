@@ -10,7 +10,8 @@ use crate::session::Session;
 /// loop of aliases.
 const ALIAS_DEPTH_MAX: usize = 100;
 
-/// Splits a line into words, replaces aliases, and executes the command.
+/// Splits a line into words, replaces aliases, removes the option `--json`, and executes the
+/// command. An error becomes part of the outcome.
 pub(crate) fn run_line(session: &mut Session, line: &str) -> Outcome {
     match split_words(line) {
         Err(error) => Outcome::from_refusal(error),
@@ -59,7 +60,8 @@ fn expand_aliases(session: &Session, mut words: Vec<String>) -> Option<Vec<Strin
         let Some(replacement) = words.first().and_then(|first| session.aliases.get(first)) else {
             return Some(words);
         };
-        // An alias such as `ps = ps -a` only adds words to the command with the same name.
+        // An alias such as `ps = ps -a` only adds words to the command with the same name, so
+        // nothing more is replaced.
         let is_recursive = replacement.first() == words.first();
         words.splice(..1, replacement.iter().cloned());
         if is_recursive {

@@ -61,8 +61,8 @@ impl Frontend {
         }
     }
 
-    /// Shows queued output. Before the console executes a line, it must call this function, because
-    /// the queued output arrived before the line.
+    /// Shows queued output. The console must call this function before the console executes a line,
+    /// because the queued output arrived before the line.
     fn flush_pending(&self) -> io::Result<()> {
         match self {
             Self::LineEditor(terminal) => terminal.flush_pending(),
@@ -132,16 +132,17 @@ fn run_commands(
 ) -> io::Result<Option<AfterCommand>> {
     let (frontend, inputs) = start_inputs(vm, home_dir);
     frontend.start_prompt(session)?;
-    // `recv` never fails: before an input thread exits, it sends [`Input::End`] or [`Input::Lost`].
+    // `recv` never fails: an input thread sends [`Input::End`] or [`Input::ConnectionLost`] before
+    // the thread exits.
     while let Ok(input) = inputs.recv() {
         match input {
             Input::Line(line) => {
                 frontend.flush_pending()?;
                 match run_line(session, &line, frontend.echoes_lines())? {
                     AfterCommand::ReadLine => frontend.start_prompt(session)?,
-                    end => {
+                    last_action => {
                         frontend.close()?;
-                        return Ok(Some(end));
+                        return Ok(Some(last_action));
                     }
                 }
             }
@@ -151,9 +152,9 @@ fn run_commands(
                 return Ok(Some(AfterCommand::Quit));
             }
             Input::Message(message) => frontend.show(&session.handle_message(&message))?,
-            Input::ConnectionLost(why) => {
+            Input::ConnectionLost(reason) => {
                 frontend.close()?;
-                Terminal.print_error(&format!("\npvm: the virtual machine has ended: {why}"));
+                Terminal.print_error(&format!("\npvm: the virtual machine has ended: {reason}"));
                 return Ok(None);
             }
         }
@@ -263,7 +264,7 @@ mod tests {
         receiver.iter().map(line).collect()
     }
 
-    /// Every line is read, including lines after empty ones and a last line without newline.
+    /// Every line is read, including lines after empty lines and a last line without newline.
     #[test]
     fn all_lines_are_read() {
         assert_eq!(

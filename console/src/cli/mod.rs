@@ -37,7 +37,8 @@ pub(crate) fn main() -> ExitCode {
         Err(error) => return report_failure(&format!("pvm: {error}")),
     };
     run_mode(mode).unwrap_or_else(|error| {
-        // A closed pipe ends the program without a message, like other commands.
+        // If the reader of standard output has closed the pipe, the program ends without a message,
+        // as other programs do.
         if error.kind() != io::ErrorKind::BrokenPipe {
             Terminal.print_error(&format!("pvm: standard output cannot be written: {error}"));
         }
@@ -75,7 +76,8 @@ fn run_mode(mode: Mode) -> io::Result<ExitCode> {
 }
 
 /// Joins the virtual machine. If no virtual machine runs, starts a daemon with the arguments
-/// `args`.
+/// `args`. If this daemon reads a host file, waits until the hosts in the file have joined or
+/// failed.
 ///
 /// # Errors
 /// Fails if the virtual machine cannot be started or joined.

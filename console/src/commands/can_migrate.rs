@@ -79,9 +79,10 @@ fn targets_text(table: &HostTable, targets: &MigrationTargets) -> String {
         match verdict.split_first() {
             None if engine == Engine::Criu => out += &format!("{host:width$}  yes\n"),
             None => out += &format!("{host:width$}  yes, by {engine}\n"),
-            Some((first, rest)) => {
-                out += &format!("{host:width$}  no: {first}\n");
-                rest.iter()
+            Some((first_refusal, other_refusals)) => {
+                out += &format!("{host:width$}  no: {first_refusal}\n");
+                other_refusals
+                    .iter()
                     .for_each(|refusal| out += &format!("{:width$}      {refusal}\n", ""));
             }
         }
@@ -93,7 +94,8 @@ fn targets_text(table: &HostTable, targets: &MigrationTargets) -> String {
     }
 }
 
-/// Returns the refusals of each host as JSON, as records and as text.
+/// Returns as JSON: the task's host and memory, the verdict of each host, and the nearest host that
+/// accepts the task. The refusals are given as text and as records.
 fn targets_json(table: &HostTable, targets: &MigrationTargets) -> Value {
     let name_of = |host: HostId| table.get(host).map(|entry| entry.name.clone());
     let host_json = |(host, verdict): &(HostId, Verdict)| {

@@ -48,7 +48,7 @@ struct CheckpointCommand {
 /// Parses the words after `checkpoint`.
 fn parse(args: &[String]) -> Result<CheckpointCommand, ParseError> {
     const COMMAND: &str = "checkpoint";
-    let wrong_args = || ParseError::WrongArgs(COMMAND);
+    let wrong_args_error = || ParseError::WrongArgs(COMMAND);
     let (mut job, mut schedule, mut end_requested) = (None, None, false);
     let mut rest = args.iter();
     while let Some(arg) = rest.next() {
@@ -67,14 +67,14 @@ fn parse(args: &[String]) -> Result<CheckpointCommand, ParseError> {
         match schedule_option {
             Some((schedule_of, value)) => {
                 let expected_type = "a time such as 30s, 5m or 2h";
-                let wrong_type = || ParseError::WrongType {
+                let wrong_type_error = || ParseError::WrongType {
                     command: COMMAND,
                     word: value.into(),
                     expected: expected_type,
                 };
                 let interval = parse_duration(value)
                     .filter(|interval| *interval <= INTERVAL_MAX)
-                    .ok_or_else(wrong_type)?;
+                    .ok_or_else(wrong_type_error)?;
                 schedule = Some(schedule_of(Micros(interval.as_micros() as u64)));
             }
             None if arg == "--stop" => schedule = Some(CheckpointSchedule::Disabled),
@@ -83,7 +83,7 @@ fn parse(args: &[String]) -> Result<CheckpointCommand, ParseError> {
                 return Err(unknown_option_error(arg));
             }
             None if job.is_none() => {
-                let wrong_type = || ParseError::WrongType {
+                let wrong_type_error = || ParseError::WrongType {
                     command: COMMAND,
                     word: arg.clone(),
                     expected: "a task's tid",
@@ -91,17 +91,17 @@ fn parse(args: &[String]) -> Result<CheckpointCommand, ParseError> {
                 job = Some(
                     parse_tid(arg)
                         .filter(|tid| tid.is_task())
-                        .ok_or_else(wrong_type)?,
+                        .ok_or_else(wrong_type_error)?,
                 );
             }
-            None => return Err(wrong_args()),
+            None => return Err(wrong_args_error()),
         }
     }
     if end_requested && schedule.is_some() {
-        return Err(wrong_args());
+        return Err(wrong_args_error());
     }
     Ok(CheckpointCommand {
-        job: job.ok_or_else(wrong_args)?,
+        job: job.ok_or_else(wrong_args_error)?,
         schedule,
         ends_job: end_requested,
     })
@@ -127,14 +127,14 @@ impl VmCommand for CheckpointCommand {
                 ))
             }
             Reply::Checkpointed(Ok(report)) => Ok(self.success_outcome(&report)),
-            Reply::Checkpointed(Err(why)) => {
+            Reply::Checkpointed(Err(failure)) => {
                 let job = job.to_string();
-                let json_output = json!({ "job": job, "failed": why.to_string() });
+                let json_output = json!({ "job": job, "failed": failure.to_string() });
                 Ok(Outcome {
                     json_values: vec![json_output],
                     ..Outcome::from_error(format!(
-                        "no checkpoint of {job}: {why}{}",
-                        job_state_clause(&why, "the job")
+                        "no checkpoint of {job}: {failure}{}",
+                        job_state_clause(&failure, "the job")
                     ))
                 })
             }
@@ -162,12 +162,12 @@ impl CheckpointCommand {
             format!("{} tasks", tasks.len())
         };
         let frozen_ms = report.frozen_time.0 as f64 / 1e3;
-        let self_checkpointed: Vec<String> = report
+        let self_checkpointed_tids: Vec<String> = report
             .self_checkpointed_tasks
             .iter()
             .map(Tid::to_string)
             .collect();
-        let self_checkpoint_text = match self_checkpointed.len() {
+        let self_checkpoint_text = match self_checkpointed_tids.len() {
             0 => String::new(),
             all if all == tasks.len() => " by their own checkpoints".into(),
             some => format!(", {some} of them by their own checkpoints"),
@@ -193,14 +193,14 @@ impl CheckpointCommand {
         }
         let json_output = json!({
             "set": checkpoint_name, "ended": ends_job, "job": job.to_string(), "tasks": tasks, "bytes": bytes,
-            "own": self_checkpointed, "frozen_us": report.frozen_time.0, "every_s": every, "loss_s": loss,
+            "own": self_checkpointed_tids, "frozen_us": report.frozen_time.0, "every_s": every, "loss_s": loss,
         });
         Outcome::with_json(text, json_output, false)
     }
 }
 
-/// Returns a clause that says what happens to a job whose checkpoint failed. `job_noun` stands for
-/// the job in that clause, such as "the job" or "it".
+/// Returns a clause that says what happens to a job whose checkpoint failed, or an empty text if
+/// the job does not exist. `job_noun` stands for the job in that clause, such as "the job" or "it".
 pub(crate) fn job_state_clause(failure: &CheckpointFailure, job_noun: &str) -> String {
     match failure {
         CheckpointFailure::NoSuchJob(_) => String::new(),
@@ -243,7 +243,7 @@ mod tests {
         }
     }
 
-    /// The error is about the number of words, a value or an option, depending on what is wrong.
+    /// The error reports the wrong number of words, the wrong value, or the unknown option.
     #[test]
     fn wrong_checkpoint_arguments_are_refused() {
         let parse_line = |line: &str| parse(&words(line));

@@ -40,61 +40,67 @@ enum CheckpointsCommand {
 /// Parses the words after `checkpoints`.
 fn parse(args: &[String]) -> Result<CheckpointsCommand, ParseError> {
     const COMMAND: &str = "checkpoints";
-    let wrong_args = || ParseError::WrongArgs(COMMAND);
-    let (mut names, mut job, mut with_foreign) = (None::<Vec<String>>, None, false);
+    let wrong_args_error = || ParseError::WrongArgs(COMMAND);
+    let (mut names, mut job, mut includes_foreign) = (None::<Vec<String>>, None, false);
     let mut rest = args.iter();
     while let Some(arg) = rest.next() {
         if let Some(word) = parse_option_value(COMMAND, "--remove-job", arg, &mut rest)? {
-            let wrong_type = || ParseError::WrongType {
+            let wrong_type_error = || ParseError::WrongType {
                 command: COMMAND,
                 word: word.into(),
                 expected: "a task's tid",
             };
             let tid = parse_tid(word)
                 .filter(|tid| tid.is_task())
-                .ok_or_else(wrong_type)?;
-            job.replace(tid).map_or(Ok(()), |_| Err(wrong_args()))?;
+                .ok_or_else(wrong_type_error)?;
+            job.replace(tid)
+                .map_or(Ok(()), |_| Err(wrong_args_error()))?;
         } else if let Some(name) = parse_option_value(COMMAND, "--remove", arg, &mut rest)? {
             names.get_or_insert_default().push(name.to_string());
         } else if arg == "--any" {
-            with_foreign = true;
+            includes_foreign = true;
         } else if arg.starts_with('-') {
             return Err(unknown_option_error(arg));
         } else {
             // More names may follow the name after `--remove`.
-            names.as_mut().ok_or_else(wrong_args)?.push(arg.clone());
+            names
+                .as_mut()
+                .ok_or_else(wrong_args_error)?
+                .push(arg.clone());
         }
     }
     match (names, job) {
-        (None, None) if !with_foreign => Ok(CheckpointsCommand::List),
+        (None, None) if !includes_foreign => Ok(CheckpointsCommand::List),
         (Some(names), None) => Ok(CheckpointsCommand::Remove {
             selection: RemovalSelection::Checkpoints(names),
-            include_foreign: with_foreign,
+            include_foreign: includes_foreign,
         }),
         (None, Some(job)) => Ok(CheckpointsCommand::Remove {
             selection: RemovalSelection::Job(job),
-            include_foreign: with_foreign,
+            include_foreign: includes_foreign,
         }),
-        _ => Err(wrong_args()),
+        _ => Err(wrong_args_error()),
     }
 }
 
 impl VmCommand for CheckpointsCommand {
     fn run(&self, session: &mut Session) -> Result<Outcome, Error> {
         let Self::Remove {
-            selection: which,
+            selection: removed_selection,
             include_foreign,
         } = self
         else {
             return list_checkpoints(&session.vm);
         };
         match session.vm.ask(Request::RemoveCheckpoints {
-            selection: which.clone(),
+            selection: removed_selection.clone(),
             include_foreign: *include_foreign,
         })? {
-            Reply::CheckpointsRemoved(Ok(results)) => Ok(removal_outcome(which, &results)),
-            Reply::CheckpointsRemoved(Err(why)) => {
-                Ok(Outcome::from_error(format!("checkpoints: {why}")))
+            Reply::CheckpointsRemoved(Ok(results)) => {
+                Ok(removal_outcome(removed_selection, &results))
+            }
+            Reply::CheckpointsRemoved(Err(reason)) => {
+                Ok(Outcome::from_error(format!("checkpoints: {reason}")))
             }
             _ => Err(unexpected_reply_error()),
         }
@@ -131,7 +137,8 @@ fn removal_outcome(selection: &RemovalSelection, results: &RemovalResults) -> Ou
     )
 }
 
-/// Returns a table of the checkpoints in the store, as text and as JSON.
+/// Returns a table of the checkpoints in the store, as text and as JSON. If the store cannot be
+/// read, returns an outcome with the reason.
 fn list_checkpoints(machine: &dyn VirtualMachine) -> Result<Outcome, Error> {
     match machine.ask(Request::ListCheckpoints)? {
         Reply::Checkpoints(Ok(checkpoints)) => {
@@ -142,7 +149,9 @@ fn list_checkpoints(machine: &dyn VirtualMachine) -> Result<Outcome, Error> {
                 false,
             ))
         }
-        Reply::Checkpoints(Err(why)) => Ok(Outcome::from_error(format!("checkpoints: {why}"))),
+        Reply::Checkpoints(Err(reason)) => {
+            Ok(Outcome::from_error(format!("checkpoints: {reason}")))
+        }
         _ => Err(unexpected_reply_error()),
     }
 }
@@ -152,7 +161,7 @@ fn entry_json(checkpoint: &CheckpointEntry) -> Value {
         Some(reason) => json!({ "set": checkpoint.name, "broken": reason }),
         None => json!({
             "set": checkpoint.name, "job": checkpoint.job.to_string(), "made_us": checkpoint.created_at.0, "tasks": checkpoint.task_count, "bytes": checkpoint.stored_bytes,
-            "ended_us": checkpoint.job_ended_at.map(|ended| ended.0), "copies": checkpoint.copy_hosts,
+            "ended_us": checkpoint.job_ended_at.map(|end_time| end_time.0), "copies": checkpoint.copy_hosts,
         }),
     }
 }
@@ -219,7 +228,7 @@ mod tests {
     fn list_shows_usable_and_broken_checkpoints() {
         let job = Tid::from_raw(0x40002);
         let (unusable, job_end, no_copies) = (None, None, Vec::new());
-        let usable = CheckpointEntry {
+        let usable_entry = CheckpointEntry {
             name: "a-1".into(),
             job,
             created_at: Micros(0),
@@ -229,21 +238,24 @@ mod tests {
             job_ended_at: job_end,
             copy_hosts: no_copies,
         };
-        let with_copies = CheckpointEntry {
+        let entry_with_copies = CheckpointEntry {
             copy_hosts: vec!["h2".into(), "h3".into()],
-            ..usable.clone()
+            ..usable_entry.clone()
         };
         let unusable = CheckpointEntry {
             name: "b".into(),
             unusable_reason: Some("another key".into()),
-            ..usable.clone()
+            ..usable_entry.clone()
         };
-        let of_ended_job = CheckpointEntry {
+        let ended_job_entry = CheckpointEntry {
             job_ended_at: Some(Micros(0)),
-            ..usable.clone()
+            ..usable_entry.clone()
         };
-        assert_eq!(entry_json(&with_copies)["copies"], json!(["h2", "h3"]));
-        let text = checkpoints_text(&[usable, unusable, of_ended_job, with_copies]);
+        assert_eq!(
+            entry_json(&entry_with_copies)["copies"],
+            json!(["h2", "h3"])
+        );
+        let text = checkpoints_text(&[usable_entry, unusable, ended_job_entry, entry_with_copies]);
         let lines: Vec<&str> = text.lines().collect();
         assert_eq!(lines.len(), 5);
         assert!(lines[4].ends_with("4096  copies: h2 h3"), "{text}");

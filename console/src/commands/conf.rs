@@ -85,16 +85,16 @@ mod tests {
                      ha3    c0000  LINUX64    1000 0x00408c41
 ";
         assert_eq!(table_text(&table()), expected);
-        let mut two_formats = table();
-        two_formats.hosts.truncate(1);
-        two_formats.hosts[0].dsig = 1;
-        assert!(table_text(&two_formats).starts_with("1 host, 1 data format\n"));
+        let mut one_host_table = table();
+        one_host_table.hosts.truncate(1);
+        one_host_table.hosts[0].dsig = 1;
+        assert!(table_text(&one_host_table).starts_with("1 host, 1 data format\n"));
     }
 
     #[test]
     fn host_table_becomes_json() {
-        let conf = table_json(&table());
-        assert_eq!(conf["hosts"][1]["name"], "ha2");
-        assert_eq!(conf["hosts"][1]["dtid"], "t80000");
+        let table_value = table_json(&table());
+        assert_eq!(table_value["hosts"][1]["name"], "ha2");
+        assert_eq!(table_value["hosts"][1]["dtid"], "t80000");
     }
 }

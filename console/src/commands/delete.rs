@@ -24,7 +24,7 @@ pub(crate) const SPEC: CommandSpec = CommandSpec {
 
 #[derive(Debug)]
 struct DeleteCommand {
-    /// Names of the hosts.
+    /// Names of the hosts to remove. The name `.` stands for the local host.
     host_names: Vec<String>,
 }
 

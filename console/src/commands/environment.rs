@@ -46,13 +46,14 @@ pub(crate) const SETENV: CommandSpec = CommandSpec {
     ..CommandSpec::DEFAULT
 };
 
-/// Adds `names` to the exported variables. If `names` is empty, shows the exported variables.
+/// Adds `variables` to the exported variables. If `variables` is empty, shows the exported
+/// variables.
 #[derive(Debug)]
 struct ExportCommand {
     variables: Vec<String>,
 }
 
-/// Removes `names` from the exported variables.
+/// Removes `variables` from the exported variables.
 #[derive(Debug)]
 struct UnexportCommand {
     variables: Vec<String>,
@@ -81,13 +82,13 @@ fn parse_setenv(args: &[String]) -> SetenvCommand {
 
 /// Returns the value of `PVM_EXPORT`, and the names of the variables in that value.
 fn export_list(session: &Session) -> (String, Vec<String>) {
-    let exported = session.env.get("PVM_EXPORT").cloned().unwrap_or_default();
-    let names = exported
+    let export_text = session.env.get("PVM_EXPORT").cloned().unwrap_or_default();
+    let names = export_text
         .split(':')
         .filter(|name| !name.is_empty())
         .map(String::from)
         .collect();
-    (exported, names)
+    (export_text, names)
 }
 
 fn set_export_list(session: &mut Session, names: &[String]) {
@@ -98,10 +99,10 @@ fn set_export_list(session: &mut Session, names: &[String]) {
 
 impl VmCommand for ExportCommand {
     fn run(&self, session: &mut Session) -> Result<Outcome, Error> {
-        let (exported, mut exported_names) = export_list(session);
+        let (export_text, mut exported_names) = export_list(session);
         if self.variables.is_empty() {
             return Ok(Outcome::with_json(
-                format!("PVM_EXPORT={exported}\n"),
+                format!("PVM_EXPORT={export_text}\n"),
                 json!({ "exported": exported_names }),
                 false,
             ));

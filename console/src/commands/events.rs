@@ -68,8 +68,10 @@ impl VmCommand for EventsCommand {
         let (mut shown_events, mut next_event) = (Vec::new(), self.first_event);
         loop {
             let events = session.vm.events(next_event, EVENTS_BATCH_MAX)?;
-            let Some(last) = events.last() else { break };
-            next_event = last.number + 1;
+            let Some(last_event) = events.last() else {
+                break;
+            };
+            next_event = last_event.number + 1;
             events.iter().for_each(|event| names.add_event_name(event));
             shown_events.extend(events);
         }
@@ -137,8 +139,8 @@ impl EventFollower<'_> {
         }
     }
 
-    /// Prints all logged events from `next` on. The outer error means that standard output cannot
-    /// be written. The inner error is the failure of the virtual machine.
+    /// Prints all logged events from `next_event` on. The outer error means that standard output
+    /// cannot be written. The inner error is the failure of the virtual machine.
     fn print_backlog(&mut self) -> io::Result<Result<(), Error>> {
         loop {
             let events = match self.vm.events(self.next_event, EVENTS_BATCH_MAX) {
@@ -249,15 +251,18 @@ mod tests {
             )
             .map_err(|error| error.to_string())
         };
-        let events = |from, follow| {
+        let events_command = |from, follow| {
             Ok(EventsCommand {
                 first_event: from,
                 follow,
             })
         };
-        assert_eq!(parse_words(&[]), events(0, false));
-        assert_eq!(parse_words(&["--from", "7", "--follow"]), events(7, true));
-        assert_eq!(parse_words(&["--from=7"]), events(7, false));
+        assert_eq!(parse_words(&[]), events_command(0, false));
+        assert_eq!(
+            parse_words(&["--from", "7", "--follow"]),
+            events_command(7, true)
+        );
+        assert_eq!(parse_words(&["--from=7"]), events_command(7, false));
         assert_eq!(parse_words(&["--from"]), Err("events: wrong #args".into()));
         assert_eq!(
             parse_words(&["--from", "x"]),
@@ -295,7 +300,7 @@ mod tests {
     #[test]
     fn departed_host_keeps_name_in_log() {
         let id = HostId::new(7).expect("7");
-        let host_gone = EventKind::HostGone {
+        let host_gone_kind = EventKind::HostGone {
             host: id,
             name: "h7".into(),
             why: "deleted".into(),
@@ -312,7 +317,7 @@ mod tests {
             number: 2,
             at: Micros(0),
             host: HostId::MASTER,
-            kind: host_gone,
+            kind: host_gone_kind,
         });
         assert!(event_text(&names, &earlier_event).starts_with("1970-01-01T00:00:00.000Z h7 "));
     }

@@ -77,9 +77,9 @@ enum JobCommand {
 
 /// Parses the words after `job`.
 fn parse(args: &[String]) -> Result<JobCommand, ParseError> {
-    let wrong_args = Err(ParseError::WrongArgs("job"));
+    let wrong_args_error = Err(ParseError::WrongArgs("job"));
     let Some((subcommand, args)) = args.split_first() else {
-        return wrong_args;
+        return wrong_args_error;
     };
     let parse_single_tid = || match args {
         [job] => parse_task_tid("job", job),
@@ -91,7 +91,7 @@ fn parse(args: &[String]) -> Result<JobCommand, ParseError> {
             while let Some(arg) = rest.next() {
                 match parse_option_value("job", "--user", arg, &mut rest)? {
                     Some(word) => user = Some(parse_user("job", word)?),
-                    None => return wrong_args,
+                    None => return wrong_args_error,
                 }
             }
             Ok(JobCommand::List { user })
@@ -101,7 +101,7 @@ fn parse(args: &[String]) -> Result<JobCommand, ParseError> {
         word @ ("suspend" | "resume") => {
             let suspend = word == "suspend";
             match args {
-                [alone, tid] if alone == "--task" => Ok(JobCommand::SuspendTask {
+                [task_option, tid] if task_option == "--task" => Ok(JobCommand::SuspendTask {
                     tid: parse_task_tid("job", tid)?,
                     suspend,
                 }),
@@ -111,7 +111,7 @@ fn parse(args: &[String]) -> Result<JobCommand, ParseError> {
                 }),
             }
         }
-        _ => wrong_args,
+        _ => wrong_args_error,
     }
 }
 
@@ -165,12 +165,12 @@ fn waiting_line(spawn: &WaitingSpawn) -> String {
         job,
         user,
         queue_position: position,
-        last_result: why,
+        last_result: reason,
         ..
     } = spawn;
-    let since = format_utc(spawn.since);
+    let since_text = format_utc(spawn.since);
     format!(
-        "waiting: {count} of {program} for job {job}, user {user}, since {since}, number {position} in turn: {why}\n"
+        "waiting: {count} of {program} for job {job}, user {user}, since {since_text}, number {position} in turn: {reason}\n"
     )
 }
 
@@ -399,28 +399,32 @@ fn suspend_task(machine: &dyn VirtualMachine, tid: Tid, suspend: bool) -> Result
 /// Kills all tasks of a job, also those that the job spawns during the kill. Waits up to
 /// [`KILL_TIMEOUT`] until no task remains.
 fn kill_and_wait(machine: &dyn VirtualMachine, tid: Tid) -> Result<Outcome, Error> {
-    let (mut reply, started) = (machine.ask_rm(&RmQuery::Kill(tid))?, Instant::now());
+    let (mut reply, started_at) = (machine.ask_rm(&RmQuery::Kill(tid))?, Instant::now());
     // This request follows the kill, so that a job that is being vacated at this moment is found,
     // too.
     let vacated_outcome = cancel_vacated(machine, tid)?;
     loop {
         match reply {
             RmReply::KillProgress {
-                remaining_tasks: left,
+                remaining_tasks: left_count,
                 ..
-            } if left > 0 && started.elapsed() < KILL_TIMEOUT => {}
+            } if left_count > 0 && started_at.elapsed() < KILL_TIMEOUT => {}
             RmReply::KillProgress {
                 job,
-                exit_requests: asked,
-                forced_kills: forced,
-                remaining_tasks: left,
-                signal_failures: failed,
+                exit_requests: asked_count,
+                forced_kills: forced_count,
+                remaining_tasks: left_count,
+                signal_failures: failures,
             } => {
-                let has_no_tasks = asked == 0 && left == 0;
+                let has_no_tasks = asked_count == 0 && left_count == 0;
                 if let Some(outcome) = vacated_outcome.filter(|_| has_no_tasks) {
                     return Ok(outcome);
                 }
-                return Ok(kill_outcome(job, (asked, forced, left), &failed));
+                return Ok(kill_outcome(
+                    job,
+                    (asked_count, forced_count, left_count),
+                    &failures,
+                ));
             }
             _ => return Ok(vacated_outcome.unwrap_or_else(|| unknown_job_outcome("job kill", tid))),
         }
@@ -438,19 +442,19 @@ fn kill_and_wait(machine: &dyn VirtualMachine, tid: Tid) -> Result<Outcome, Erro
 /// not be killed, with reasons.
 fn kill_outcome(
     job: Tid,
-    (asked_to_exit, killed_by_signal, remaining): (u32, u32, u32),
+    (asked_count, killed_count, remaining_count): (u32, u32, u32),
     failures: &[(Tid, String)],
 ) -> Outcome {
-    let mut text = match asked_to_exit {
+    let mut text = match asked_count {
         0 => format!("job {job} has no tasks\n"),
-        _ => format!("{asked_to_exit} tasks of job {job} were asked to end"),
+        _ => format!("{asked_count} tasks of job {job} were asked to end"),
     };
-    if asked_to_exit > 0 {
-        text += &match (remaining, killed_by_signal) {
+    if asked_count > 0 {
+        text += &match (remaining_count, killed_count) {
             (0, 0) => ", and have ended\n".to_string(),
-            (0, _) => format!(", and have ended, {killed_by_signal} of them by SIGKILL\n"),
+            (0, _) => format!(", and have ended, {killed_count} of them by SIGKILL\n"),
             _ => format!(
-                "; {remaining} are left, although {killed_by_signal} were sent SIGKILL: 'job status {job}' shows them\n"
+                "; {remaining_count} are left, although {killed_count} were sent SIGKILL: 'job status {job}' shows them\n"
             ),
         };
     }
@@ -462,10 +466,10 @@ fn kill_outcome(
         .iter()
         .map(|(tid, reason)| json!({ "tid": tid.to_string(), "why": reason }))
         .collect();
-    let json_output = json!({ "job": job.to_string(), "asked": asked_to_exit, "forced": killed_by_signal, "left": remaining, "failed": failures });
+    let json_output = json!({ "job": job.to_string(), "asked": asked_count, "forced": killed_count, "left": remaining_count, "failed": failures });
     Outcome {
         errors: error_lines,
-        ..Outcome::with_json(text, json_output, remaining > 0)
+        ..Outcome::with_json(text, json_output, remaining_count > 0)
     }
 }
 
@@ -475,14 +479,14 @@ fn cancel_vacated(machine: &dyn VirtualMachine, tid: Tid) -> Result<Option<Outco
     let RmReply::VacatedCancelled {
         job,
         checkpoint: checkpoint_name,
-        restart_started: starting,
+        restart_started: is_starting,
     } = machine.ask_rm(&RmQuery::CancelVacated(tid))?
     else {
         return Ok(None);
     };
     let mut json_output =
         json!({ "job": job.to_string(), "set": checkpoint_name, "parked": false });
-    let text = if starting {
+    let text = if is_starting {
         json_output["parked"] = json!(true);
         format!(
             "job {job} is being restarted from checkpoint {checkpoint_name}: kill it when it runs\n"
@@ -493,7 +497,7 @@ fn cancel_vacated(machine: &dyn VirtualMachine, tid: Tid) -> Result<Option<Outco
              pvm restart {checkpoint_name} restarts it; pvm checkpoints --remove {checkpoint_name} removes it\n"
         )
     };
-    Ok(Some(Outcome::with_json(text, json_output, starting)))
+    Ok(Some(Outcome::with_json(text, json_output, is_starting)))
 }
 
 #[cfg(test)]

@@ -104,8 +104,8 @@ fn classes_text(classes: &[MailboxClass]) -> String {
 }
 
 fn classes_json(classes: &[MailboxClass]) -> Value {
-    let entry = |(index, owner, flags): &(i32, Tid, i32)| json!({ "index": index, "owner": owner.is_task().then(|| owner.to_string()), "flags": flags });
-    let class = |class: &MailboxClass| json!({ "name": class.name, "entries": class.entries.iter().map(entry).collect::<Vec<_>>() });
+    let entry_json = |(index, owner, flags): &(i32, Tid, i32)| json!({ "index": index, "owner": owner.is_task().then(|| owner.to_string()), "flags": flags });
+    let class = |class: &MailboxClass| json!({ "name": class.name, "entries": class.entries.iter().map(entry_json).collect::<Vec<_>>() });
     json!({ "classes": classes.iter().map(class).collect::<Vec<_>>() })
 }
 

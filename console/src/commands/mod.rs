@@ -110,7 +110,7 @@ pub(crate) fn has_json(command: &str) -> bool {
     find_command(command).is_none_or(|spec| spec.has_json)
 }
 
-/// Removes `--json` if it is one of the command's own words. Returns true if it was removed.
+/// Removes `--json` if it is one of the command's own words. Returns true if the word was removed.
 pub(crate) fn take_json(words: &mut Vec<String>) -> bool {
     let Some((command, args)) = words.split_first().filter(|(name, _)| has_json(name)) else {
         return false;

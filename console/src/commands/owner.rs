@@ -1,9 +1,9 @@
-//! `owner`: records the directives of this machine's owner, which apply to all virtual machines on
-//! the machine, and shows who uses the machine.
+//! `owner`: records the override of this machine's owner, which applies to all virtual machines on
+//! the machine, publishes the owner's policy, and shows who uses the machine.
 //!
-//! The command needs neither a virtual machine nor rights in one. Directives are files that only
-//! this user can write, so load watchers trust them. Load watchers answer status queries of any
-//! user.
+//! The command needs neither a virtual machine nor rights in one. Overrides and policies are files
+//! that only this user can write, so load watchers trust these files. Load watchers answer status
+//! queries of any user.
 
 use crate::arguments::parse_duration;
 use crate::clock::unix_micros;
@@ -52,7 +52,8 @@ pub(crate) const SPEC: CommandSpec = CommandSpec {
 /// A parsed `owner` command.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum OwnerCommand {
-    /// Declares the owner present or absent, for a given time, or until the next login or logout.
+    /// Declares the owner present or absent, for `duration`. Without a duration, the declaration
+    /// ends with the next login or logout, at the latest after [`OVERRIDE_DURATION_DEFAULT`].
     DeclarePresence {
         state: Presence,
         duration: Option<Duration>,
@@ -161,12 +162,12 @@ fn apply_command(
     } = old_override;
     match command {
         OwnerCommand::DeclarePresence { state, duration } => {
-            let until =
+            let expiry_time =
                 now + Micros::from_secs(duration.unwrap_or(OVERRIDE_DURATION_DEFAULT).as_secs());
             declared_presence = Some(DeclaredPresence {
                 state: *state,
                 declared_at: now,
-                expires_at: until,
+                expires_at: expiry_time,
                 ends_with_visit: duration.is_none(),
             });
         }
@@ -188,7 +189,7 @@ fn describe_override(user_override: &OwnerOverride) -> String {
     let mut parts = Vec::new();
     if let Some(DeclaredPresence {
         state,
-        expires_at: until,
+        expires_at: expiry_time,
         ends_with_visit,
         ..
     }) = user_override.presence
@@ -205,7 +206,7 @@ fn describe_override(user_override: &OwnerOverride) -> String {
         };
         parts.push(format!(
             "{state} until {}{visit_clause}",
-            format_utc_time(until)
+            format_utc_time(expiry_time)
         ));
     }
     if let Some(hours) = &user_override.policy.forbidden_hours {
@@ -240,11 +241,11 @@ fn override_json(user_override: &OwnerOverride) -> serde_json::Value {
         .flatten()
         .map(|hours| hours.to_string())
         .collect();
-    let until = user_override.presence.map(|presence| presence.expires_at.0);
+    let expiry_us = user_override.presence.map(|presence| presence.expires_at.0);
     let ends_with_visit = user_override
         .presence
         .is_some_and(|presence| presence.ends_with_visit);
-    json!({ "said": state, "until_us": until, "until_visit": ends_with_visit, "never": closed_hours, "cores": user_override.policy.cores })
+    json!({ "said": state, "until_us": expiry_us, "until_visit": ends_with_visit, "never": closed_hours, "cores": user_override.policy.cores })
 }
 
 impl LocalCommand for OwnerCommand {
@@ -273,7 +274,7 @@ enum PolicyFileError {
     Invalid(#[from] PolicyError),
 }
 
-/// Reads and validates a policy file before it is published.
+/// Returns the text of a policy file, if the policy is valid.
 fn read_policy(file: &Path) -> Result<String, PolicyFileError> {
     let name = file.display().to_string();
     let mut text = String::new();
@@ -354,7 +355,7 @@ fn write_override(dir: &Path, uid: u32, command: &OwnerCommand) -> Outcome {
 }
 
 fn status_outcome(dir: &Path, uid: u32) -> Outcome {
-    let (statuses, unanswered) = match query_all() {
+    let (statuses, unanswered_lines) = match query_all() {
         Ok(answers) => answers,
         Err(error) => {
             return Outcome::from_refusal(format!("owner: load watchers cannot be found: {error}"));
@@ -374,11 +375,11 @@ fn status_outcome(dir: &Path, uid: u32) -> Outcome {
     statuses
         .iter()
         .for_each(|status| text.push_str(&status_text(status)));
-    if statuses.is_empty() && unanswered.is_empty() {
+    if statuses.is_empty() && unanswered_lines.is_empty() {
         text.push_str("no virtual machine with a load watcher uses this machine\n");
     }
-    let failed = !unanswered.is_empty();
-    let error_lines = unanswered
+    let failed = !unanswered_lines.is_empty();
+    let error_lines = unanswered_lines
         .into_iter()
         .chain(file_error)
         .map(|line| format!("owner: {line}"))
@@ -414,13 +415,13 @@ fn status_text(status: &WatcherStatus) -> String {
                     since_us,
                     cpu_s,
                 }: &GuestStatus| {
-        let since = if *since_us == 0 {
+        let since_text = if *since_us == 0 {
             "?".into()
         } else {
             format_utc_time(Micros(*since_us))
         };
         format!(
-            "  task      {tid} {program} of {user}, process {pid}, since {since}, {cpu_s:.1} s of processor\n"
+            "  task      {tid} {program} of {user}, process {pid}, since {since_text}, {cpu_s:.1} s of processor\n"
         )
     };
     out.extend(status.tasks.iter().map(line));
@@ -446,12 +447,13 @@ fn status_text(status: &WatcherStatus) -> String {
         status
             .sources
             .iter()
-            .map(|(name, says)| format!("  source    {name}: {says}\n")),
+            .map(|(name, source_text)| format!("  source    {name}: {source_text}\n")),
     );
     out
 }
 
-/// Formats the lines of a report about what guests may do, and how guests are stopped.
+/// Formats those lines of a load watcher's report that say what guests may do and how guests are
+/// stopped.
 fn guests_text(status: &WatcherStatus) -> String {
     let leave_text = match (status.leave_at_us, status.then.as_deref()) {
         (Some(at), Some("kill")) => format!("; they are ended at {}", format_utc_time(Micros(at))),
@@ -494,7 +496,7 @@ mod tests {
 
     #[test]
     fn owner_arguments_parse() {
-        let declare = |state, seconds: Option<u64>| {
+        let declare_command = |state, seconds: Option<u64>| {
             Ok(OwnerCommand::DeclarePresence {
                 state,
                 duration: seconds.map(Duration::from_secs),
@@ -502,14 +504,14 @@ mod tests {
         };
         assert_eq!(parse_line(""), Ok(OwnerCommand::Status));
         assert_eq!(parse_line("status"), Ok(OwnerCommand::Status));
-        assert_eq!(parse_line("away"), declare(Presence::Away, None));
+        assert_eq!(parse_line("away"), declare_command(Presence::Away, None));
         assert_eq!(
             parse_line("here --for 2h"),
-            declare(Presence::Here, Some(7200))
+            declare_command(Presence::Here, Some(7200))
         );
         assert_eq!(
             parse_line("away --for=30m"),
-            declare(Presence::Away, Some(1800))
+            declare_command(Presence::Away, Some(1800))
         );
         assert_eq!(parse_line("auto"), Ok(OwnerCommand::DetectPresence));
         let hours = |text: &str| text.parse::<WeeklyHours>().expect("good");
@@ -568,7 +570,8 @@ mod tests {
         }
     }
 
-    /// Directives accumulate, can be removed one by one, and leave no file in the end.
+    /// The parts of an override accumulate and can be removed one by one. An empty override leaves
+    /// no file.
     #[test]
     fn directives_accumulate_and_can_be_removed() {
         let dir = tempfile::tempdir().expect("a folder");
@@ -638,7 +641,7 @@ mod tests {
         assert!(show_policy().starts_with("you have no policy here"));
     }
 
-    /// If directives cannot be written, the refusal is one line.
+    /// If the override cannot be written, the refusal is one line.
     #[test]
     fn write_error_is_one_line() {
         let outcome = write_override(Path::new("/nowhere"), 7, &OwnerCommand::TaskLimit(Some(1)));

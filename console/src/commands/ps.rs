@@ -34,7 +34,7 @@ pub(crate) const SPEC: CommandSpec = CommandSpec {
     ..CommandSpec::DEFAULT
 };
 
-/// The tasks that `ps` shows, and the columns that it shows for them.
+/// Selection of the tasks and columns that a `ps` command shows.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 struct PsCommand {
     scope: PsScope,
@@ -100,8 +100,9 @@ impl VmCommand for PsCommand {
         };
         let console = session.vm.tid();
         let mut tasks = session.vm.tasks(selector)?;
-        // Explains an empty table: the birth host in the tid may have left the virtual machine,
-        // even if the task still runs on another host.
+        // If no task is found and the birth host in the tid has left the virtual machine, an error
+        // explains the empty table. A task may still run on another host after its birth host has
+        // left.
         if tasks.is_empty()
             && selector
                 .birth_host()
@@ -204,7 +205,7 @@ mod tests {
 
     #[test]
     fn tasks_become_json() {
-        let ps = tasks_json(
+        let tasks_value = tasks_json(
             &table(),
             &[
                 task(0x40004, -35, 9, 6, "x"),
@@ -212,11 +213,11 @@ mod tests {
             ],
         );
         assert_eq!(
-            ps["tasks"][0]["parent"],
+            tasks_value["tasks"][0]["parent"],
             Value::Null,
             "a parent that asked not to be known is none"
         );
-        assert_eq!(ps["tasks"][1]["parent"], "t40004");
-        assert_eq!(ps["tasks"][1]["host"], "ha2");
+        assert_eq!(tasks_value["tasks"][1]["parent"], "t40004");
+        assert_eq!(tasks_value["tasks"][1]["host"], "ha2");
     }
 }

@@ -38,10 +38,10 @@ impl LocalCommand for ReplayCommand {
 /// Returns the path of the resource manager's program: in the folder of this program, or the name
 /// alone, which is searched for in `PATH`.
 fn rm_program() -> PathBuf {
-    let sibling = std::env::current_exe()
+    let sibling_path = std::env::current_exe()
         .ok()
         .map(|program_path| program_path.with_file_name(PROGRAM));
-    sibling
+    sibling_path
         .filter(|path| path.is_file())
         .unwrap_or_else(|| PROGRAM.into())
 }

@@ -33,19 +33,19 @@ enum ResetCommand {
 fn parse(args: &[String]) -> Result<ResetCommand, ParseError> {
     match args {
         [] => Ok(ResetCommand::All),
-        [info] if info == "info" => Ok(ResetCommand::Mailbox {
+        [keyword] if keyword == "info" => Ok(ResetCommand::Mailbox {
             class: None,
             index: None,
         }),
-        [info, class] if info == "info" => Ok(ResetCommand::Mailbox {
+        [keyword, class] if keyword == "info" => Ok(ResetCommand::Mailbox {
             class: Some(class.clone()),
             index: None,
         }),
-        [info, class, index] if info == "info" => Ok(ResetCommand::Mailbox {
+        [keyword, class, index] if keyword == "info" => Ok(ResetCommand::Mailbox {
             class: Some(class.clone()),
             index: Some(parse_number("reset", index)?),
         }),
-        [what, ..] if what != "info" => Err(ParseError::UnknownResetArg(what.clone())),
+        [word, ..] if word != "info" => Err(ParseError::UnknownResetArg(word.clone())),
         _ => Err(ParseError::WrongArgs("reset")),
     }
 }

@@ -40,7 +40,7 @@ struct RestartCommand {
 
 /// Parses the words after `restart`.
 fn parse(args: &[String]) -> Result<RestartCommand, ParseError> {
-    let wrong_args = || ParseError::WrongArgs("restart");
+    let wrong_args_error = || ParseError::WrongArgs("restart");
     let (mut checkpoint_name, mut host_names) = (None, Vec::new());
     let mut rest = args.iter();
     while let Some(arg) = rest.next() {
@@ -55,11 +55,11 @@ fn parse(args: &[String]) -> Result<RestartCommand, ParseError> {
                 return Err(unknown_option_error(arg));
             }
             None if checkpoint_name.is_none() => checkpoint_name = Some(arg.clone()),
-            None => return Err(wrong_args()),
+            None => return Err(wrong_args_error()),
         }
     }
     Ok(RestartCommand {
-        checkpoint: checkpoint_name.ok_or_else(wrong_args)?,
+        checkpoint: checkpoint_name.ok_or_else(wrong_args_error)?,
         host_names,
     })
 }
@@ -90,12 +90,12 @@ impl VmCommand for RestartCommand {
                     false,
                 ))
             }
-            Reply::Restarted(Err(why)) => {
-                let json_output = json!({ "set": checkpoint_name, "failed": why.to_string() });
+            Reply::Restarted(Err(failure)) => {
+                let json_output = json!({ "set": checkpoint_name, "failed": failure.to_string() });
                 Ok(Outcome {
                     json_values: vec![json_output],
                     ..Outcome::from_error(format!(
-                        "{checkpoint_name} was not restarted: {why}; none of its tasks is running"
+                        "{checkpoint_name} was not restarted: {failure}; none of its tasks is running"
                     ))
                 })
             }
@@ -109,7 +109,7 @@ mod tests {
     use super::*;
     use crate::fixtures::words;
 
-    /// `restart_on` accepts a checkpoint and hosts in any order.
+    /// The command accepts a checkpoint and hosts in any order.
     #[test]
     fn restart_arguments_parse() {
         let parse_line = |line: &str| parse(&words(line));

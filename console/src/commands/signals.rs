@@ -46,7 +46,7 @@ pub(crate) const SIG: CommandSpec = CommandSpec {
     ..CommandSpec::DEFAULT
 };
 
-/// Sends SIGTERM to the tasks, or to their children if `children` is true.
+/// Sends SIGTERM to the tasks, or to their children if `targets_children` is true.
 #[derive(Debug, PartialEq, Eq)]
 struct KillCommand {
     targets_children: bool,
@@ -68,17 +68,17 @@ fn signal_names() -> Vec<String> {
 
 /// Parses the arguments of `kill`.
 ///
-/// As in PVM, options are recognized only before the tids. After them they would change which tasks
-/// are killed.
+/// As in PVM, options are recognized only before the tids. An option after the tids would change
+/// which tasks are killed.
 fn parse_kill(args: &[String]) -> Result<KillCommand, ParseError> {
     let (options, tids) = args.split_at(args.iter().take_while(|arg| arg.starts_with('-')).count());
     let mut letters = options
         .iter()
         .flat_map(|option| option[1..].chars())
         .peekable();
-    let children = letters.peek().is_some();
-    if let Some(unknown) = letters.find(|letter| *letter != 'c') {
-        return Err(ParseError::UnknownFlag(unknown.to_string()));
+    let has_children_option = letters.peek().is_some();
+    if let Some(unknown_letter) = letters.find(|letter| *letter != 'c') {
+        return Err(ParseError::UnknownFlag(unknown_letter.to_string()));
     }
     if tids.is_empty() {
         return Err(if options.is_empty() {
@@ -89,7 +89,7 @@ fn parse_kill(args: &[String]) -> Result<KillCommand, ParseError> {
     }
     let tids = parse_task_tids("kill", tids)?;
     Ok(KillCommand {
-        targets_children: children,
+        targets_children: has_children_option,
         tids,
     })
 }
@@ -166,7 +166,7 @@ fn send_signal(
 }
 
 /// Returns the JSON result for one task. `failure_reason` is the reason why the signal was not
-/// sent; `None` if it was sent.
+/// sent, or `None` if the signal was sent.
 fn signal_json(tid: Tid, failure_reason: Option<&str>) -> Value {
     match failure_reason {
         None => json!({ "tid": tid.to_string(), "sent": true }),

@@ -77,7 +77,8 @@ struct SpawnCommand {
     args: Vec<String>,
 }
 
-/// Returns how many words after `spawn` are options. The program and its arguments follow them.
+/// Returns how many words after `spawn` are options. The program and its arguments follow the
+/// options.
 fn option_count(args: &[String]) -> usize {
     let mut count = 0;
     while args.get(count).is_some_and(|word| word.starts_with('-')) {
@@ -117,16 +118,16 @@ fn parse(args: &[String]) -> Result<SpawnCommand, ParseError> {
         args: Vec::new(),
     };
     let mut rest = args;
-    while let [first, remaining @ ..] = rest {
-        let Some(option) = first.strip_prefix('-') else {
+    while let [first_word, remaining_words @ ..] = rest {
+        let Some(option) = first_word.strip_prefix('-') else {
             break;
         };
-        rest = remaining;
+        rest = remaining_words;
         if option == "-job" {
-            let [file, remaining @ ..] = rest else {
+            let [file, remaining_words @ ..] = rest else {
                 return Err(ParseError::OnlyOptions);
             };
-            (spawn.job_file, rest) = (Some(file.clone()), remaining);
+            (spawn.job_file, rest) = (Some(file.clone()), remaining_words);
         } else {
             spawn.apply_option(option)?;
         }
@@ -142,7 +143,7 @@ fn parse(args: &[String]) -> Result<SpawnCommand, ParseError> {
 impl SpawnCommand {
     /// Applies `option`, which is given without its leading `-`.
     fn apply_option(&mut self, option: &str) -> Result<(), ParseError> {
-        let unknown_flag = || ParseError::UnknownFlag(option.to_string());
+        let unknown_flag_error = || ParseError::UnknownFlag(option.to_string());
         if option.is_empty() {
             return Err(ParseError::LoneDash);
         }
@@ -161,10 +162,10 @@ impl SpawnCommand {
         } else if option == "~" {
             self.flags |= SPAWN_COMPLEMENT;
         } else if let Some(file) = option.strip_prefix("-job=") {
-            self.job_file = Some(nonempty_text(file).ok_or_else(unknown_flag)?);
+            self.job_file = Some(nonempty_text(file).ok_or_else(unknown_flag_error)?);
         } else if let Some(host) = option.strip_prefix("-host=") {
             self.set_location(SPAWN_HOST, host)
-                .ok_or_else(unknown_flag)?;
+                .ok_or_else(unknown_flag_error)?;
         } else if option.starts_with(|c: char| c.is_ascii_digit()) {
             let expected_type =
                 "a number of tasks: for a host whose name starts with a digit write --host=NAME";
@@ -176,15 +177,15 @@ impl SpawnCommand {
                 expected: expected_type,
             })?);
         } else if let Some(directory) = option.strip_prefix(':') {
-            self.working_dir = nonempty_text(directory).ok_or_else(unknown_flag)?;
+            self.working_dir = nonempty_text(directory).ok_or_else(unknown_flag_error)?;
         } else if option.starts_with(|c: char| c.is_uppercase()) {
             self.set_location(SPAWN_ARCH, option)
-                .ok_or_else(unknown_flag)?;
+                .ok_or_else(unknown_flag_error)?;
         } else if option.starts_with(|c: char| c == '.' || c.is_lowercase()) {
             self.set_location(SPAWN_HOST, option)
-                .ok_or_else(unknown_flag)?;
+                .ok_or_else(unknown_flag_error)?;
         } else {
-            return Err(unknown_flag());
+            return Err(unknown_flag_error());
         }
         Ok(())
     }
@@ -213,19 +214,19 @@ impl SpawnCommand {
         let mut spawn = self.clone();
         spawn.task_count = spawn.task_count.or(job.task_count);
         if spawn.program.is_empty() {
-            let no_program = || {
+            let no_program_error = || {
                 Error::new(
                     PvmError::BadParam,
                     format!("{name} names no program, and none was given"),
                 )
             };
-            spawn.program = job.program.clone().ok_or_else(no_program)?;
+            spawn.program = job.program.clone().ok_or_else(no_program_error)?;
         }
         Ok((spawn, job))
     }
 
-    /// Builds the request. `job` supplies values that this command does not set. `env` has
-    /// environment entries as `NAME=VALUE`; they precede the entries of the job file.
+    /// Builds the request. `job` supplies values that this command does not set. `env` contains
+    /// environment entries as `NAME=VALUE`; these entries precede the entries of the job file.
     fn build_request(
         &self,
         job: &JobFile,
@@ -233,7 +234,7 @@ impl SpawnCommand {
         trace: Sink,
         env: Vec<Vec<u8>>,
     ) -> SpawnRequest {
-        let working_dir = if self.working_dir.is_empty() {
+        let location_text = if self.working_dir.is_empty() {
             self.location.clone()
         } else {
             format!("{}:{}", self.location, self.working_dir)
@@ -246,7 +247,7 @@ impl SpawnCommand {
                 .map(|arg| arg.clone().into_bytes())
                 .collect(),
             flags: self.flags,
-            where_arg: working_dir,
+            where_arg: location_text,
             task_count: self.task_count.unwrap_or(1),
             env,
             output_sink: output,
@@ -306,8 +307,8 @@ impl VmCommand for SpawnCommand {
             text.push_str(&format!("[{job}]\n"));
             text.push_str(&session.start_trace(job));
             let tids = results.iter().flatten().flatten().copied();
-            // Messages are handled only between commands. So no output of the job has been handled
-            // yet, and no task of it has ended in `session.jobs`.
+            // Messages are handled only between commands. Therefore no output of the job has been
+            // handled yet, and `session.jobs` has recorded no end of a task of the job.
             session.jobs.record_spawn(job, tids);
             if !session.jobs.contains(job) {
                 session.job_outputs.remove(&job);
@@ -417,17 +418,20 @@ mod tests {
     /// Count, location, directory and arguments are distinguished.
     #[test]
     fn spawn_options_and_arguments_parse() {
-        let three_tasks = parse_line("-3 hello -v --x");
+        let three_task_command = parse_line("-3 hello -v --x");
         assert_eq!(
-            (three_tasks.task_count, three_tasks.program.as_str()),
+            (
+                three_task_command.task_count,
+                three_task_command.program.as_str()
+            ),
             (Some(3), "hello")
         );
         assert_eq!(
-            three_tasks.args,
+            three_task_command.args,
             ["-v", "--x"],
             "what follows the program belongs to it"
         );
-        assert_eq!(three_tasks.flags, SPAWN_NO_PARENT);
+        assert_eq!(three_task_command.flags, SPAWN_NO_PARENT);
         let request = |line: &str| {
             let request = parse_line(line).build_request(
                 &JobFile::default(),
@@ -543,28 +547,31 @@ mod tests {
             request(&format!("--job {path} other -q")),
             expected_values("other", "-q", 3, "h2")
         );
-        let options = |line: &str| option_count(&words(line));
+        let count_options = |line: &str| option_count(&words(line));
         assert_eq!(
             (
-                options("--job f --json"),
-                options("-3 --job f x --json"),
-                options("--job")
+                count_options("--job f --json"),
+                count_options("-3 --job f x --json"),
+                count_options("--job")
             ),
             (3, 3, 1)
         );
-        let error = |line: &str| {
+        let error_text = |line: &str| {
             parse_line(line)
                 .apply_job_file()
                 .expect_err(line)
                 .to_string()
         };
         write("count = 3\n");
-        assert!(error(&format!("--job {path}")).ends_with("names no program, and none was given"));
+        assert!(
+            error_text(&format!("--job {path}")).ends_with("names no program, and none was given")
+        );
         write("\ncuont = 3\n");
         assert!(
-            error(&format!("--job {path} x")).contains("job.toml, line 2: unknown field `cuont`")
+            error_text(&format!("--job {path} x"))
+                .contains("job.toml, line 2: unknown field `cuont`")
         );
-        assert!(error("--job /nowhere/at/all").contains("/nowhere/at/all cannot be read"));
+        assert!(error_text("--job /nowhere/at/all").contains("/nowhere/at/all cannot be read"));
     }
 
     /// The text has the layout of PVM, and the JSON output contains the error.

@@ -1,7 +1,7 @@
 //! `start`: starts the virtual machine.
 //!
-//! The program executes `start` while it parses its arguments. In the console of a running virtual
-//! machine, `start` is refused.
+//! On the program's command line, `start` selects a mode of the program. In the console of a
+//! running virtual machine, `start` is refused.
 
 use crate::arguments::require_no_args;
 use crate::command::{CommandSpec, ParsedCommand, VmCommand};

@@ -59,7 +59,7 @@ impl VmCommand for MstatCommand {
             session,
             &self.host_names,
             |name| Request::HostStatus { name: name.clone() },
-            |name, up| (host_line(name, up), status_json("host", name, up)),
+            |name, status| (host_line(name, status), status_json("host", name, status)),
         ))
     }
 }
@@ -70,10 +70,10 @@ impl VmCommand for PstatCommand {
             session,
             &self.tids,
             |tid| Request::TaskStatus { tid: *tid },
-            |tid, up| {
+            |tid, status| {
                 (
-                    task_line(*tid, up),
-                    status_json("tid", &tid.to_string(), up),
+                    task_line(*tid, status),
+                    status_json("tid", &tid.to_string(), status),
                 )
             },
         ))

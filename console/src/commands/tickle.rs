@@ -25,7 +25,7 @@ pub(crate) const SPEC: CommandSpec = CommandSpec {
 
 #[derive(Debug)]
 struct TickleCommand {
-    /// The number of the query and its arguments.
+    /// The number of the query, and the arguments of the query.
     numbers: Vec<i32>,
 }
 

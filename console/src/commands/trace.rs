@@ -150,9 +150,9 @@ impl TraceRequest {
                 Ok(String::new())
             }
             Self::Select {
-                is_selected: on,
+                is_selected: selects,
                 name,
-            } if select_events(&mut session.event_mask, *on, name) => Ok(String::new()),
+            } if select_events(&mut session.event_mask, *selects, name) => Ok(String::new()),
             Self::Select { name, .. } => Err(TraceRefusal::NoSuchEvent(name.clone())),
             Self::Buffer(None) => Ok(format!("\nTrace Buffering set to {buffer_bytes} bytes\n\n")),
             Self::Detail(None) => Ok(format!(
@@ -168,20 +168,25 @@ impl TraceRequest {
     }
 }
 
-/// Returns the list of all events by name, with a star before selected ones.
+/// Returns the list of all events by name, with a star before each selected event.
 fn event_list(mask: &EventMask) -> String {
     let mut events: Vec<(usize, &str)> = selectable_events().collect();
     events.sort_by_key(|(_, name)| *name);
-    let rows = events.len().div_ceil(COLUMN_COUNT);
+    let row_count = events.len().div_ceil(COLUMN_COUNT);
     let cell = |(event, name): &(usize, &str)| {
         let mark = if mask.contains(*event) { " * " } else { "   " };
         format!("{mark}{name:<15}")
     };
     let line = |row: usize| {
-        let cells: Vec<String> = events.iter().skip(row).step_by(rows).map(cell).collect();
+        let cells: Vec<String> = events
+            .iter()
+            .skip(row)
+            .step_by(row_count)
+            .map(cell)
+            .collect();
         cells.join(" ") + "\n"
     };
-    (0..rows).map(line).collect()
+    (0..row_count).map(line).collect()
 }
 
 /// Returns the number of a level of detail, or `None` if no level has this name.
@@ -192,7 +197,7 @@ fn detail_number(name: &str) -> Option<i32> {
         .and_then(|index| i32::try_from(index + 1).ok())
 }
 
-/// Returns the name of a level of detail.
+/// Returns the name of a level of detail, or `none` if no level has this number.
 fn detail_name(number: i32) -> &'static str {
     usize::try_from(number - 1)
         .ok()
@@ -221,17 +226,23 @@ mod tests {
 
     #[test]
     fn trace_arguments_parse() {
-        let select = |selects, name: &str| TraceRequest::Select {
+        let select_request = |selects, name: &str| TraceRequest::Select {
             is_selected: selects,
             name: name.into(),
         };
         assert_eq!(parse_line(""), Ok(vec![TraceRequest::Show]));
         assert_eq!(
             parse_line("send recv"),
-            Ok(vec![select(true, "send"), select(true, "recv")])
+            Ok(vec![
+                select_request(true, "send"),
+                select_request(true, "recv")
+            ])
         );
-        assert_eq!(parse_line("+ *"), Ok(vec![select(true, "*")]));
-        assert_eq!(parse_line("- send"), Ok(vec![select(false, "send")]));
+        assert_eq!(parse_line("+ *"), Ok(vec![select_request(true, "*")]));
+        assert_eq!(
+            parse_line("- send"),
+            Ok(vec![select_request(false, "send")])
+        );
         assert_eq!(parse_line("+"), Ok(vec![]));
         assert_eq!(parse_line("xpvm"), Ok(vec![TraceRequest::Xpvm]));
         assert_eq!(parse_line("buf"), Ok(vec![TraceRequest::Buffer(None)]));
@@ -251,21 +262,21 @@ mod tests {
 
     #[test]
     fn one_line_may_contain_several_requests() {
-        let select = |selects, name: &str| TraceRequest::Select {
+        let select_request = |selects, name: &str| TraceRequest::Select {
             is_selected: selects,
             name: name.into(),
         };
         assert_eq!(
             parse_line("- * + send - recv"),
             Ok(vec![
-                select(false, "*"),
-                select(true, "send"),
-                select(false, "recv")
+                select_request(false, "*"),
+                select_request(true, "send"),
+                select_request(false, "recv")
             ])
         );
         let requests = [
             TraceRequest::Buffer(Some(5)),
-            select(true, "send"),
+            select_request(true, "send"),
             TraceRequest::Detail(Some("time".into())),
             TraceRequest::Xpvm,
         ];

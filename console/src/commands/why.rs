@@ -11,8 +11,8 @@ use libpvm::Error;
 use sempa_proto::rm::{Decision, DecisionKind, HostState, RmQuery, RmReply, TaskUsage};
 use serde_json::{Value, json};
 
-/// Maximum number of decisions that are shown without `-a`. If there are more decisions, the newest
-/// ones are shown.
+/// Maximum number of decisions that are shown without `-a`. If there are more decisions, only the
+/// newest decisions are shown.
 const DECISIONS_SHOWN_MAX: usize = 20;
 
 pub(crate) const SPEC: CommandSpec = CommandSpec {
@@ -45,16 +45,16 @@ struct WhyCommand {
 
 /// Parses the words: a task or job such as `t40001`, or a host.
 fn parse(args: &[String]) -> Result<WhyCommand, ParseError> {
-    let (all_options, rest): (Vec<&String>, Vec<&String>) =
+    let (all_options, subject_words): (Vec<&String>, Vec<&String>) =
         args.iter().partition(|arg| *arg == "-a");
-    let [subject] = rest[..] else {
+    let [subject] = subject_words[..] else {
         return Err(ParseError::WrongArgs("why"));
     };
     if subject.starts_with('-') {
         return Err(unknown_option_error(subject));
     }
-    // A host name may consist of hexadecimal digits, but never begins with `t` and a digit or with
-    // a digit.
+    // Host names such as `beef` consist of hexadecimal digits. Therefore only a word that begins
+    // with `t` or with a digit can be a tid.
     let is_tid = subject.starts_with('t') || subject.starts_with(|c: char| c.is_ascii_digit());
     let tid = parse_tid(subject).filter(|tid| is_tid && tid.is_task());
     let query = tid.map_or_else(
@@ -124,10 +124,10 @@ fn decisions_text(
     lines.extend(
         shown_decisions.map(|decision| format!("{} {}", format_utc(decision.at), decision.kind)),
     );
-    let end = task
+    let last_line = task
         .and_then(|task| placement_note(task, decisions))
         .or(current_state);
-    lines.extend(end.map(String::from));
+    lines.extend(last_line.map(String::from));
     lines.join("\n") + "\n"
 }
 
@@ -249,22 +249,22 @@ mod tests {
     /// The text about a host ends with its present state, whatever was decided before.
     #[test]
     fn host_text_ends_with_present_state() {
-        let owner_returned = DecisionKind::OwnerReturned {
+        let owner_decision = DecisionKind::OwnerReturned {
             host: "h2".into(),
             why: "olga on pts/1".into(),
         };
-        let owner_returned = Decision {
+        let owner_decision = Decision {
             number: 1,
             at: Micros(0),
-            kind: owner_returned,
+            kind: owner_decision,
         };
-        let last_line = |now: &HostState| {
+        let last_line = |host_state: &HostState| {
             let text = decisions_text(
                 "h2",
                 None,
-                std::slice::from_ref(&owner_returned),
+                std::slice::from_ref(&owner_decision),
                 0,
-                Some(&host_state_text("h2", now)),
+                Some(&host_state_text("h2", host_state)),
             );
             text.lines().last().map(String::from).expect("a line")
         };
@@ -272,7 +272,7 @@ mod tests {
         let owner = Some(RejectionReason::Owner {
             why: "olga on pts/1".into(),
         });
-        let closed = Some(RejectionReason::Other {
+        let closed_reason = Some(RejectionReason::Other {
             why: "no guests now (the owner wants no guests always)".into(),
         });
         let unused_state = |why: &Option<RejectionReason>, drained| {
@@ -289,7 +289,7 @@ mod tests {
             format!("{line_start}{owner_reason}")
         );
         assert_eq!(
-            unused_state(&closed, None),
+            unused_state(&closed_reason, None),
             format!("{line_start}no guests now (the owner wants no guests always)")
         );
         assert_eq!(

@@ -6,7 +6,8 @@ use libpvm::Vm;
 use std::path::PathBuf;
 use std::process::{Child, ExitCode};
 
-/// The lock file of the daemon of this host and, if this process started the daemon, its process.
+/// The lock file of this host's daemon, and the daemon's process if this process started the
+/// daemon.
 #[derive(Debug)]
 pub(crate) struct LocalDaemon {
     /// Path of the daemon's lock file.
@@ -15,7 +16,8 @@ pub(crate) struct LocalDaemon {
     pub(crate) child: Option<Child>,
 }
 
-/// Halts the virtual machine and waits for the local daemon to exit.
+/// Halts the virtual machine and waits for the local daemon to exit. Prints an error and returns a
+/// failure if the request fails or the daemon does not exit in time.
 pub(crate) fn halt_and_wait(vm: &Vm, daemon: &mut LocalDaemon) -> ExitCode {
     let daemon_process = DaemonProcess::from_lock_file(daemon.lock_path.clone());
     if let Err(error) = vm.halt() {

@@ -51,10 +51,10 @@ pub(crate) enum StartError {
 /// Returns the path of the daemon's program: in the folder of this program, or the name alone,
 /// which is searched for in `PATH`.
 fn daemon_program() -> PathBuf {
-    let sibling = std::env::current_exe()
+    let sibling_path = std::env::current_exe()
         .ok()
         .and_then(|exe| exe.parent().map(|dir| dir.join("pvmd")));
-    sibling
+    sibling_path
         .filter(|path| path.is_file())
         .unwrap_or_else(|| PathBuf::from("pvmd"))
 }
@@ -70,7 +70,7 @@ pub(crate) fn start(args: &[OsString]) -> Result<Child, StartError> {
 
 fn start_program(program: &Path, args: &[OsString]) -> Result<Child, StartError> {
     // The daemon's stderr is a memory file. A pipe would raise SIGPIPE in any process that still
-    // writes to it after this console has ended.
+    // writes to the pipe after this console has ended.
     let mut stderr_file = File::from(
         memfd_create("pvmd-stderr", MFdFlags::MFD_CLOEXEC).map_err(std::io::Error::from)?,
     );
@@ -97,8 +97,8 @@ fn start_program(program: &Path, args: &[OsString]) -> Result<Child, StartError>
     match line.recv_timeout(START_TIMEOUT) {
         Ok(true) => Ok(child),
         Ok(false) => {
-            // A daemon that has closed its output is exiting. If the daemon does not exit in time,
-            // it is killed.
+            // A daemon that has closed its output is exiting. A daemon that does not exit in time
+            // is killed.
             let _ = wait_until(START_TIMEOUT, || !matches!(child.try_wait(), Ok(None)));
             let _ = child.kill();
             let status = child.wait()?;
@@ -240,13 +240,14 @@ mod tests {
     /// If the daemon fails to start, the error is the line that the daemon has printed.
     #[test]
     fn failed_daemon_is_quoted() {
-        let reported = start_shell("echo 'warning: x' >&2; echo 'pvmd: no room' >&2; exit 1")
+        let reported_text = start_shell("echo 'warning: x' >&2; echo 'pvmd: no room' >&2; exit 1")
             .expect_err("failed")
             .to_string();
-        assert_eq!(reported, "pvmd: no room");
-        let advice = "echo 'error: -d takes a mask' >&2; echo >&2; echo 'try --help' >&2; exit 2";
+        assert_eq!(reported_text, "pvmd: no room");
+        let advice_script =
+            "echo 'error: -d takes a mask' >&2; echo >&2; echo 'try --help' >&2; exit 2";
         assert_eq!(
-            start_shell(advice).expect_err("failed").to_string(),
+            start_shell(advice_script).expect_err("failed").to_string(),
             "error: -d takes a mask"
         );
         assert!(matches!(

@@ -12,7 +12,8 @@ use std::time::{Duration, Instant};
 
 /// Time limit for the socket of a killed daemon to be closed.
 ///
-/// Until the kernel has closed the socket, connections to it succeed but are never answered.
+/// Until the kernel has closed the socket, connections to the socket succeed but are never
+/// answered.
 const DEAD_DAEMON_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Error text for a command that needs a virtual machine when none is running.
@@ -67,7 +68,7 @@ fn socket_path() -> Result<PathBuf, DaemonError> {
     Ok(paths.daemon_socket_path())
 }
 
-/// Returns the path of the daemon's lock file, which is in the folder of its socket.
+/// Returns the path of the daemon's lock file, which is in the folder of the daemon's socket.
 pub(crate) fn lock_path() -> Result<PathBuf, DaemonError> {
     let socket = socket_path()?;
     let dir = socket.parent().unwrap_or(Path::new("/"));

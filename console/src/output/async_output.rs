@@ -9,10 +9,10 @@
 //! 1. A thread sends a wake sequence through the printer ([`AsyncOutput::run_waker`]).
 //! 2. The editor clears the rows of its prompt and redraws its line.
 //! 3. During the redraw the editor asks its hint for text ([`RedrawHint`]). The hint writes the
-//!    queued output to the cleared rows, and the editor draws the line below it.
+//!    queued output to the cleared rows, and the editor draws the line below the output.
 //!
 //! The editor calls `Hint::display` once when it receives a hint and once when it draws the line
-//! after a key. Every further call is a redraw on cleared rows, which a wake causes.
+//! after a key. Every further call belongs to a redraw on cleared rows, which a wake causes.
 
 use super::terminal::Terminal;
 use rustyline::ExternalPrinter;
@@ -42,7 +42,7 @@ pub(crate) struct AsyncOutput {
 struct OutputState {
     /// Whole lines that wait to be shown.
     pending_output: String,
-    /// True while the editor reads a line, and before that from [`AsyncOutput::begin_prompt`] on.
+    /// True from [`AsyncOutput::begin_prompt`] until the editor has read a line.
     at_prompt: bool,
     /// True while the editor controls the terminal. Otherwise a wake does not reach the editor, and
     /// the printer writes to the screen.
@@ -118,18 +118,18 @@ impl AsyncOutput {
         self.lock_state().at_prompt = true;
     }
 
-    /// Must be called when the editor has read its line. After this call the console's thread
-    /// writes output.
+    /// Must be called when the editor has read its line. Waits for a wake in progress. After this
+    /// call the console's thread writes output.
     pub(crate) fn end_prompt(&self) {
         let mut state = self.lock_state();
         (state.at_prompt, state.has_terminal) = (false, false);
         if state.wake_in_progress {
             // A wake that misses the editor reaches the screen and must not mix with later output.
             let timeout = Duration::from_millis(WAKE_TIMEOUT_MS);
-            let in_progress = |state: &mut OutputState| state.wake_in_progress;
+            let is_waking = |state: &mut OutputState| state.wake_in_progress;
             let wait_result = self
                 .state_changed
-                .wait_timeout_while(state, timeout, in_progress);
+                .wait_timeout_while(state, timeout, is_waking);
             (state, _) = wait_result.expect("no thread panics with this lock");
             state.wake_pending = false;
         }
@@ -159,7 +159,7 @@ impl AsyncOutput {
         let mut state = self.lock_state();
         state.wake_pending = false;
         if !std::mem::take(&mut state.listing_candidates) {
-            // If the terminal cannot be written, reading from it fails as well.
+            // If the terminal cannot be written, reading from the terminal fails as well.
             let _ = state.write_pending();
         }
         drop(state);
@@ -195,9 +195,10 @@ pub(crate) struct RedrawHint {
 
 impl Hint for RedrawHint {
     fn display(&self) -> &str {
-        let previous_calls = self.display_calls.get();
-        self.display_calls.set(previous_calls.saturating_add(1));
-        match previous_calls {
+        let previous_call_count = self.display_calls.get();
+        self.display_calls
+            .set(previous_call_count.saturating_add(1));
+        match previous_call_count {
             // The editor ignores an empty hint, so the first call returns a space.
             0 => " ",
             1 => "",

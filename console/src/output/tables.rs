@@ -25,7 +25,7 @@ pub(crate) fn plural_ending(count: usize) -> &'static str {
     if count == 1 { "" } else { "s" }
 }
 
-/// Returns the name of a host, or its number if the table does not contain it.
+/// Returns the name of a host, or the number of the host if the table does not contain the host.
 pub(crate) fn host_name(table: &HostTable, host: HostId) -> String {
     table
         .get(host)
@@ -54,13 +54,13 @@ pub(crate) fn new_hosts_text(table: &HostTable, added_hosts: &[HostId]) -> Strin
 
 /// Returns the header of task tables.
 pub(crate) fn ps_header(is_long: bool) -> String {
-    let ids = if is_long {
+    let id_columns = if is_long {
         format!(" {:>8} {:>6}", "PTID", "PID")
     } else {
         String::new()
     };
     format!(
-        "{:>24} {:>8}{ids} {:>9} COMMAND\n",
+        "{:>24} {:>8}{id_columns} {:>9} COMMAND\n",
         "HOST", "TID", "FLAG 0x"
     )
 }
@@ -119,18 +119,18 @@ pub(crate) const TOTALS_HEADER: &str =
 pub(crate) fn totals_columns(totals: &UsageTotals) -> String {
     let seconds = |micros: u64| micros as f64 / 1e6;
     let UsageTotals {
-        task_count: tasks,
-        running_tasks: running,
-        failed_tasks: failed,
-        usage: used,
+        task_count: total_count,
+        running_tasks: running_count,
+        failed_tasks: failed_count,
+        usage: total_usage,
         wall_time: wall,
         migrations: migration_count,
         evictions,
     } = totals;
-    let cpu = seconds((used.user + used.system).0);
-    let resident_mib = used.resident_max_bytes as f64 / f64::from(1 << 20);
+    let cpu_s = seconds((total_usage.user + total_usage.system).0);
+    let resident_mib = total_usage.resident_max_bytes as f64 / f64::from(1 << 20);
     format!(
-        "{tasks:>6} {running:>7} {failed:>7} {cpu:>10.2} {:>10.2} {migration_count:>6} {evictions:>7} {resident_mib:>9.1}",
+        "{total_count:>6} {running_count:>7} {failed_count:>7} {cpu_s:>10.2} {:>10.2} {migration_count:>6} {evictions:>7} {resident_mib:>9.1}",
         seconds(wall.0)
     )
 }

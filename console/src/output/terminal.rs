@@ -1,5 +1,5 @@
-//! Prints results on standard output and standard error. If a pipe is closed, the error ends the
-//! program without a message.
+//! Prints results on standard output and standard error. An error of standard output is returned to
+//! the caller; errors of standard error are ignored.
 
 use crate::outcome::Outcome;
 use std::io::{self, Write};
@@ -9,10 +9,11 @@ use std::io::{self, Write};
 pub(crate) struct Terminal;
 
 impl Terminal {
-    /// Writes to standard output and flushes it.
+    /// Writes to standard output and flushes the output.
     ///
     /// # Errors
-    /// Fails if the reader has closed the pipe.
+    /// Fails if standard output cannot be written, for instance because the reader has closed the
+    /// pipe.
     pub(crate) fn print(self, bytes: &[u8]) -> io::Result<()> {
         let mut out = io::stdout().lock();
         out.write_all(bytes)?;

@@ -54,13 +54,13 @@ impl CivilTime {
 
 /// Formats a time in UTC with milliseconds, such as `2026-11-21T09:34:01.123Z`.
 pub(crate) fn format_utc(at: Micros) -> String {
-    let civil = CivilTime::new(at);
+    let civil_time = CivilTime::new(at);
     let CivilTime {
         year, month, day, ..
-    } = civil;
+    } = civil_time;
     format!(
         "{year:04}-{month:02}-{day:02}T{}.{:03}Z",
-        civil.time_of_day(),
+        civil_time.time_of_day(),
         at.0 / 1000 % 1000
     )
 }
@@ -71,13 +71,16 @@ pub(crate) fn format_ctime(at: Micros) -> String {
     const MONTHS: [&str; 12] = [
         "Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec",
     ];
-    let civil = CivilTime::new(at);
-    let (weekday, month) = (DAYS[civil.weekday], MONTHS[civil.month as usize - 1]);
+    let civil_time = CivilTime::new(at);
+    let (weekday, month) = (
+        DAYS[civil_time.weekday],
+        MONTHS[civil_time.month as usize - 1],
+    );
     format!(
         "{weekday} {month} {:2} {} {}",
-        civil.day,
-        civil.time_of_day(),
-        civil.year
+        civil_time.day,
+        civil_time.time_of_day(),
+        civil_time.year
     )
 }
 

@@ -57,14 +57,15 @@ pub(crate) enum TraceDestination {
 pub(crate) struct JobOutput {
     /// True if the console shows the output.
     shows_output: bool,
-    /// File that receives the output instead of the console. `None` after a write error.
+    /// File that receives the output instead of the console. `None` if the output does not go to a
+    /// file, and after a write error.
     file: Option<File>,
     /// State of the trace. `None` if the job is not traced.
     trace: Option<JobTrace>,
 }
 
-/// A file for the output or the trace records of a job could not be opened. An output file that was
-/// opened before remains; a new one is empty.
+/// A file for the output or the trace records of a job could not be opened. If only the trace file
+/// could not be opened, the output file remains, without new output.
 #[derive(Debug, thiserror::Error)]
 #[error("{path}: {}", io_error_text(source))]
 pub(crate) struct FileOpenError {
@@ -76,7 +77,8 @@ pub(crate) struct FileOpenError {
 #[derive(Debug, Default)]
 struct JobTrace {
     formatter: RecordFormatter,
-    /// File that receives the records instead of the console. `None` after a write error.
+    /// File that receives the records instead of the console. `None` if the records do not go to a
+    /// file, and after a write error.
     file: Option<File>,
 }
 
@@ -127,7 +129,7 @@ impl JobOutput {
     fn handle_event(&mut self, job: u32, tid: Tid, event: &TaskEvent) -> Vec<u8> {
         let mut out = Vec::new();
         if let Some(JobTrace {
-            formatter: records,
+            formatter: record_formatter,
             file,
         }) = &mut self.trace
         {
@@ -149,7 +151,7 @@ impl JobOutput {
                         file,
                         job,
                         tid,
-                        &records.output_record(current_timestamp(), tid, &text),
+                        &record_formatter.output_record(current_timestamp(), tid, &text),
                     )
                     .into_bytes(),
                 );
@@ -195,11 +197,11 @@ impl Session {
     }
 
     /// Starts a job's trace with the header and the hosts of the virtual machine. Returns the text
-    /// that the console must show.
+    /// that the console must show; the text is empty if the job is not traced.
     pub(crate) fn start_trace(&mut self, job: u32) -> String {
         let console = self.vm.tid();
         let Some(JobTrace {
-            formatter: records,
+            formatter: record_formatter,
             file,
         }) = self
             .job_outputs
@@ -225,7 +227,7 @@ impl Session {
                 file,
                 job,
                 host.id.tid(),
-                &records.host_record(current_timestamp(), &properties),
+                &record_formatter.host_record(current_timestamp(), &properties),
             ));
         }
         out
@@ -292,10 +294,11 @@ impl Session {
         shown_bytes
     }
 
-    /// Called when all tasks of a traced job have ended. Sends this console a message on whose
-    /// arrival it ends the output of the job. The message must arrive after the last trace records,
-    /// which follow the end of a task's output: all records have arrived when every daemon has
-    /// replied to a query of the task list, so the message is sent afterwards.
+    /// Called when all tasks of a traced job have ended. Sends this console a message; the console
+    /// ends the output of the job when the message arrives. The last trace records of a task follow
+    /// the end of its output and must arrive before the message. All records have arrived when
+    /// every daemon has replied to a query of the task list. Therefore the message is sent after
+    /// such a query.
     fn schedule_job_end(&self, job: u32) -> Result<(), Error> {
         self.vm.tasks(Tid::NONE)?;
         let (console, Body { enc, bytes }) = (self.vm.tid(), Body::empty());
@@ -318,7 +321,7 @@ impl Session {
 
     fn handle_records(&mut self, job: u32, message: &Message) -> Vec<u8> {
         let Some(JobTrace {
-            formatter: records,
+            formatter: record_formatter,
             file,
         }) = self
             .job_outputs
@@ -330,7 +333,7 @@ impl Session {
         let mut text = String::new();
         let read_result = Vm::unpack(message)
             .map_err(|error| error.code)
-            .and_then(|mut body| records.append_message(&mut body, &mut text));
+            .and_then(|mut body| record_formatter.append_message(&mut body, &mut text));
         let mut shown_text = write_records(file, job, message.src, &text);
         if let Err(error) = read_result {
             shown_text.push_str(&format!(

@@ -25,7 +25,8 @@ pub(crate) enum TaskOutput {
     End,
 }
 
-/// Reads a message about a task's output. Returns `None` if it is malformed.
+/// Reads a message about a task's output. Returns `None` if the message is malformed or if its tid
+/// is not the tid of a task.
 pub(crate) fn read_output_message(mut body: Unpacker) -> Option<(Tid, TaskOutput)> {
     let tid = Tid::from_raw(body.read_int().ok()?);
     let output = match body.read_int().ok()? {
@@ -111,8 +112,8 @@ impl Jobs {
         self.last_job_number
     }
 
-    /// Records the tasks of a job's spawn. Returns true if all of them have already ended. A job
-    /// that has ended or has no tasks is removed.
+    /// Records the tasks of a job's spawn. Returns true if all tasks of the job have already ended.
+    /// A job that has ended or has no tasks is removed.
     pub(crate) fn record_spawn(
         &mut self,
         job_number: u32,
@@ -132,7 +133,8 @@ impl Jobs {
         self.remove_if_finished(job_number)
     }
 
-    /// Handles a message about a task of a job.
+    /// Handles a message about a task of a job. A message about a task of a removed job, other than
+    /// its end, adds the job again. A message with an unknown job number is ignored.
     pub(crate) fn handle_output(
         &mut self,
         job_number: u32,
@@ -143,10 +145,10 @@ impl Jobs {
             return JobUpdate::default();
         }
         let job = match self.jobs.entry(job_number) {
-            Entry::Occupied(occupied) => occupied.into_mut(),
+            Entry::Occupied(occupied_entry) => occupied_entry.into_mut(),
             // The job was removed when all known tasks had ended. A grandchild may appear later.
             Entry::Vacant(_) if output == TaskOutput::End => return JobUpdate::default(),
-            Entry::Vacant(vacant) => vacant.insert(Job {
+            Entry::Vacant(vacant_entry) => vacant_entry.insert(Job {
                 spawn_replied: true,
                 tasks: BTreeMap::new(),
             }),
@@ -180,11 +182,11 @@ impl Jobs {
     fn remove_if_finished(&mut self, job_number: u32) -> bool {
         let has_ended =
             |job: &Job| job.spawn_replied && job.tasks.values().all(|task| task.has_ended);
-        let finished = self.jobs.get(&job_number).is_some_and(has_ended);
-        if finished {
+        let is_finished = self.jobs.get(&job_number).is_some_and(has_ended);
+        if is_finished {
             self.jobs.remove(&job_number);
         }
-        finished
+        is_finished
     }
 
     /// True while the job is running.

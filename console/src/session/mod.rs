@@ -1,6 +1,6 @@
 //! The state that lasts between commands: aliases, options, the environment for tasks, and jobs.
 //!
-//! Commands read and change the state; this module executes none. [`job_output`] handles the
+//! Commands read and change the state; this module executes no commands. [`job_output`] handles the
 //! messages that no command waits for.
 
 pub(crate) mod job_output;
@@ -108,13 +108,13 @@ impl Session {
         // the second, hosts that other consoles add are not announced.
         let _ = put_mailbox_entry(&self.vm, NO_RESET_CLASS, MBOX_MULTI_INSTANCE, body);
         let notify_subjects = NotifySubjects::HostAdd { messages_max: -1 };
-        let notify = NotifyRequest {
+        let notify_request = NotifyRequest {
             subjects: notify_subjects,
             ctx: CTX_BASE,
             tag: TAG_HOSTS,
             is_cancellation: false,
         };
-        let _ = self.vm.ask(Request::Notify(notify));
+        let _ = self.vm.ask(Request::Notify(notify_request));
         Ok(())
     }
 

@@ -126,14 +126,14 @@ impl RecordFormatter {
     }
 
     fn describe_item(&self, id: i32, item_type: i32) -> ItemDescription {
-        let (short, long) = self
+        let (short_item_name, long_item_name) = self
             .item_names
             .get(&id)
             .cloned()
             .unwrap_or_else(|| default_names(id));
         ItemDescription {
-            short_name: short,
-            long_name: long,
+            short_name: short_item_name,
+            long_name: long_item_name,
             type_code: item_type,
         }
     }
@@ -169,7 +169,7 @@ impl RecordFormatter {
             name,
             items: COMMON_ITEMS[..2]
                 .iter()
-                .map(|(short, long)| int_item(short, long))
+                .map(|(short_item_name, long_item_name)| int_item(short_item_name, long_item_name))
                 .collect(),
         };
         let mut values = vec![body.read_int()?.to_string(), body.read_int()?.to_string()];
@@ -209,15 +209,15 @@ impl RecordFormatter {
                 format_args!("\n#{event_number}: \"{}\"\n{{\n", description.name),
             );
             for ItemDescription {
-                short_name: short,
-                long_name: long,
+                short_name: short_item_name,
+                long_name: long_item_name,
                 type_code,
             } in &description.items
             {
                 append_format(
                     out,
                     format_args!(
-                        "\t// \"{short}\" \"{long}\"\n\t{} \"{short}\"{};\n",
+                        "\t// \"{short_item_name}\" \"{long_item_name}\"\n\t{} \"{short_item_name}\"{};\n",
                         type_name(*type_code),
                         type_brackets(*type_code)
                     ),
@@ -259,15 +259,15 @@ impl RecordFormatter {
             name: "host_add(0)".into(),
             items: common_items(),
         };
-        for (short, long, item_type) in [
+        for (short_item_name, long_item_name, item_type) in [
             ("HN", "Host Name", STRING_TYPE),
             ("HNA", "Host Name Alias", STRING_TYPE),
             ("HA", "Host Architecture", STRING_TYPE),
             ("HSP", "Host Speed", INT_TYPE),
         ] {
             description.items.push(ItemDescription {
-                short_name: short.into(),
-                long_name: long.into(),
+                short_name: short_item_name.into(),
+                long_name: long_item_name.into(),
                 type_code: item_type,
             });
         }
@@ -285,13 +285,13 @@ impl RecordFormatter {
 /// Returns short and long name of an item whose names are unknown. A task sends the names once,
 /// possibly with records of an earlier job.
 fn default_names(id: i32) -> (String, String) {
-    let short = usize::try_from(id)
+    let item_name = usize::try_from(id)
         .ok()
         .and_then(|index| ITEM_NAMES.get(index))
         .and_then(|name| name.to_str().ok());
-    short.map_or_else(
+    item_name.map_or_else(
         || (id.to_string(), String::new()),
-        |short| (short.to_string(), short.to_string()),
+        |item_name| (item_name.to_string(), item_name.to_string()),
     )
 }
 
@@ -299,7 +299,7 @@ fn default_names(id: i32) -> (String, String) {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Timestamp {
     pub(crate) seconds: u64,
-    /// Microseconds of the current second.
+    /// Microseconds since the last full second.
     pub(crate) micros: u32,
 }
 
@@ -328,10 +328,10 @@ fn append_format(out: &mut String, text: std::fmt::Arguments<'_>) {
     out.write_fmt(text).expect("a string takes everything");
 }
 
-fn int_item(short: &str, long: &str) -> ItemDescription {
+fn int_item(short_item_name: &str, long_item_name: &str) -> ItemDescription {
     ItemDescription {
-        short_name: short.into(),
-        long_name: long.into(),
+        short_name: short_item_name.into(),
+        long_name: long_item_name.into(),
         type_code: INT_TYPE,
     }
 }
@@ -339,7 +339,7 @@ fn int_item(short: &str, long: &str) -> ItemDescription {
 fn common_items() -> Vec<ItemDescription> {
     COMMON_ITEMS
         .iter()
-        .map(|(short, long)| int_item(short, long))
+        .map(|(short_item_name, long_item_name)| int_item(short_item_name, long_item_name))
         .collect()
 }
 
@@ -405,7 +405,7 @@ fn quote(text: &[u8]) -> String {
     format!("\"{}\"", text.replace('\\', "\\\\").replace('"', "\\\""))
 }
 
-/// Reads one value of the type `type_code` and returns it as text.
+/// Reads one value of the type `type_code` and returns the value as text.
 fn read_value(body: &mut Unpacker, type_code: i32) -> PvmResult<String> {
     if type_code & ARRAY_BIT == 0 {
         return if type_code == STRING_TYPE {
@@ -473,14 +473,14 @@ mod tests {
     /// Writes the table of item names and one record of `spawn`, as a task sends them.
     fn append_spawn_exit(out: &mut Packer) {
         out.pack_int(-3);
-        for (id, short, long) in [
+        for (id, short_item_name, long_item_name) in [
             (10, "TS", "Time Seconds"),
             (11, "CC", "Condition Code"),
             (12, "STL", "Tids"),
         ] {
             out.pack_int(id)
-                .pack_str(short.as_bytes())
-                .pack_str(long.as_bytes());
+                .pack_str(short_item_name.as_bytes())
+                .pack_str(long_item_name.as_bytes());
         }
         out.pack_int(-4);
         out.pack_items([-5, 52 | EVENT_EXIT_OFFSET])

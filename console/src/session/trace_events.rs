@@ -2,7 +2,7 @@
 
 use libpvm::trace_events::{EVENT_NAMES, EventMask};
 
-/// Events that are not caused by a call. They are always recorded and cannot be selected.
+/// Events that are not caused by a call. These events are always recorded and cannot be selected.
 const UNSELECTABLE_EVENTS: [&str; 5] = ["newtask", "endtask", "spntask", "timing", "profiling"];
 
 /// Events selected by `trace xpvm` and in a new console: those that the display program XPVM shows.

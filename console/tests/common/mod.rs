@@ -15,7 +15,7 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::Duration;
 
-/// Time limit of every wait. It is long enough for a loaded machine.
+/// Time limit of every wait. This time is long enough for a loaded machine.
 pub(crate) const WAIT_TIMEOUT: Duration = Duration::from_secs(120);
 /// Maximum number of bytes of terminal output that the message of a failed test contains.
 const SHOWN_BYTES_MAX: usize = 2000;
@@ -57,7 +57,7 @@ pub(crate) fn run_script(mut command: Command, lines: &str, with_stderr: bool) -
         if text.matches(PROMPT).count() > sent_count
             && let Some(line) = unsent_lines.next()
         {
-            // Writing fails if the console has ended. The code below checks its end.
+            // Writing fails if the console has ended. The code below checks the end of the console.
             let _ = input.as_mut().map(|input| input.write_all(line.as_bytes()));
             sent_count += 1;
         }
@@ -125,11 +125,11 @@ impl Terminal {
         );
         thread::spawn(move || {
             let mut chunk = [0; 4096];
-            while let Ok(read @ 1..) = output.read(&mut chunk) {
+            while let Ok(read_count @ 1..) = output.read(&mut chunk) {
                 thread_bytes
                     .lock()
                     .expect("no panic")
-                    .extend_from_slice(&chunk[..read]);
+                    .extend_from_slice(&chunk[..read_count]);
             }
         });
         Self {
@@ -155,17 +155,18 @@ impl Terminal {
     pub(crate) fn wait_for(&mut self, text: &str) -> String {
         let wait_result = wait_for(WAIT_TIMEOUT, || {
             let output_bytes = self.output.lock().expect("no panic");
-            let unsearched = &output_bytes[self.searched_bytes..];
-            match unsearched
+            let unsearched_bytes = &output_bytes[self.searched_bytes..];
+            match unsearched_bytes
                 .windows(text.len())
                 .position(|window| window == text.as_bytes())
             {
                 Some(index) => Ok((
-                    String::from_utf8_lossy(&unsearched[..index]).into_owned(),
+                    String::from_utf8_lossy(&unsearched_bytes[..index]).into_owned(),
                     self.searched_bytes + index + text.len(),
                 )),
                 None => {
-                    let tail = &unsearched[unsearched.len().saturating_sub(SHOWN_BYTES_MAX)..];
+                    let tail =
+                        &unsearched_bytes[unsearched_bytes.len().saturating_sub(SHOWN_BYTES_MAX)..];
                     Err(format!(
                         "no {text:?}; the last that was shown: {:?}",
                         String::from_utf8_lossy(tail)
@@ -184,14 +185,14 @@ impl Terminal {
     pub(crate) fn wait_for_both(&mut self, first_text: &str, second_text: &str) {
         let wait_result = wait_for(WAIT_TIMEOUT, || {
             let output = self.output_text();
-            let missing: Vec<&str> = [first_text, second_text]
+            let missing_texts: Vec<&str> = [first_text, second_text]
                 .into_iter()
                 .filter(|text| !output.contains(*text))
                 .collect();
-            if missing.is_empty() {
+            if missing_texts.is_empty() {
                 Ok(())
             } else {
-                Err(format!("not shown: {missing:?}"))
+                Err(format!("not shown: {missing_texts:?}"))
             }
         });
         wait_result.unwrap_or_else(|error| panic!("{error:#}"));

@@ -21,7 +21,7 @@ const SPARE_BYTES_MAX: usize = 4 << 10;
 /// Maximum number of buffers that exist at the same time.
 pub(crate) const BUFFER_COUNT_MAX: usize = 1 << 24;
 
-/// Encoding of a buffer.
+/// Encoding of the data in a buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Enc {
     Xdr,
@@ -34,7 +34,7 @@ pub(crate) enum Enc {
 }
 
 impl Enc {
-    /// Converts the `encoding` argument of `pvm_mkbuf`.
+    /// Converts the `encoding` argument of `pvm_mkbuf`; `BadParam` for an unknown encoding.
     pub(crate) fn from_arg(arg: i32) -> PvmResult<Self> {
         match arg {
             0 => Ok(Self::Xdr),
@@ -95,7 +95,7 @@ enum Body {
 pub(crate) struct Buffer {
     pub(crate) enc: Enc,
     body: Body,
-    /// True from the arrival of the message until a receive call returns it.
+    /// True from the arrival of the message until a receive call returns the message.
     pub(crate) awaits_receive: bool,
     /// Offset in the body at which the next unpack call reads.
     pub(crate) read_offset: usize,
@@ -258,8 +258,8 @@ impl Buffer {
         (self.ctx, self.tag, self.dst, self.src) = (ctx, tag, dst.raw(), src.raw());
     }
 
-    /// Removes and returns the memory of the body for reuse. Returns `None` if its capacity is
-    /// larger than [`SPARE_BYTES_MAX`].
+    /// Removes and returns the memory of the body for reuse. Returns `None` if the capacity of the
+    /// memory is larger than [`SPARE_BYTES_MAX`], and for an empty, sealed or in-place body.
     pub(crate) fn take_small_memory(&mut self) -> Option<Vec<u8>> {
         match &mut self.body {
             Body::Unsealed(bytes) if (1..=SPARE_BYTES_MAX).contains(&bytes.capacity()) => {
@@ -269,8 +269,8 @@ impl Buffer {
         }
     }
 
-    /// Returns the message to send. Also records context, tag and destination, which `pvm_getminfo`
-    /// returns afterwards.
+    /// Returns the message to send. Also records context, tag, source and destination, which
+    /// `pvm_getminfo` returns afterwards.
     ///
     /// # Errors
     /// As [`Buffer::wire_body`].
@@ -306,7 +306,7 @@ pub(crate) fn len_as_int(len: usize) -> i32 {
 pub(crate) struct Buffers {
     slots: Vec<Option<Buffer>>,
     free_slots: Vec<usize>,
-    /// Memory of a freed small buffer. The next new buffer uses it.
+    /// Memory of a freed small buffer. The next new buffer uses this memory.
     spare_memory: Vec<u8>,
 }
 
@@ -456,11 +456,11 @@ mod tests {
             body: Bytes::from_static(b"1234"),
         };
         let mut buffer = Buffer::from_message(message);
-        let forwarded = buffer
+        let forwarded_message = buffer
             .make_message(Tid::from_raw(0x40002), Tid::from_raw(0x40003), 0, 4)
             .expect("small");
         assert_eq!(
-            (forwarded.enc, &forwarded.body[..]),
+            (forwarded_message.enc, &forwarded_message.body[..]),
             (DSIG_X86_64, &b"1234"[..])
         );
         assert_eq!(buffer.bytes(), b"1234");

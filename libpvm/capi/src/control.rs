@@ -56,7 +56,7 @@ pub(crate) fn handle_control_message(rt: &Runtime, message: &Message) {
             tracer.trace_opt.store(value, Relaxed)
         })),
         // In PVM the remaining control messages set up links between tasks. Sempa's links do not
-        // need them.
+        // need these messages.
         _ => (),
     }
 }

@@ -33,13 +33,13 @@ macro_rules! ints {
 }
 
 ints! {
-    /// The last error code, negative.
+    /// Code of the last error, negative; 0 before the first error.
     pvm_errno = 0;
     /// Number of texts in `pvm_errlist`.
     pvm_nerr = 37;
     /// Tid of this task; −1 while the process is not enrolled.
     pvmmytid = -1;
-    /// The parent's tid as the daemon reported it.
+    /// The parent's tid as the daemon reported it; −1 while the process is not enrolled.
     pvmmyptid = -1;
     /// Pid of the process at enrolment.
     pvmmyupid = -1;
@@ -49,8 +49,8 @@ ints! {
     pvmautoerr = 1;
     /// Value of the option `PvmShowTids`.
     pvmshowtaskid = 1;
-    /// Nonzero at the top level. Group functions set it to 0 during a call, so that their inner
-    /// calls are not traced.
+    /// Nonzero outside of group functions. Group functions set the variable to 0 during a call, so
+    /// that their inner calls are not traced.
     pvmtoplvl = 1;
     /// Number of siblings; −1 while the number is unknown.
     pvmnsibs = -1;
@@ -254,7 +254,8 @@ mod tests {
     use super::*;
     use sempa_proto::PvmError;
 
-    /// Every error code has PVM's text; codes outside of the table are unknown errors.
+    /// Every error code has PVM's text, and unassigned codes have numbered texts. Codes outside of
+    /// the table are unknown errors.
     #[test]
     fn error_texts_match_pvm() {
         for code in -36..0 {

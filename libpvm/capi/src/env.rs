@@ -1,4 +1,5 @@
-//! Reads and sets environment variables of the process, and parses numbers and lists in them.
+//! Reads and sets environment variables of the process, and parses the numbers and lists that they
+//! contain.
 
 // `setenv` is a call of the C library; `std::env::set_var` is unsafe as well.
 #![allow(unsafe_code)]

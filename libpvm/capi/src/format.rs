@@ -5,7 +5,7 @@
 
 use sempa_proto::{PvmError, PvmResult};
 
-/// A count or a stride.
+/// The count or the stride of a conversion in a format string.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum CountOrStride {
     /// A number written in the format string.
@@ -89,14 +89,14 @@ impl<'a> FormatItems<'a> {
             .iter()
             .take_while(|byte| byte.is_ascii_digit())
             .count();
-        let (number, rest) = self.remaining_text.split_at(digit_count);
+        let (digits, rest) = self.remaining_text.split_at(digit_count);
         self.remaining_text = rest;
         let append_digit = |value: i32, digit: &u8| {
             value
                 .saturating_mul(10)
                 .saturating_add(i32::from(digit - b'0'))
         };
-        (digit_count > 0).then(|| CountOrStride::Literal(number.iter().fold(0, append_digit)))
+        (digit_count > 0).then(|| CountOrStride::Literal(digits.iter().fold(0, append_digit)))
     }
 
     fn parse_data(&mut self) -> PvmResult<FormatItem> {

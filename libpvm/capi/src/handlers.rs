@@ -143,7 +143,7 @@ impl Handlers {
     /// there is no such number.
     pub(crate) fn lowest_free_id(&self) -> Option<i32> {
         self.first_free_slot()
-            .map(|free| (control::LIBRARY_HANDLED_TAGS.len() + free) as i32)
+            .map(|free_slot| (control::LIBRARY_HANDLED_TAGS.len() + free_slot) as i32)
     }
 
     /// Returns how many handler numbers are in the table, including the numbers of removed

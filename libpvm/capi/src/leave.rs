@@ -10,8 +10,8 @@ use libpvm::Runtime;
 use sempa_proto::PvmResult;
 use std::sync::atomic::Ordering::Relaxed;
 
-/// Leaves the virtual machine. The process continues to run, and its next call enrols it as a new
-/// task. If the process is not enrolled, the function only flushes standard I/O.
+/// Leaves the virtual machine. The process continues to run, and its next call enrols the process
+/// as a new task. If the process is not enrolled, the function only flushes standard I/O.
 pub(crate) fn leave_vm() {
     let runtime = session::lock().connected_runtime();
     if let Some(rt) = runtime {
@@ -57,7 +57,8 @@ fn deliver_own_exit_notices(rt: &Runtime) {
     }
 }
 
-/// Discards the unreceived messages of the current context.
+/// Discards the unreceived messages of the current context; of all contexts if the current context
+/// is −1.
 fn discard_queued_messages(session: &mut Session) {
     let ctx = pvmmyctx.load(Relaxed);
     let queued_mids: Vec<i32> = session.receivable_mids.iter().copied().collect();
@@ -67,7 +68,7 @@ fn discard_queued_messages(session: &mut Session) {
             .get(mid)
             .is_ok_and(|buffer| ctx == -1 || buffer.ctx == ctx)
         {
-            // This cannot fail: the buffer was found under the same lock.
+            // The call cannot fail: the buffer was found under the same lock.
             let _ = session.free_buffer(mid);
         }
     }

@@ -40,15 +40,16 @@ impl<T: Copy> Strided<T> {
     /// `BadParam` for a negative count, or for a null pointer with a positive count.
     ///
     /// # Safety
-    /// For every `i` below `count`, `first[i * stride]` must be memory of the program for the life
-    /// of this value. The memory is written only by [`Strided::set`] and [`Strided::fill_raw`].
-    pub(crate) unsafe fn new(first: *const T, count: c_int, stride: c_int) -> PvmResult<Self> {
+    /// For every `i` below `count`, the element at index `i * stride` must be memory of the program
+    /// for the life of this value. The memory is written only by [`Strided::set`] and
+    /// [`Strided::fill_raw`].
+    pub(crate) unsafe fn new(start: *const T, count: c_int, stride: c_int) -> PvmResult<Self> {
         let count = usize::try_from(count).map_err(|_| PvmError::BadParam)?;
-        if first.is_null() && count > 0 {
+        if start.is_null() && count > 0 {
             return Err(PvmError::BadParam);
         }
         Ok(Self {
-            first_element: first.cast_mut(),
+            first_element: start.cast_mut(),
             count,
             stride: stride as isize,
         })
@@ -61,11 +62,11 @@ impl<T: Copy> Strided<T> {
     ///
     /// # Safety
     /// As for [`Strided::new`].
-    pub(crate) unsafe fn contiguous(first: *const T, count: usize) -> PvmResult<Self> {
-        match first.is_null() && count > 0 {
+    pub(crate) unsafe fn contiguous(start: *const T, count: usize) -> PvmResult<Self> {
+        match start.is_null() && count > 0 {
             true => Err(PvmError::BadParam),
             false => Ok(Self {
-                first_element: first.cast_mut(),
+                first_element: start.cast_mut(),
                 count,
                 stride: 1,
             }),
@@ -95,7 +96,7 @@ impl<T: Copy> Strided<T> {
         self.count
     }
 
-    /// Returns the distance of two elements, in elements.
+    /// Returns the distance of successive elements, in elements.
     pub(crate) fn stride(&self) -> isize {
         self.stride
     }
@@ -236,7 +237,7 @@ impl<T> OutParam<T> {
         }
     }
 
-    /// True if the caller passed a null pointer, because it does not need the result.
+    /// True if the caller passed a null pointer, that is, if the caller does not need the result.
     pub(crate) fn is_null(&self) -> bool {
         self.0.is_null()
     }
@@ -322,8 +323,8 @@ pub(crate) unsafe fn write_c_string(target: *mut c_char, text: &[u8]) {
     }
 }
 
-/// A value whose memory C code accesses through pointers. This library never reads the value; it
-/// only owns the memory until the value is dropped.
+/// A value whose memory C code accesses through pointers. This library never reads the value; this
+/// library only owns the memory until the value is dropped.
 pub(crate) struct COwnedMemory<T>(pub(crate) T);
 
 // SAFETY: the raw pointers inside refer to memory that the same value owns, and this library does

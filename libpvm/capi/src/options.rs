@@ -20,8 +20,8 @@ const FRAGMENT_BYTES_MAX: i32 = 1 << 20;
 /// Value of `PvmRoute` that forbids direct routes (`PvmDontRoute`).
 pub(crate) const ROUTE_NONE: i32 = 1;
 
-/// Returns the variable that stores the option; `None` if the option does not exist on this
-/// platform.
+/// Returns the variable that stores the option; `None` for an option that this library does not
+/// have.
 fn option_variable(option: i32) -> Option<&'static AtomicI32> {
     Some(match option {
         1 => &pvmrouteopt,
@@ -57,7 +57,7 @@ fn option_variable(option: i32) -> Option<&'static AtomicI32> {
 /// `BadParam` for an unknown option.
 pub(crate) fn read_option(option: i32) -> PvmResult<i32> {
     option_variable(option)
-        .map(|place| place.load(Relaxed))
+        .map(|variable| variable.load(Relaxed))
         .ok_or(PvmError::BadParam)
 }
 
@@ -130,9 +130,9 @@ fn is_allowed_code(code: i32, tid: &AtomicI32, own_code: &AtomicI32) -> bool {
 }
 
 /// Sets the destination or tag of this task's own output or trace, which is also the default for
-/// its children. The daemon redirects the output, because the daemon reads the pipe. The values 0
-/// (no destination) and −1 (no destination, not even an inherited one) need no daemon, so that a
-/// console can set these values before a daemon runs.
+/// its children. The daemon redirects the output, because the daemon reads the task's output pipe.
+/// The values 0 (no destination) and −1 (no destination, not even an inherited one) need no daemon,
+/// so that a console can set these values before a daemon runs.
 fn set_own_sink(option: i32, value: i32) -> PvmResult<()> {
     let (own_fields, child_fields) = if option < 14 {
         (
@@ -179,8 +179,8 @@ fn set_own_sink(option: i32, value: i32) -> PvmResult<()> {
     Ok(())
 }
 
-/// Adds this task to the no-reset class of the mailbox if `value` is nonzero; otherwise removes it.
-/// A reset does not end the tasks of this class.
+/// Adds this task to the no-reset class of the mailbox if `value` is nonzero; otherwise removes
+/// this task from the class. A reset does not end the tasks of this class.
 fn set_no_reset(value: i32) -> PvmResult<()> {
     let is_enabled = value != 0;
     if is_enabled && session::lock().connected_runtime().is_none() {

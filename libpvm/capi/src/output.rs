@@ -14,11 +14,11 @@ use sempa_proto::{PvmResult, Tid};
 use std::collections::BTreeMap;
 use std::sync::atomic::Ordering::Relaxed;
 
-/// The task's output has ended.
+/// Mark of a message that states that the task's output has ended.
 const MARK_EOF: i32 = 0;
-/// A spawn of the task was requested.
+/// Mark of a message that states that a spawn of the task was requested.
 const MARK_SPAWN: i32 = -1;
-/// The task has been created.
+/// Mark of a message that states that the task has been created.
 const MARK_NEW: i32 = -2;
 /// Maximum length of an unfinished line of a task in bytes; a longer line is printed in pieces.
 pub(crate) const LINE_BYTES_MAX: usize = 64 << 10;
@@ -41,7 +41,8 @@ pub(crate) struct OutputCatcher {
 }
 
 impl OutputCatcher {
-    /// True if children of this task may still write.
+    /// True if this task prints the output of children, and at least one of these children may
+    /// still write.
     pub(crate) fn has_running_children(&self) -> bool {
         self.stream.is_some() && self.children.values().any(|child| !child.has_ended)
     }
@@ -60,12 +61,14 @@ impl OutputCatcher {
         }
     }
 
-    /// Processes one output message and returns the text to print.
-    fn process_message(&mut self, mut body: Unpacker, show_tids: bool) -> PvmResult<Vec<u8>> {
+    /// Processes one output message and returns the text to print. With `shows_tids`, each line of
+    /// the text begins with the task's tid, and two additional lines mark the begin and the end of
+    /// the output.
+    fn process_message(&mut self, mut body: Unpacker, shows_tids: bool) -> PvmResult<Vec<u8>> {
         let (tid, mark) = (body.read_int()?, body.read_int()?);
         let mut text = Vec::new();
         let mut append_line = |content: &[u8]| {
-            if show_tids {
+            if shows_tids {
                 text.extend_from_slice(format!("[t{tid:x}] ").as_bytes());
             }
             text.extend_from_slice(content);
@@ -74,7 +77,7 @@ impl OutputCatcher {
         let child = self.children.entry(tid).or_default();
         if !child.has_begun && mark != MARK_EOF && mark != MARK_SPAWN {
             child.has_begun = true;
-            if show_tids {
+            if shows_tids {
                 append_line(b"BEGIN");
             }
         }
@@ -84,7 +87,7 @@ impl OutputCatcher {
                 if !child.partial_line.is_empty() {
                     append_line(&std::mem::take(&mut child.partial_line));
                 }
-                if show_tids && !child.has_ended {
+                if shows_tids && !child.has_ended {
                     append_line(b"EOF");
                 }
                 child.has_ended = true;
@@ -107,13 +110,13 @@ impl OutputCatcher {
     }
 }
 
-/// Handles an output message that has arrived.
+/// Handles an output message that has arrived: prints the lines that the message completes.
 pub(crate) fn handle_output_message(body: Unpacker) {
     let mut session = session::lock();
-    let show_tids = pvmshowtaskid.load(Relaxed) != 0;
+    let shows_tids = pvmshowtaskid.load(Relaxed) != 0;
     if let (Some(stream), Ok(text)) = (
         session.output_catcher.stream,
-        session.output_catcher.process_message(body, show_tids),
+        session.output_catcher.process_message(body, shows_tids),
     ) && !text.is_empty()
     {
         drop(session);
@@ -162,11 +165,11 @@ mod tests {
         catcher: &mut OutputCatcher,
         integers: &[i32],
         data: &[u8],
-        show_tids: bool,
+        shows_tids: bool,
     ) -> String {
         String::from_utf8(
             catcher
-                .process_message(output_message(integers, data), show_tids)
+                .process_message(output_message(integers, data), shows_tids)
                 .expect("a good message"),
         )
         .expect("text")

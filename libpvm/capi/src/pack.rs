@@ -155,8 +155,8 @@ fn pack_array<T: Copy>(
 /// `NotImpl` for a stride other than 1 in place, `BadMsg` if the buffer cannot be appended to,
 /// `NoMem` if the body becomes longer than [`BODY_BYTES_MAX`].
 pub(crate) fn pack_numbers<T: Packable>(buffer: &mut Buffer, items: &Strided<T>) -> PvmResult<()> {
-    let bytes = items.len().saturating_mul(T::XDR_BYTES.max(size_of::<T>()));
-    pack_array(buffer, items, bytes, |out, enc| {
+    let packed_bytes_max = items.len().saturating_mul(T::XDR_BYTES.max(size_of::<T>()));
+    pack_array(buffer, items, packed_bytes_max, |out, enc| {
         if enc == Enc::Raw {
             return items.append_raw(out);
         }
@@ -235,8 +235,8 @@ pub(crate) fn pack_value<T: Packable>(buffer: &mut Buffer, value: T) -> PvmResul
     }
 }
 
-/// Packs a string for `pvm_packf`, which allows strings in a buffer packed in place. There, length
-/// and characters are copied.
+/// Packs a string for `pvm_packf`, which allows strings in a buffer packed in place. In such a
+/// buffer, length and characters are copied.
 ///
 /// # Errors
 /// As [`pack_numbers`].
@@ -260,13 +260,13 @@ fn check_readable(buffer: &Buffer) -> PvmResult<()> {
 
 fn read_bytes<'a>(bytes: &'a [u8], position: &mut usize, len: usize) -> PvmResult<&'a [u8]> {
     let end = position.checked_add(len).ok_or(PvmError::NoData)?;
-    let read_slice = bytes.get(*position..end).ok_or(PvmError::NoData)?;
+    let slice = bytes.get(*position..end).ok_or(PvmError::NoData)?;
     *position = end;
-    Ok(read_slice)
+    Ok(slice)
 }
 
-/// Unpacks numbers or pairs into the program's array. If the message ends early, the elements that
-/// it contains are stored.
+/// Unpacks numbers or pairs into the program's array. If the message contains fewer elements, its
+/// complete elements are stored before the error is returned.
 ///
 /// # Errors
 /// `NoData` past the end of the message, `BadMsg` if the buffer cannot be read.
@@ -470,15 +470,15 @@ mod tests {
         assert_eq!(packed_sizes(1f64), [24, 24]);
         assert_eq!(packed_sizes([1f32; 2]), [24, 24]);
         assert_eq!(packed_sizes([1f64; 2]), [48, 48]);
-        let bytes = |enc, n| {
+        let bytes_len = |enc, n| {
             packed_buffer(enc, |b| {
                 pack_bytes(b, &Strided::from_slice(&vec![7; n])).expect("fits")
             })
             .len()
         };
-        assert_eq!((bytes(Enc::Xdr, 5), bytes(Enc::Raw, 5)), (8, 5));
-        let text = |enc| packed_buffer(enc, |b| pack_str(b, b"hello").expect("fits")).len();
-        assert_eq!((text(Enc::Xdr), text(Enc::Raw)), (12, 10));
+        assert_eq!((bytes_len(Enc::Xdr, 5), bytes_len(Enc::Raw, 5)), (8, 5));
+        let text_len = |enc| packed_buffer(enc, |b| pack_str(b, b"hello").expect("fits")).len();
+        assert_eq!((text_len(Enc::Xdr), text_len(Enc::Raw)), (12, 10));
     }
 
     /// Unpacking past the end fails, but stores the elements that the message contains.
@@ -539,7 +539,8 @@ mod tests {
         assert_eq!(&bytes, b"123");
     }
 
-    /// Data packed in place is read when the message is sent, not when it is packed.
+    /// Data packed in place is read when the message is sent, not when the data is packed. Strings
+    /// are refused in such a buffer.
     #[test]
     fn in_place_data_is_read_at_send_time() {
         let mut data = vec![1i32, 2];
@@ -581,7 +582,8 @@ mod tests {
         }
     }
 
-    /// Negative, too large or empty lengths inside a message are errors.
+    /// A string with a negative length or with a length beyond the end of the message is an error.
+    /// A packed message with an empty fragment is an error, too.
     #[test]
     fn invalid_lengths_are_rejected() {
         let mut buffer = packed_buffer(Enc::Xdr, |b| {

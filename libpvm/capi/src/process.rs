@@ -26,17 +26,20 @@ pub(crate) fn write_stderr(bytes: &[u8]) {
 
 /// Returns the time since 1970 as seconds and microseconds.
 pub(crate) fn unix_time() -> (i64, i64) {
-    let elapsed = std::time::SystemTime::now()
+    let time_since_epoch = std::time::SystemTime::now()
         .duration_since(std::time::UNIX_EPOCH)
         .unwrap_or_default();
-    (elapsed.as_secs() as i64, i64::from(elapsed.subsec_micros()))
+    (
+        time_since_epoch.as_secs() as i64,
+        i64::from(time_since_epoch.subsec_micros()),
+    )
 }
 
 /// Registers handlers so that the child of every later `fork` has a usable session.
 pub(crate) fn prepare_for_fork() {
     static REGISTRATION: Once = Once::new();
     REGISTRATION.call_once(|| {
-        // SAFETY: both functions never unwind and stay valid while this library is loaded.
+        // SAFETY: neither function unwinds, and both stay valid while this library is loaded.
         unsafe {
             libc::pthread_atfork(
                 Some(acquire_fork_locks),
@@ -56,8 +59,8 @@ thread_local! {
 /// Acquires the locks before a fork. A lock that another thread holds at the fork would stay locked
 /// in the child forever.
 extern "C" fn acquire_fork_locks() {
-    // In a message handler this thread already dispatches messages, so it must not lock again. The
-    // session is never locked while code of the program runs.
+    // In a message handler this thread already has the right to dispatch messages, so this thread
+    // must not wait for that right. The session is never locked while code of the program runs.
     let dispatch_guard = (!receive::is_in_handler()).then(receive::lock_dispatch);
     // `try_with` below fails only on a thread that is exiting, whose thread-local storage is
     // already destroyed. The locks are then released immediately.

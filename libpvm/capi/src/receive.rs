@@ -124,7 +124,9 @@ pub(crate) fn dispatch_message(rt: &Runtime, message: Message) {
 }
 
 /// Runs a handler. During the run, the message is the active receive buffer, there is no active
-/// send buffer, and the current context is the message's context.
+/// send buffer, and the current context is the message's context. Afterwards the previous buffers
+/// and context are active again, and the message's buffer and the buffers that the handler made
+/// active are freed.
 fn run_handler(handler: HandlerFn, mid: i32, ctx: i32) {
     let (saved_send_mid, saved_receive_mid) = {
         let mut session = session::lock();
@@ -240,9 +242,9 @@ type MatchResult = (MutexGuard<'static, Session>, Option<i32>);
 
 /// True if a program may wait for messages with this sender and tag.
 fn is_valid_request(tid: i32, tag: i32) -> bool {
-    let allows_reserved = crate::data::pvmrescode.load(Relaxed) != 0;
+    let allows_reserved_tids = crate::data::pvmrescode.load(Relaxed) != 0;
     let source = sempa_proto::Tid::from_raw(tid);
-    allows_reserved || ((tid == -1 || source.is_task() || source.is_daemon()) && tag >= -1)
+    allows_reserved_tids || ((tid == -1 || source.is_task() || source.is_daemon()) && tag >= -1)
 }
 
 /// Reason for the failure of a receive call.
@@ -258,7 +260,8 @@ impl From<PvmError> for ReceiveError {
     }
 }
 
-/// Waits for a matching message, and returns its number. The message stays in the list.
+/// Waits for a matching message. Returns the locked session and the message's number; `None` in
+/// place of the number if the wait ends without a message. The message stays in the list.
 /// `on_valid_arguments` is called once, after the arguments have been checked.
 fn wait_for_message(
     tid: i32,
@@ -327,8 +330,9 @@ fn wait_for_arrivals(rt: &Runtime, deadline: Option<Instant>) -> PvmResult<Optio
     })))
 }
 
-/// Receives a message and makes it the active receive buffer. The previous active receive buffer is
-/// freed, even if no message arrives.
+/// Receives a message, makes its buffer the active receive buffer and returns the buffer's number;
+/// `None` if no message arrives in time. The previous active receive buffer is freed, even if no
+/// message arrives.
 pub(crate) fn receive(
     tid: i32,
     tag: i32,
@@ -354,7 +358,8 @@ pub(crate) fn probe(tid: i32, tag: i32) -> Result<Option<i32>, ReceiveError> {
     Ok(wait_for_message(tid, tag, WaitMode::NoWait, |_| ())?.1)
 }
 
-/// Receives a message without making it the active receive buffer (`pvm_precv`).
+/// Waits for a message and returns its buffer, without making it the active receive buffer
+/// (`pvm_precv`).
 pub(crate) fn receive_detached(tid: i32, tag: i32) -> Result<Buffer, ReceiveError> {
     let (mut session, matching_mid) = wait_for_message(tid, tag, WaitMode::Forever, |_| ())?;
     let mid = matching_mid.ok_or(PvmError::SysErr)?;
@@ -372,8 +377,8 @@ pub(crate) fn wait_until<R>(
 ) -> PvmResult<R> {
     loop {
         poll_incoming(rt);
-        if let Some(found) = check(&mut session::lock()) {
-            return Ok(found);
+        if let Some(value) = check(&mut session::lock()) {
+            return Ok(value);
         }
         if is_in_handler() {
             return Err(PvmError::NotImpl);

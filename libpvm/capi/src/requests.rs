@@ -35,7 +35,8 @@ const HALT_TIMEOUT: Duration = Duration::from_secs(10);
 /// Pause between two checks of the daemon's lock file.
 const LOCK_POLL_INTERVAL: Duration = Duration::from_millis(5);
 
-/// Converts the reply to a request that has no result.
+/// Returns `Ok` for [`Reply::Done`], the expected reply to a request without a result; otherwise
+/// the error of the reply.
 fn expect_done(reply: Reply) -> PvmResult<()> {
     match reply {
         Reply::Done => Ok(()),
@@ -43,7 +44,8 @@ fn expect_done(reply: Reply) -> PvmResult<()> {
     }
 }
 
-/// Returns the error code for a reply of an unexpected kind.
+/// Returns the error code of [`Reply::Failed`]; `BadMsg` for any other reply, because its kind was
+/// not expected.
 fn reply_error(reply: &Reply) -> PvmError {
     match reply {
         Reply::Failed { error, .. } => *error,
@@ -137,7 +139,7 @@ pub(crate) fn wait_for_siblings() -> PvmResult<Vec<Tid>> {
     receive::wait_until(&rt, |session| session.siblings.clone())
 }
 
-/// Returns the host table.
+/// Requests the host table from the daemon or from the resource manager.
 ///
 /// # Errors
 /// An error of the daemon or of the resource manager.
@@ -251,8 +253,8 @@ pub(crate) fn host_clock(host: i32) -> PvmResult<u64> {
 /// Halts the virtual machine.
 ///
 /// A program started from the command line waits until the local daemon has released its runtime
-/// directory, so that it can start another daemon. A spawned task does not wait, because the daemon
-/// waits for the task.
+/// directory, so that the program can start another daemon. A spawned task does not wait, because
+/// the daemon waits for the task.
 ///
 /// # Errors
 /// An error of the daemon. The loss of the connection is the expected result, not an error.
@@ -311,20 +313,20 @@ pub(crate) fn set_trace(sink: Sink) -> PvmResult<()> {
 }
 
 /// Removes mailbox entries without an owner: all entries, the entries of the class `name`, or the
-/// entry at `index` of this class. With `kills_tasks`, ends tasks as a reset does and removes all
-/// entries without an owner.
+/// entry at `index` of this class. With `kills_tasks`, ends all spawned tasks that are not exempt
+/// from a reset, and removes all entries without an owner.
 ///
 /// # Errors
 /// An error of the daemon.
 pub(crate) fn reset(kills_tasks: bool, name: String, index: Option<i32>) -> PvmResult<()> {
-    let scope = if kills_tasks {
+    let request = if kills_tasks {
         Request::Reset {
             kill_tasks: kills_tasks,
         }
     } else {
         Request::Mailbox(MailboxRequest::Clean { name, index })
     };
-    expect_done(session::runtime()?.request_and_wait(scope))
+    expect_done(session::runtime()?.request_and_wait(request))
 }
 
 /// Requests messages about an event. `vals` contains the tids of the watched tasks or hosts. For
@@ -332,24 +334,24 @@ pub(crate) fn reset(kills_tasks: bool, name: String, index: Option<i32>) -> PvmR
 ///
 /// # Errors
 /// `BadParam` for an unknown event, no tids, or tids that are not tasks.
-pub(crate) fn notify(event_code: i32, tag: i32, count: i32, vals: &[i32]) -> PvmResult<()> {
+pub(crate) fn notify(event: i32, tag: i32, count: i32, vals: &[i32]) -> PvmResult<()> {
     let rt = session::runtime()?;
-    let is_cancellation = event_code & NOTIFY_CANCEL != 0;
+    let is_cancellation = event & NOTIFY_CANCEL != 0;
     let ctx = pvmmyctx.load(Relaxed);
     if tag < 0 && pvmrescode.load(Relaxed) == 0 {
         return Err(PvmError::BadParam);
     }
     let tids: Vec<Tid> = vals.iter().map(|tid| Tid::from_raw(*tid)).collect();
-    let send_request = |event_code| {
+    let send_request = |event| {
         rt.notify(NotifyRequest {
-            subjects: event_code,
+            subjects: event,
             ctx,
             tag,
             is_cancellation,
         })
         .map_err(|error| error.code)
     };
-    match event_code & !NOTIFY_CANCEL {
+    match event & !NOTIFY_CANCEL {
         1 if count < 1 || !tids.iter().all(|tid| tid.is_task()) => Err(PvmError::BadParam),
         1 => {
             let (own_tids, other_tids): (Vec<Tid>, Vec<Tid>) =
@@ -378,10 +380,16 @@ pub(crate) fn notify(event_code: i32, tag: i32, count: i32, vals: &[i32]) -> Pvm
 /// Adds `request_count` requests for notices about this task's own exit, or cancels `request_count`
 /// requests. This library sends these notices, not the daemon. For a cancelled request the notice
 /// is delivered immediately.
-fn update_own_exit_notices(request_count: usize, ctx: i32, tag: i32, cancel: bool, rt: &Runtime) {
+fn update_own_exit_notices(
+    request_count: usize,
+    ctx: i32,
+    tag: i32,
+    is_cancellation: bool,
+    rt: &Runtime,
+) {
     for _ in 0..request_count {
         let mut session = session::lock();
-        if !cancel {
+        if !is_cancellation {
             session.own_exit_notices.push((ctx, tag));
         } else if let Some(index) = session
             .own_exit_notices
@@ -423,7 +431,7 @@ fn check_class_name(name: String) -> PvmResult<String> {
     }
 }
 
-/// Stores a message in a mailbox class and returns its index.
+/// Stores a message in a mailbox class and returns the index of the new entry.
 ///
 /// # Errors
 /// `Denied`, `Exists`; `BadParam` for an empty name.
@@ -501,11 +509,11 @@ fn int_message(rt: &Runtime, value: i32) -> Message {
     }
 }
 
-/// Stores one int (`pvm_insert`) and returns its index. With −1 a free index is used, otherwise the
-/// given index.
+/// Stores one int (`pvm_insert`) and returns the index of the entry. With −1 a free index is used,
+/// otherwise the given index.
 ///
 /// # Errors
-/// `Denied` if the index is not free, `BadParam` if it is out of range.
+/// `Denied` if the index is not free, `BadParam` if the index is out of range.
 pub(crate) fn mailbox_insert(name: String, index: i32, value: i32) -> PvmResult<i32> {
     let rt = session::runtime()?;
     let message = int_message(&rt, value);
@@ -545,7 +553,7 @@ pub(crate) fn mailbox_lookup(name: String, index: i32) -> PvmResult<i32> {
         .map_err(|_| PvmError::BadMsg)
 }
 
-/// Stores this task's tid in a mailbox class and returns the index.
+/// Stores this task's tid in a mailbox class and returns the index of the new entry.
 ///
 /// # Errors
 /// As [`mailbox_put`].
@@ -579,7 +587,7 @@ pub(crate) fn no_reset_tasks() -> PvmResult<Vec<i32>> {
     Ok(tids)
 }
 
-/// Queries internal counters of the daemon (`pvm_tickle`).
+/// Queries internal counters of the daemon (`pvm_tickle`). Returns the numbers of the answer.
 ///
 /// # Errors
 /// `BadParam` if `query` is empty or too long.
@@ -590,8 +598,9 @@ pub(crate) fn query_daemon_counters(query: Vec<i32>) -> PvmResult<Vec<i32>> {
     }
 }
 
-/// Registers this task as the resource manager. Returns the tid of the previous resource manager (0
-/// if there was none) and the master's host entry.
+/// Registers this task as the resource manager and stores its tid in the mailbox class of resource
+/// managers. Returns the tid of the previous resource manager (0 if there was none) and the
+/// master's host entry.
 ///
 /// # Errors
 /// `Already` or `Denied` if another task is the resource manager.
@@ -630,7 +639,8 @@ pub(crate) fn toggle_service(service: Service) -> PvmResult<()> {
     )
 }
 
-/// Registers this task as the tracer, or unregisters it if it is the tracer already.
+/// Registers this task as the tracer, or unregisters this task if it is the tracer already. While
+/// this task is the tracer, the mailbox class of the tracer contains its settings.
 ///
 /// # Errors
 /// `Already` if another task is the tracer.

@@ -20,9 +20,9 @@ const USER_TRACE_TAG: i32 = -2222;
 const ROUTE_DIRECT: i32 = 3;
 
 fn check_destination(tid: i32, tag: i32) -> PvmResult<()> {
-    let allows_reserved = pvmrescode.load(Relaxed) != 0;
+    let allows_reserved_tids = pvmrescode.load(Relaxed) != 0;
     let tid = Tid::from_raw(tid);
-    let is_allowed = if allows_reserved {
+    let is_allowed = if allows_reserved_tids {
         tid.is_task() || tid.is_daemon()
     } else {
         tid.is_task() && tag >= 0
@@ -43,12 +43,12 @@ pub(crate) fn send_active_buffer(tid: i32, tag: i32) -> PvmResult<()> {
     let mut session = session::lock();
     session.runtime_or_enrol()?;
     if try_send_inline(&mut session, tid, tag) {
-        let prompt_runtime = session
+        let dispatch_runtime = session
             .needs_prompt_dispatch()
             .then(|| session.runtime_or_enrol().cloned())
             .transpose()?;
         drop(session);
-        if let Some(rt) = prompt_runtime {
+        if let Some(rt) = dispatch_runtime {
             receive::poll_incoming(&rt);
         }
         return Ok(());
@@ -116,13 +116,13 @@ fn send_through_queue(tid: i32, tag: i32) -> PvmResult<()> {
 /// # Errors
 /// `NoSuchBuf` or `BadParam` for a number without a buffer, and the errors of `action`.
 pub(crate) fn with_send_buffer(mid: i32, action: impl FnOnce() -> PvmResult<()>) -> PvmResult<()> {
-    let previous_buffer = {
+    let previous_mid = {
         let mut session = session::lock();
         session.buffers.get(mid)?;
         std::mem::replace(&mut session.send_buffer_id, mid)
     };
     let result = action();
-    session::lock().send_buffer_id = previous_buffer;
+    session::lock().send_buffer_id = previous_mid;
     result
 }
 

@@ -25,7 +25,7 @@ use std::collections::VecDeque;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{LazyLock, Mutex, MutexGuard, PoisonError};
 
-/// State of this process as a task; [`lock`] returns it.
+/// State of this process as a task. [`lock`] locks and returns this state.
 #[derive(Default)]
 pub(crate) struct Session {
     /// The connection to the daemon; `None` before the first enrolment. The value stays after the
@@ -312,10 +312,10 @@ fn log_prefix() -> String {
     }
 }
 
-/// Writes `libpvm [t40002]: text` to standard error. With `without_colon` the colon after the tid
+/// Writes `libpvm [t40002]: text` to standard error. With `omits_colon` the colon after the tid
 /// is omitted, as in PVM's log lines.
-pub(crate) fn log_stderr(text: &str, without_colon: bool) {
-    let colon = if without_colon { "" } else { ":" };
+pub(crate) fn log_stderr(text: &str, omits_colon: bool) {
+    let colon = if omits_colon { "" } else { ":" };
     process::write_stderr(format!("libpvm {}{colon} {text}", log_prefix()).as_bytes());
 }
 
@@ -325,13 +325,17 @@ pub(crate) fn set_errno(code: i32) {
 }
 
 /// Reports an error as the option `PvmAutoErr` requires, and returns its code. Always sets
-/// `pvm_errno`; mode 0 prints nothing, 1 prints a line, 2 also exits, 3 also aborts.
-pub(crate) fn report_error(call: &str, code: i32) -> i32 {
+/// `pvm_errno`. Mode 0 prints nothing, and mode 1 prints a line. Mode 2 prints a line, leaves the
+/// virtual machine and exits. Mode 3 prints a line and aborts.
+pub(crate) fn report_error(function_name: &str, code: i32) -> i32 {
     set_errno(code);
     let mode = pvmautoerr.load(Relaxed);
     if mode != 0 {
         log_stderr(
-            &format!("{call}(): {}\n", error_text(code).to_string_lossy()),
+            &format!(
+                "{function_name}(): {}\n",
+                error_text(code).to_string_lossy()
+            ),
             false,
         );
     }
@@ -346,13 +350,13 @@ pub(crate) fn report_error(call: &str, code: i32) -> i32 {
 }
 
 /// Returns the value of a call, or reports its error and returns the error code.
-pub(crate) fn value_or_report(call: &str, result: PvmResult<i32>) -> i32 {
-    result.unwrap_or_else(|error| report_error(call, error.code()))
+pub(crate) fn value_or_report(function_name: &str, result: PvmResult<i32>) -> i32 {
+    result.unwrap_or_else(|error| report_error(function_name, error.code()))
 }
 
 /// As [`value_or_report`], but prints nothing for the errors in `silent_errors`.
 pub(crate) fn value_or_report_except(
-    call: &str,
+    function_name: &str,
     result: PvmResult<i32>,
     silent_errors: &[PvmError],
 ) -> i32 {
@@ -361,6 +365,6 @@ pub(crate) fn value_or_report_except(
             set_errno(error.code());
             error.code()
         }
-        other => value_or_report(call, other),
+        other => value_or_report(function_name, other),
     }
 }

@@ -23,13 +23,14 @@ const EXIT_TIMEOUT: Duration = Duration::from_secs(10);
 /// Pause between two attempts to connect to the daemon's socket.
 const RETRY_INTERVAL: Duration = Duration::from_millis(10);
 
-/// Starts a daemon with these arguments, waits until it answers, and enrols this process. With
-/// `block`, also waits until all hosts of the host file have been added or have failed.
+/// Starts a daemon with these arguments, waits until the daemon answers, and enrols this process.
+/// With `waits_for_hosts`, also waits until all hosts of the host file have been added or have
+/// failed.
 ///
 /// # Errors
 /// `DupHost` if a daemon is already running, `CantStart` if the new daemon does not start, `SysErr`
 /// if the new daemon does not accept this task.
-pub(crate) fn start_daemon(args: &[Vec<u8>], block: bool) -> PvmResult<()> {
+pub(crate) fn start_daemon(args: &[Vec<u8>], waits_for_hosts: bool) -> PvmResult<()> {
     let paths =
         RuntimePaths::from_env(process::real_uid() as u32, env::read_var).map_err(|error| {
             session::log_stderr(&format!("{error}\n"), true);
@@ -52,16 +53,16 @@ pub(crate) fn start_daemon(args: &[Vec<u8>], block: bool) -> PvmResult<()> {
         .args(args.iter().map(|arg| OsStr::from_bytes(arg)))
         .stdin(Stdio::null())
         .stdout(Stdio::piped());
-    // SAFETY: between fork and exec, `detach` makes only async-signal-safe calls, as the child of
-    // a process with threads requires.
+    // SAFETY: between fork and exec, `detach_from_parent` makes only async-signal-safe calls, as
+    // the child of a process with threads requires.
     unsafe { command.pre_exec(detach_from_parent) };
     let mut child = command.spawn().map_err(|error| {
         session::log_stderr(&format!("pvmd: {error}\n"), true);
         PvmError::CantStart
     })?;
     let stdout = child.stdout.take();
-    // The direct child exits immediately (see `detach`). The daemon is a child of that process, and
-    // not a child of this process.
+    // The direct child exits immediately (see `detach_from_parent`). The daemon is a child of that
+    // process, and not a child of this process.
     child.wait().map_err(|_| PvmError::CantStart)?;
     let deadline = Instant::now() + START_TIMEOUT;
     if let Some(stdout) = stdout {
@@ -74,7 +75,7 @@ pub(crate) fn start_daemon(args: &[Vec<u8>], block: bool) -> PvmResult<()> {
         std::thread::sleep(RETRY_INTERVAL);
     }
     let rt = session::runtime()?;
-    if block {
+    if waits_for_hosts {
         // The reply to a request for no hosts arrives after the hosts of the host file have been
         // added or have failed.
         rt.add_hosts(Vec::new()).map_err(|error| error.code)?;
@@ -82,8 +83,11 @@ pub(crate) fn start_daemon(args: &[Vec<u8>], block: bool) -> PvmResult<()> {
     Ok(())
 }
 
-/// Waits for the daemon's first line of output. A daemon prints its address when it is ready, and
-/// closes its output when it fails.
+/// Waits for the first byte of the daemon's output. A daemon prints its address when it is ready,
+/// and closes its output when it fails.
+///
+/// # Errors
+/// `CantStart` if the daemon closes its output or the deadline passes.
 fn wait_until_ready(
     mut stdout: impl Read + std::os::fd::AsRawFd,
     deadline: Instant,
@@ -125,7 +129,7 @@ fn detach_from_parent() -> std::io::Result<()> {
 }
 
 /// Returns the daemon's executable: `PVM_DPATH` if set, else `pvmd` in this library's directory or
-/// in `../bin`, else `pvmd` from `KDAT_PATH`.
+/// in `../bin`, else the name `pvmd`, which is searched for in `PATH`.
 pub(crate) fn daemon_executable() -> OsString {
     if let Some(path) = env::read_var("PVM_DPATH") {
         return path.into();

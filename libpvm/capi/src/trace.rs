@@ -90,8 +90,8 @@ fn enabled_event_number(event: &str) -> Option<i32> {
     mask_selects(&pvmtrc.mask(), number).then_some(number)
 }
 
-/// Runs a call of the interface and records it. `entry_items` and `exit_items` return the items to
-/// record before and after `body`.
+/// Runs a call of the interface and records the call. `entry_items` and `exit_items` return the
+/// items to record before and after `body`.
 pub(crate) fn traced_call<R>(
     event: &str,
     entry_items: impl FnOnce() -> Vec<TraceItem>,
@@ -102,8 +102,8 @@ pub(crate) fn traced_call<R>(
         if in_call.get() || pvmtoplvl.load(Relaxed) == 0 {
             return body();
         }
-        // If the process enrols in this call, it is known only after the call whether a tracer
-        // receives the trace.
+        // If the process enrols in this call, the library knows only after the call whether a
+        // tracer receives the trace.
         if !has_tracer() && pvmmytid.load(Relaxed) != -1 {
             in_call.set(true);
             let result = body();
@@ -114,8 +114,8 @@ pub(crate) fn traced_call<R>(
     })
 }
 
-/// Runs a call and records it if its event is enabled. If the call itself enrols the process, its
-/// entry event is recorded after the call.
+/// Runs a call and records the call if its event is enabled. If the call itself enrols the process,
+/// its entry event is recorded after the call.
 fn record_call<R>(
     in_call: &Cell<bool>,
     event: &str,
@@ -186,7 +186,7 @@ pub(crate) mod external {
         static CALL_START: Cell<(i64, i64)> = const { Cell::new((0, 0)) };
     }
 
-    /// True if a tracer receives the trace and its mask selects this event.
+    /// True if a tracer receives the trace and the tracer's mask selects this event.
     pub(crate) fn is_enabled(number: i32) -> bool {
         has_tracer()
             && (0..libpvm::trace_events::EVENT_NAMES.len() as i32).contains(&number)
@@ -237,12 +237,17 @@ pub(crate) mod external {
     pub(crate) fn end_record() {
         if let Some(OpenRecord {
             event,
-            time: at,
+            time: record_time,
             items,
         }) = OPEN_RECORD.take()
         {
             let name = event_name(event & !(EVENT_ENTRY_OFFSET | EVENT_EXIT_OFFSET));
-            append_record(std::str::from_utf8(name).unwrap_or("?"), event, at, items);
+            append_record(
+                std::str::from_utf8(name).unwrap_or("?"),
+                event,
+                record_time,
+                items,
+            );
         }
     }
 
@@ -260,7 +265,8 @@ pub(crate) mod external {
     }
 }
 
-/// Records an event without an end, such as `exit`.
+/// Records an event without an end, such as `exit`. Within a call of the library, only the event
+/// `mhf_invoke` is recorded.
 pub(crate) fn record_event(event: &str, items: impl FnOnce() -> Vec<TraceItem>) {
     if IN_LIBRARY_CALL.get() && event != "mhf_invoke" {
         return;
@@ -347,10 +353,10 @@ impl TraceState {
         self.collected_records.extend_from_slice(&packer.finish());
     }
 
-    fn send(&mut self, as_group: bool) {
+    fn send(&mut self, is_group: bool) {
         let records = std::mem::take(&mut self.collected_records);
         let mut packer = Packer::new(Encoding::Xdr);
-        if as_group {
+        if is_group {
             pack_group(&mut packer, &records);
         } else {
             packer.append_encoded(&records);
@@ -417,9 +423,9 @@ pub(crate) fn send_collected_records() {
         state.append(name, number, process::unix_time(), items);
     }
     if !state.collected_records.is_empty() {
-        let as_group = pvmtrc.trace_buf.load(Relaxed) > 0
+        let is_group = pvmtrc.trace_buf.load(Relaxed) > 0
             && !matches!(pvmtrc.trace_opt.load(Relaxed), OPTION_TIME | OPTION_COUNT);
-        state.send(as_group);
+        state.send(is_group);
     }
 }
 

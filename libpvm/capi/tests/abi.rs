@@ -51,18 +51,18 @@ fn run_program(program: &str, args: &[&str], path: &Path) -> String {
 
 /// Returns the kind (the letter that `nm` prints) and the size in bytes of each exported name.
 fn exported_symbols(path: &Path) -> BTreeMap<String, (char, u64)> {
-    let mut names = BTreeMap::new();
+    let mut symbols = BTreeMap::new();
     for line in run_program("nm", &["-D", "-S", "--defined-only"], path).lines() {
         let fields: Vec<&str> = line.split_whitespace().collect();
         if let [_, size, kind, name] = fields[..] {
             let kind = kind.chars().next().expect("a letter");
-            names.insert(
+            symbols.insert(
                 name.to_string(),
                 (kind, u64::from_str_radix(size, 16).expect("a number")),
             );
         }
     }
-    names
+    symbols
 }
 
 /// Functions are exported as code, variables as data with their size.
@@ -327,7 +327,7 @@ fn the_header_can_be_used_from_c_and_from_cpp() {
     }
 }
 
-/// Returns the names of the macros with a value that a header defines in addition to those of
+/// Returns the names of the macros with a value that a header defines in addition to the macros of
 /// `pvm3.h`.
 fn macro_names(include_dir: &Path, header: &str) -> BTreeSet<String> {
     let defined_names = |headers: &[&str]| -> BTreeSet<String> {
@@ -387,7 +387,7 @@ fn trace_headers_have_debians_numbers() {
             "TDFRAG",
             "TDSOCK",
         ];
-        prefixes.iter().any(|start| name.starts_with(start)) || name == "MAXHDR"
+        prefixes.iter().any(|prefix| name.starts_with(prefix)) || name == "MAXHDR"
     };
     for header in ["pvmtev.h", "pvmproto.h"] {
         let own_names = macro_names(&include_dir(), header);

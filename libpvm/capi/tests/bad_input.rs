@@ -1,5 +1,5 @@
-//! Calls every function with bad arguments. Each call runs in its own process. It must return a
-//! documented number and must never end the process by a signal. The calls are generated from the
+//! Calls every function with bad arguments. Each call runs in its own process. The call must return
+//! a documented number and must never end the process by a signal. The calls are generated from the
 //! header and the symbol table, so no function is forgotten.
 
 mod common;

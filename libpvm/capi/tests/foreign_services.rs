@@ -34,8 +34,9 @@ fn daemon_starts_tasks_after_the_tasker_dies() {
     assert_eq!(output.matches("by daemon").count(), 2, "{output}");
 }
 
-/// A registered hoster starts daemons. After the death of the hoster during a request the master
-/// starts the daemons.
+/// A registered hoster starts daemons. After the death of the hoster, also during a request, the
+/// master starts the daemons, except daemons that a person must start (`so=ms`). A task can
+/// register as hoster only on the master's host, and as tasker on any host.
 #[test]
 #[ignore = "system tier: needs gcc"]
 fn master_starts_daemons_after_the_hoster_dies() {
@@ -88,7 +89,8 @@ fn service_has_one_task_and_can_be_released() {
 }
 
 /// Each host may have its own resource manager. A resource manager may refuse the registration of
-/// another task as resource manager.
+/// another task as resource manager. After the death of the resource managers the daemon starts the
+/// tasks.
 #[test]
 #[ignore = "system tier: needs gcc"]
 fn each_host_may_have_its_own_rm() {

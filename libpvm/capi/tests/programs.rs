@@ -86,10 +86,10 @@ fn missing_daemon_is_reported_in_one_line() {
 #[test]
 #[ignore = "system tier: needs root and gcc"]
 fn root_without_permission_is_refused() {
-    let is_root = std::fs::metadata("/proc/self")
-        .map(|of| std::os::unix::fs::MetadataExt::uid(&of))
+    let user_id = std::fs::metadata("/proc/self")
+        .map(|file_info| std::os::unix::fs::MetadataExt::uid(&file_info))
         .expect("this process");
-    assert_eq!(is_root, 0, "cannot run here: only root is refused");
+    assert_eq!(user_id, 0, "cannot run here: only root is refused");
     let daemon = FakeDaemon::start();
     let program = Program::compile("alone", &include_dir());
     let output = program
@@ -105,7 +105,8 @@ fn root_without_permission_is_refused() {
     );
 }
 
-/// The output of children is printed line by line until they end.
+/// The output of children is printed line by line until the children end, with or without their
+/// tids.
 #[test]
 #[ignore = "system tier: needs gcc"]
 fn output_of_children_is_printed_by_line() {

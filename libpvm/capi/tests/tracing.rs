@@ -20,17 +20,18 @@ fn start_tracer_and_task(
     tracer
 }
 
-/// Each call of a traced task is reported when it begins and when it ends.
+/// The tracer receives a record at the begin and at the end of each call of a traced task, and also
+/// the events that the task defines and the task's output.
 #[test]
 #[ignore = "system tier: needs gcc"]
 fn traced_calls_report_begin_and_end() {
     let (vm, program) = (Vm::start(), Program::compile("traced", &include_dir()));
     let mut tracer = start_tracer_and_task(&vm, &program, "0", "1");
     tracer.wait_for_output("exit begins: ");
-    let output = tracer.output();
+    let text = tracer.output();
     assert!(
-        !output.contains("group") && output.contains("123 items\n") && output.contains("newtask: "),
-        "{output}"
+        !text.contains("group") && text.contains("123 items\n") && text.contains("newtask: "),
+        "{text}"
     );
     for (line_start, line_end) in [
         ("mytid begins:", ""),
@@ -46,23 +47,23 @@ fn traced_calls_report_begin_and_end() {
         ("spawn ends:", " 262146 1 262147"),
         ("spntask:", " 262146"),
     ] {
-        let is_reported = output
+        let is_reported = text
             .lines()
-            .any(|output| output.starts_with(line_start) && output.ends_with(line_end));
-        assert!(is_reported, "{line_start} … {line_end}: {output}");
+            .any(|text| text.starts_with(line_start) && text.ends_with(line_end));
+        assert!(is_reported, "{line_start} … {line_end}: {text}");
     }
     assert!(
-        output.contains("own event 108 user_defined 1: 3 of type 134\n"),
-        "{output}"
+        text.contains("own event 108 user_defined 1: 3 of type 134\n"),
+        "{text}"
     );
     assert!(
-        output.contains("output -2\n") && output.contains("output 6\n"),
-        "output that nobody collects comes too: {output}"
+        text.contains("output -2\n") && text.contains("output 6\n"),
+        "output that nobody collects comes too: {text}"
     );
     // Calls that the library makes internally during a call are not traced.
     assert!(
-        !output.contains("notify") && !output.contains("putinfo"),
-        "{output}"
+        !text.contains("notify") && !text.contains("putinfo"),
+        "{text}"
     );
 }
 

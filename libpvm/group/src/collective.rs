@@ -111,17 +111,18 @@ pub(crate) fn scatter(
     Ok(())
 }
 
-/// Combines the elements of all members into the root's `combined`. The root receives the elements
-/// of one member after another into `received`; `combine` then combines `received` into `combined`.
+/// Combines the elements of all members into the root's `combined_elements`. The root receives the
+/// elements of one member after another into `received_elements`; `combine` then combines
+/// `received_elements` into `combined_elements`.
 pub(crate) fn reduce(
     collective: &Collective,
-    combined: &Elements,
-    received: &Elements,
+    combined_elements: &Elements,
+    received_elements: &Elements,
     mut combine: impl FnMut() -> PvmResult<()>,
 ) -> PvmResult<()> {
     let channel = MemberChannel::open();
     if !collective.is_root() {
-        return channel.send(collective.root, collective.tag, combined);
+        return channel.send(collective.root, collective.tag, combined_elements);
     }
     let mut outcome = Ok(());
     for tid in collective
@@ -129,8 +130,9 @@ pub(crate) fn reduce(
         .iter()
         .filter(|tid| **tid != collective.own_tid && **tid != 0)
     {
-        // The loop continues after an error, because the next call would receive an unread message.
-        channel.receive(*tid, collective.tag, received)?;
+        // The loop continues after an error of `combine`. Otherwise the remaining messages would
+        // stay unread, and the next call would receive them.
+        channel.receive(*tid, collective.tag, received_elements)?;
         outcome = outcome.and_then(|()| combine());
     }
     outcome

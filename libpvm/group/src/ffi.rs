@@ -42,7 +42,8 @@ unsafe fn group_name<'a>(group: *const c_char) -> &'a CStr {
     }
 }
 
-/// Makes a traced group request that returns a number. An error only sets `pvm_errno`.
+/// Makes a traced group request that returns a number. Returns the number; on an error, sets
+/// `pvm_errno` and returns the error code.
 ///
 /// # Safety
 /// `group` is null or a string.
@@ -372,7 +373,7 @@ unsafe fn run_predefined_reduce(
     let result = kind
         .and_then(|kind| unsafe { combine(op, kind, x, y, usize::try_from(count).unwrap_or(0)) });
     if !info.is_null() {
-        // SAFETY: by this function's contract it points to one value.
+        // SAFETY: `info` is not null, so it points to one value by this function's contract.
         unsafe { *info = result.map_or_else(PvmError::code, |()| 0) };
     }
 }
@@ -380,10 +381,11 @@ unsafe fn run_predefined_reduce(
 macro_rules! reducers {
     ($($(#[$doc:meta])* $name:ident = $op:expr;)*) => {$(
         $(#[$doc])*
+        /// The results replace the elements of `x`.
         ///
         /// # Safety
-        /// `kind` and `count` point to one value each, `info` is null or does; `x` and `y` have
-        /// `*count` elements.
+        /// `kind` and `count` point to one value each, `info` is null or points to one value; `x`
+        /// and `y` have `*count` elements.
         #[unsafe(no_mangle)]
         #[allow(non_snake_case)] // PVM's own name.
         pub unsafe extern "C" fn $name(

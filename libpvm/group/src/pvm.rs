@@ -18,8 +18,8 @@ const NOTIFY_TASK_EXIT: c_int = 1;
 const NOTIFY_CANCEL: c_int = 256;
 /// PVM's constant `PvmDataDefault`, XDR encoding.
 const DATA_DEFAULT: c_int = 0;
-/// Time limit of one wait for a member's message. When it expires, the library checks whether the
-/// member has exited.
+/// Time limit of one wait for a member's message. When the limit expires, the library checks
+/// whether the member has exited.
 const EXIT_CHECK_INTERVAL: TimeVal = TimeVal {
     seconds: 1,
     micros: 0,
@@ -112,7 +112,7 @@ fn check_code(return_value: c_int) -> PvmResult<c_int> {
     }
 }
 
-/// Makes a group request whose reply is a number.
+/// Makes a group request whose reply is a number, and returns the number.
 pub(crate) fn request_number(call: GroupCall, group: &CStr, number: c_int) -> PvmResult<c_int> {
     let null_list = std::ptr::null_mut();
     // SAFETY: the name is a string, and no list is requested.
@@ -127,7 +127,7 @@ pub(crate) fn request_number(call: GroupCall, group: &CStr, number: c_int) -> Pv
     })
 }
 
-/// Makes a group request whose reply is a list.
+/// Makes a group request whose reply is a list, and returns a copy of the list.
 pub(crate) fn request_list(call: GroupCall, group: &CStr) -> PvmResult<Vec<c_int>> {
     let (mut list, mut count) = (std::ptr::null_mut(), 0);
     // SAFETY: the name is a string, and the pointers point to one value each.
@@ -164,8 +164,8 @@ where
         count: 0,
     };
     let call_pointer: *mut TracedCall<F> = &mut call;
-    // SAFETY: `run_traced` gets the call that it expects, and no other code uses the call until it
-    // returns. The receivers live as long as the call.
+    // SAFETY: `run_traced` gets the call that it expects, and no other code uses the call until
+    // `run_traced` returns. The receivers live as long as the call.
     unsafe {
         let (mut list, mut count) = (std::ptr::null(), std::ptr::null());
         if event == TracedGroupCall::Bcast {
@@ -419,9 +419,9 @@ impl MemberChannel {
         result.map(|_| ())
     }
 
-    /// Waits for the elements that a member sends, and unpacks them into `data`. If they do not
-    /// arrive within a second, the library also checks whether the member has exited; messages that
-    /// the member sent before its exit are still received.
+    /// Waits for the elements that a member sends, and unpacks the elements into `data`. If the
+    /// elements do not arrive within a second, the library also checks whether the member has
+    /// exited; messages that the member sent before its exit are still received.
     ///
     /// # Errors
     /// `NoInst` if the member has ended without sending its elements.
@@ -504,7 +504,8 @@ impl ExitWatch {
         unsafe { pvm_notify(kind_code, self.tag, 1, &self.tid) }
     }
 
-    /// True if the notification of the task's exit has arrived.
+    /// Checks, without waiting, whether the notification of the task's exit has arrived. If so,
+    /// removes the notification and returns true.
     fn poll_exit(&mut self) -> bool {
         let has_arrived =
             self.is_pending && self.run_in_notification_context(|| pvm_nrecv(-1, self.tag)) > 0;
@@ -522,12 +523,12 @@ impl Drop for ExitWatch {
             return;
         }
         // After the cancellation the daemon sends the notification immediately.
-        let message = pvm_setrbuf(0);
+        let receive_mid = pvm_setrbuf(0);
         self.run_in_notification_context(|| {
             self.notify(NOTIFY_TASK_EXIT | NOTIFY_CANCEL);
             // SAFETY: the time lives as long as the call.
             unsafe { pvm_trecv(-1, self.tag, &CANCEL_TIMEOUT) }
         });
-        pvm_freebuf(pvm_setrbuf(message));
+        pvm_freebuf(pvm_setrbuf(receive_mid));
     }
 }

@@ -2,9 +2,9 @@
 //! `pvmgroups`).
 //!
 //! Sempa has no server task. Such a program gets its own tid as the server's tid. Two message
-//! handlers in its own library answer the messages that it sends to this tid: the request for the
-//! list of groups, and the request to print them. All other operations use the calls of the group
-//! library.
+//! handlers in the program's own library answer the messages that the program sends to this tid:
+//! the request for the list of groups, and the request to print all groups. All other operations
+//! use the calls of the group library.
 
 use crate::pvm::{self, MemberChannel};
 use sempa_proto::group::GroupCall;
@@ -57,7 +57,7 @@ struct Group {
     waiting_tids: Vec<c_int>,
 }
 
-/// Queries all groups, and decodes them from the integers that
+/// Queries all groups. Decodes the groups from the integers that
 /// [`sempa_proto::group::encode_group_list`] encoded.
 fn query_groups() -> PvmResult<Vec<Group>> {
     let integers = pvm::request_list(GroupCall::List, c"")?;
@@ -75,15 +75,15 @@ fn query_groups() -> PvmResult<Vec<Group>> {
             .iter()
             .map(|byte| *byte as u8)
             .collect();
-        let &[size, members, barrier_count, waiting] = take_integers(4)? else {
+        let &[size, instance_count, barrier_count, waiting_count] = take_integers(4)? else {
             return Err(PvmError::BadMsg);
         };
         groups.push(Group {
             name: CString::new(name).map_err(|_| PvmError::BadMsg)?,
             member_count: size,
             barrier_count,
-            members: take_integers(members)?.to_vec(),
-            waiting_tids: take_integers(waiting)?.to_vec(),
+            members: take_integers(instance_count)?.to_vec(),
+            waiting_tids: take_integers(waiting_count)?.to_vec(),
         });
     }
     Ok(groups)

@@ -61,19 +61,21 @@ fn library_exports_exactly_pvms_symbols() {
 #[test]
 #[ignore = "system tier: needs gcc and binutils"]
 fn imported_symbols_exist_in_libpvm3() {
-    let exported = list_symbols(&["-D", "--defined-only"], &built_library("libpvm3.so"));
-    let imported = list_symbols(&["-D", "--undefined-only"], &built_library("libgpvm3.so"));
-    let pvm_symbols: Vec<&String> = imported
+    let exported_symbols = list_symbols(&["-D", "--defined-only"], &built_library("libpvm3.so"));
+    let imported_symbols = list_symbols(&["-D", "--undefined-only"], &built_library("libgpvm3.so"));
+    let pvm_symbols: Vec<&String> = imported_symbols
         .iter()
         .filter(|name| {
             ["pvm", "lpvm", "sempa"]
                 .iter()
-                .any(|start| name.starts_with(start))
+                .any(|prefix| name.starts_with(prefix))
         })
         .collect();
     assert!(pvm_symbols.len() > 20, "{pvm_symbols:?}");
     assert!(
-        pvm_symbols.iter().all(|name| exported.contains(*name)),
+        pvm_symbols
+            .iter()
+            .all(|name| exported_symbols.contains(*name)),
         "{pvm_symbols:?}"
     );
     // If the group library contained the runtime of `libpvm3`, the group library would open a

@@ -72,7 +72,7 @@ item!(
     i16 as i32, u16 as u32, i32 as i32, u32 as u32, i64 as i64, u64 as u64, f32 as f32, f64 as f64
 );
 
-/// Builds a message body.
+/// Builds a message body by appending packed values.
 #[derive(Clone, Debug, Default)]
 pub struct Packer {
     encoding: Encoding,
@@ -217,7 +217,7 @@ impl Unpacker {
         }
     }
 
-    /// Reads one int.
+    /// Reads one 32-bit integer.
     ///
     /// # Errors
     /// [`PvmError::NoData`] past the end.
@@ -225,7 +225,7 @@ impl Unpacker {
         self.read_item()
     }
 
-    /// Reads `count` ints.
+    /// Reads `count` 32-bit integers.
     ///
     /// # Errors
     /// [`PvmError::NoData`] past the end, [`PvmError::BadMsg`] for a negative count.
@@ -249,10 +249,10 @@ impl Unpacker {
         Ok(self.read_unpadded(padded_len)?.slice(..len))
     }
 
-    /// Reads a string and strips its final NUL.
+    /// Reads a string. Returns the characters before the first NUL.
     ///
     /// # Errors
-    /// [`PvmError::NoData`] past the end, [`PvmError::BadMsg`] for an impossible length.
+    /// [`PvmError::NoData`] past the end, [`PvmError::BadMsg`] for a length below 1.
     pub fn read_str(&mut self) -> PvmResult<Bytes> {
         let len = usize::try_from(self.read_int()?).map_err(|_| PvmError::BadMsg)?;
         if len == 0 {

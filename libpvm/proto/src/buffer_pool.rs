@@ -31,20 +31,20 @@ fn try_lock_pool() -> Option<MutexGuard<'static, Vec<Vec<u8>>>> {
 /// `prefers_largest` is true, otherwise the smallest one. Allocates a buffer if the pool has none
 /// or is locked.
 fn take_or_allocate(capacity: usize, prefers_largest: bool) -> Vec<u8> {
-    let pooled = try_lock_pool().and_then(|mut pool| {
+    let candidate = try_lock_pool().and_then(|mut pool| {
         let candidates = pool
             .iter()
             .map(Vec::capacity)
             .enumerate()
-            .filter(|(_, pooled)| *pooled >= capacity);
-        let chosen = if prefers_largest {
-            candidates.max_by_key(|(_, pooled)| *pooled)
+            .filter(|(_, candidate)| *candidate >= capacity);
+        let chosen_entry = if prefers_largest {
+            candidates.max_by_key(|(_, candidate)| *candidate)
         } else {
-            candidates.min_by_key(|(_, pooled)| *pooled)
+            candidates.min_by_key(|(_, candidate)| *candidate)
         };
-        Some(pool.swap_remove(chosen?.0))
+        Some(pool.swap_remove(chosen_entry?.0))
     });
-    pooled.unwrap_or_else(|| Vec::with_capacity(capacity))
+    candidate.unwrap_or_else(|| Vec::with_capacity(capacity))
 }
 
 /// Puts a buffer into the pool. If the pool already has its maximum number of buffers, the smallest
@@ -78,8 +78,8 @@ pub fn recycle(mut buffer: Vec<u8>) {
     }
 }
 
-/// Reserves space for `extra_bytes` bytes after the buffer's content. If a large replacement buffer
-/// is needed, it comes from the pool.
+/// Reserves space for `extra_bytes` bytes after the buffer's content. A large replacement buffer
+/// comes from the pool.
 pub fn reserve(buffer: &mut Vec<u8>, extra_bytes: usize) {
     reserve_from_pool(buffer, extra_bytes, false);
 }
@@ -98,7 +98,8 @@ fn reserve_from_pool(buffer: &mut Vec<u8>, extra_bytes: usize, will_grow: bool) 
     if required_bytes < POOLED_BYTES_MIN {
         return buffer.reserve(extra_bytes);
     }
-    // At least one more piece will follow the first piece.
+    // The content will grow by at least one more piece, so the buffer gets room for the next piece
+    // too.
     let capacity_min = if will_grow { 2 * POOLED_BYTES_MIN } else { 0 };
     let mut replacement = take_or_allocate(
         required_bytes
@@ -135,7 +136,8 @@ pub fn freeze(buffer: Vec<u8>) -> Bytes {
     }
 }
 
-/// Frees all pooled buffers, so that a dump does not contain them.
+/// Frees all pooled buffers, so that a dump does not contain them. Does nothing if the pool is
+/// locked.
 pub fn clear() {
     drop(try_lock_pool().map(|mut pool| std::mem::take(&mut *pool)));
 }
@@ -145,7 +147,8 @@ mod tests {
     use super::*;
 
     // One test, because the process has only one pool.
-    /// The pool reuses large buffers within its limits and never stores small ones.
+    /// The pool reuses large buffers, also for content that grows, and stores no small buffers. It
+    /// keeps its limits, prefers large buffers to small ones, and can be cleared.
     #[test]
     fn pool_reuses_large_buffers_within_its_limits() {
         let mut buffer = Vec::new();

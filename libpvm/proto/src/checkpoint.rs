@@ -24,7 +24,7 @@ pub const CHECKPOINT_VERSION: u16 = 5;
 pub struct StoreFailure(pub String);
 
 /// The reason why another host has no copy of a checkpoint. The original is unchanged. If the host
-/// reports later that it has stored the copy, the copy is removed.
+/// reports later that the copy is stored, the copy is removed.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[error("{0}")]
 pub struct CopyFailure(pub String);
@@ -59,7 +59,7 @@ pub struct CheckpointReport {
     pub self_checkpointed_tasks: Vec<Tid>,
 }
 
-/// One checkpoint in a list.
+/// An entry in the list of the checkpoints of a store.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CheckpointEntry {
     /// Name of the checkpoint.
@@ -166,14 +166,16 @@ impl CheckpointFailure {
     /// migrating or had not written its own checkpoint yet.
     pub fn is_transient(&self) -> bool {
         use Failure::TaskEnded;
-        let is_transient_refusal = |why: &Failure| matches!(why, Failure::Refused(refusals) if refusals.iter().all(|r| matches!(r, Refusal::AlreadyMigrating(_) | Refusal::NotConnected | Refusal::NoSuchTask | Refusal::SelfCheckpointPending)));
+        let is_transient_refusal = |reason: &Failure| matches!(reason, Failure::Refused(refusals) if refusals.iter().all(|r| matches!(r, Refusal::AlreadyMigrating(_) | Refusal::NotConnected | Refusal::NoSuchTask | Refusal::SelfCheckpointPending)));
         match self {
             Self::JobSpawnedTasks(_) => true,
             Self::Task {
                 failure: TaskEnded | Failure::Cancelled(_),
                 ..
             } => true,
-            Self::Task { failure: why, .. } => is_transient_refusal(why),
+            Self::Task {
+                failure: reason, ..
+            } => is_transient_refusal(reason),
             _ => false,
         }
     }
@@ -204,8 +206,8 @@ impl fmt::Display for CheckpointFailure {
             Self::Task {
                 tid,
                 step,
-                failure: why,
-            } => write!(f, "{tid}: {step}: {why}"),
+                failure: reason,
+            } => write!(f, "{tid}: {step}: {reason}"),
             Self::JobSpawnedTasks(tids) => {
                 let tids: Vec<String> = tids.iter().map(Tid::to_string).collect();
                 write!(
@@ -215,12 +217,10 @@ impl fmt::Display for CheckpointFailure {
                 )
             }
             Self::HostLost(host) => write!(f, "{host} was lost"),
-            Self::Deadline {
-                time_limit: allowed,
-            } => {
-                write!(f, "not done within {} s", allowed.0 / 1_000_000)
+            Self::Deadline { time_limit: limit } => {
+                write!(f, "not done within {} s", limit.0 / 1_000_000)
             }
-            Self::Store(why) => why.fmt(f),
+            Self::Store(reason) => reason.fmt(f),
             Self::MailboxTooLarge { bytes } => {
                 write!(
                     f,
@@ -279,7 +279,7 @@ fn format_list_start<T>(list: &[T], format_item: impl Fn(&T) -> String) -> Strin
 impl fmt::Display for RestartFailure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Store(why) => why.fmt(f),
+            Self::Store(reason) => reason.fmt(f),
             Self::TasksAlive(tids) => write!(
                 f,
                 "{} are alive: end the job first, or start a new virtual machine, which does not reuse these tids",
@@ -315,13 +315,11 @@ impl fmt::Display for RestartFailure {
                 tid,
                 host,
                 step,
-                failure: why,
-            } => write!(f, "{tid} on {host}: {step}: {why}"),
+                failure: reason,
+            } => write!(f, "{tid} on {host}: {step}: {reason}"),
             Self::HostLost(host) => write!(f, "{host} was lost"),
-            Self::Deadline {
-                time_limit: allowed,
-            } => {
-                write!(f, "not done within {} s", allowed.0 / 1_000_000)
+            Self::Deadline { time_limit: limit } => {
+                write!(f, "not done within {} s", limit.0 / 1_000_000)
             }
         }
     }
@@ -383,7 +381,7 @@ pub struct SavedGroup {
     pub state: GroupState,
     /// Number of members when the group was frozen.
     pub frozen_size: u32,
-    /// Members by instance number; [`Tid::NONE`] for a free instance and for a task outside the
+    /// Members by instance number; [`Tid::NONE`] for a free instance and for a member outside the
     /// checkpoint.
     pub members: Vec<Tid>,
 }

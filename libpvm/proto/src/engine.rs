@@ -56,7 +56,7 @@ const CATCHABLE_SIGNALS: [(&str, i32); 9] = [
 /// How a program is asked for its own checkpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum AskMethod {
-    /// Sends the signal with this number.
+    /// The tasker sends a signal with this number.
     Signal(i32),
     /// The task's daemon sends a message with this tag. The message contains the time limit in
     /// seconds, as an integer.
@@ -128,7 +128,7 @@ pub enum LaunchInfoError {
 /// Parses the value of [`STATE_ENV`] into file names; does not replace [`STATE_TID_PLACEHOLDER`].
 ///
 /// # Errors
-/// A name is empty, repeated or ends with a slash, or there are too many names.
+/// A name is empty, repeated, ends with a slash or contains a NUL, or there are too many names.
 pub fn parse_state_files(text: &str) -> Result<Vec<String>, StateFilesError> {
     let files: Vec<String> = text
         .split(':')
@@ -217,13 +217,13 @@ impl Engine {
             match (&mut engine, name) {
                 (
                     Self::SelfCheckpoint {
-                        ask_method: asked, ..
+                        ask_method: method, ..
                     },
                     "signal",
-                ) => *asked = AskMethod::Signal(parse_signal(value).ok_or_else(invalid_item)?),
+                ) => *method = AskMethod::Signal(parse_signal(value).ok_or_else(invalid_item)?),
                 (
                     Self::SelfCheckpoint {
-                        ask_method: asked, ..
+                        ask_method: method, ..
                     },
                     "message",
                 ) => {
@@ -232,19 +232,20 @@ impl Engine {
                         .ok()
                         .filter(|tag| *tag >= 0)
                         .ok_or_else(invalid_item)?;
-                    *asked = AskMethod::Message(tag);
+                    *method = AskMethod::Message(tag);
                 }
                 (
                     Self::SelfCheckpoint {
-                        exit_status: exit, ..
+                        exit_status: status,
+                        ..
                     },
                     "exit",
-                ) => *exit = value.parse().map_err(|_| invalid_item())?,
+                ) => *status = value.parse().map_err(|_| invalid_item())?,
                 (Self::SelfCheckpoint { timeout_s, .. } | Self::Restart { timeout_s }, "wait") => {
                     *timeout_s = value
                         .parse()
                         .ok()
-                        .filter(|wait| (1..=TIMEOUT_S_MAX).contains(wait))
+                        .filter(|limit_s| (1..=TIMEOUT_S_MAX).contains(limit_s))
                         .ok_or_else(invalid_item)?;
                 }
                 _ => return Err(invalid_item()),
@@ -278,9 +279,9 @@ impl Engine {
             Self::Criu => None,
             Self::SelfCheckpoint {
                 ask_method,
-                timeout_s: wait,
+                timeout_s: limit_s,
                 ..
-            } => Some((ask_method, wait)),
+            } => Some((ask_method, limit_s)),
             Self::Restart { timeout_s } => Some((AskMethod::Signal(SIGTERM), timeout_s)),
         }
     }
@@ -291,8 +292,9 @@ impl Engine {
         match *self {
             Self::Criu => false,
             Self::SelfCheckpoint {
-                exit_status: exit, ..
-            } => wait_status == i32::from(exit) << 8,
+                exit_status: status,
+                ..
+            } => wait_status == i32::from(status) << 8,
             Self::Restart { .. } => true,
         }
     }
@@ -398,7 +400,8 @@ impl LaunchInfo {
             .find(|engine| *engine != Engine::Criu)
     }
 
-    /// Returns the working directory that the spawn request names; `None` if it names none.
+    /// Returns the working directory that the spawn request names; `None` if the request names no
+    /// working directory.
     pub fn working_dir(&self) -> Option<&str> {
         self.request
             .where_arg

@@ -7,7 +7,8 @@ pub type PvmResult<T> = Result<T, PvmError>;
 
 macro_rules! codes {
     ($($(#[$doc:meta])* $name:ident = $code:literal, $text:literal;)*) => {
-        /// The error codes of PVM 3.4 (`pvm3.h`). A failing call returns the negative number.
+        /// The error codes of PVM 3.4 (`pvm3.h`). A failing call returns the code of its error, a
+        /// negative number.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
         pub enum PvmError {
             $($(#[$doc])* $name,)*
@@ -100,7 +101,7 @@ codes! {
 }
 
 impl PvmError {
-    /// Parses an error name as in `pvm3.h`, such as `PvmCantStart`.
+    /// Parses an error name as in `pvm3.h`, such as `PvmCantStart`; `None` for an unknown name.
     pub fn from_name(name: &str) -> Option<Self> {
         let name = name.strip_prefix("Pvm")?;
         match name {

@@ -38,7 +38,7 @@ pub enum EventKind {
     /// All lines of the host file have been processed.
     #[serde(rename = "HostFileDone")]
     HostFileProcessed {
-        /// Number of hosts of the file that joined.
+        /// Number of hosts in the host file that joined.
         added: u32,
         /// Number of faulty lines plus number of hosts that did not join.
         refused: u32,
@@ -49,7 +49,7 @@ pub enum EventKind {
         name: String,
         why: String,
     },
-    /// A task was started or connected.
+    /// A task was spawned, or a program connected as a task.
     TaskStarted {
         tid: Tid,
         parent: Tid,
@@ -94,7 +94,7 @@ pub enum EventKind {
         /// The load watcher's reason, in one sentence.
         why: String,
     },
-    /// The owner of a host is absent; guests may use it again.
+    /// The owner of a host is absent; guests may use the host again.
     OwnerAbsent {
         host: HostId,
         /// The load watcher's reason, in one sentence.
@@ -182,17 +182,17 @@ pub enum EventKind {
         /// The load watcher's reason, in one sentence.
         why: String,
     },
-    /// A task was suspended. It stays stopped until a request resumes it.
+    /// A task was suspended. The task stays stopped until a request resumes it.
     Suspended {
         tid: Tid,
         cause: suspend::SuspendCause,
     },
-    /// A suspended task was resumed. It runs unless its host's owner is present.
+    /// A suspended task was resumed. The task runs unless the owner of its host is present.
     Resumed {
         tid: Tid,
         cause: suspend::SuspendCause,
     },
-    /// A whole job was suspended, including tasks that it spawns later.
+    /// A whole job was suspended, including tasks that the job spawns later.
     JobSuspended {
         /// First task of the job.
         job: Tid,
@@ -208,8 +208,8 @@ pub enum EventKind {
         #[serde(rename = "by")]
         requested_by: Tid,
     },
-    /// A drain of a host was requested: its tasks migrate to other hosts, and no tasks are placed
-    /// on it.
+    /// A drain of a host was requested: the host's tasks migrate to other hosts, and no tasks are
+    /// placed on the host.
     #[serde(rename = "DrainBegun")]
     DrainStarted {
         host: HostId,
@@ -493,19 +493,19 @@ impl fmt::Display for EventKind {
             }
             Self::DrainStarted {
                 host,
-                requested_by: by,
+                requested_by: requester,
                 ..
             } => {
                 write!(
                     f,
-                    "{host} is being drained and accepts no tasks: requested by {by}"
+                    "{host} is being drained and accepts no tasks: requested by {requester}"
                 )
             }
             Self::DrainEnded { host, requested_by } => {
                 write!(f, "{host} accepts tasks again: requested by {requested_by}")
             }
             Self::Checkpointed {
-                checkpoint: set,
+                checkpoint: checkpoint_name,
                 job,
                 tasks,
                 bytes,
@@ -515,7 +515,7 @@ impl fmt::Display for EventKind {
                 let frozen = as_millis(*frozen);
                 write!(
                     f,
-                    "checkpoint {set} of job {job}: {tasks} tasks, {bytes} bytes, frozen {frozen:.1} ms"
+                    "checkpoint {checkpoint_name} of job {job}: {tasks} tasks, {bytes} bytes, frozen {frozen:.1} ms"
                 )?;
                 if *vacated {
                     f.write_str("; the job ends now and will be restarted when there is room")
@@ -527,12 +527,15 @@ impl fmt::Display for EventKind {
                 write!(f, "no checkpoint of job {job}: {why}")
             }
             Self::Restarted {
-                checkpoint: set,
+                checkpoint: checkpoint_name,
                 job,
                 tasks,
                 why,
             } => {
-                write!(f, "job {job} restarted from checkpoint {set} ({why}):")?;
+                write!(
+                    f,
+                    "job {job} restarted from checkpoint {checkpoint_name} ({why}):"
+                )?;
                 tasks
                     .iter()
                     .try_for_each(|(tid, host)| write!(f, " {tid} on {host}"))
@@ -552,7 +555,7 @@ impl fmt::Display for EventKind {
                 write!(f, "checkpoints removed: {} ({why})", checkpoints.join(" "))
             }
             Self::CheckpointCopied {
-                checkpoint: set,
+                checkpoint: checkpoint_name,
                 job,
                 hosts,
                 missing,
@@ -564,7 +567,10 @@ impl fmt::Display for EventKind {
                 } else {
                     hosts.join(", ")
                 };
-                write!(f, "checkpoint {set} of job {job} copied to: {host_list}")?;
+                write!(
+                    f,
+                    "checkpoint {checkpoint_name} of job {job} copied to: {host_list}"
+                )?;
                 if *missing == 0 {
                     Ok(())
                 } else {
@@ -631,11 +637,11 @@ fn write_engine(
         Engine::SelfCheckpoint {
             ask_method,
             exit_status,
-            timeout_s: wait,
+            timeout_s: limit_s,
         } => {
             write!(
                 f,
-                ": it is asked {ask_method} and must exit with status {exit_status} within {wait} s"
+                ": it is asked {ask_method} and must exit with status {exit_status} within {limit_s} s"
             )
         }
         Engine::Restart { timeout_s } => {
@@ -668,8 +674,9 @@ pub fn describe_status(status: i32) -> String {
 
 impl suspend::Suspensions {
     /// Returns the event that logs a change of a task's suspensions from `self` to
-    /// `new_suspensions` by the request `order`. `None` if the task stays suspended or stays
-    /// running.
+    /// `new_suspensions` by the request `order`. If only a preemption ended, the event states that
+    /// the task is still suspended by request. `None` for any other change that neither suspends
+    /// nor resumes the task.
     #[must_use]
     pub fn change_event(
         self,
@@ -709,15 +716,15 @@ mod tests {
     /// Host names replace host numbers in every part of an event's sentence.
     #[test]
     fn sentences_contain_host_names() {
-        let why = "zoe is logged in on host 2".to_string();
-        let owner_present = EventKind::OwnerPresent {
+        let reason = "zoe is logged in on host 2".to_string();
+        let presence_event = EventKind::OwnerPresent {
             host: host(2),
             since: Micros(0),
             detected_at: Micros(0),
-            why,
+            why: reason,
         };
         assert_eq!(
-            owner_present.with_host_names(host_name),
+            presence_event.with_host_names(host_name),
             "owner of leo present: zoe is logged in on leo"
         );
         let placement = EventKind::Placed {
@@ -738,12 +745,12 @@ mod tests {
             host_loss.with_host_names(host_name),
             "leo (host 2) is gone: lost"
         );
-        let host_closed = EventKind::HostClosed {
+        let closing_event = EventKind::HostClosed {
             host: host(2),
             why: "the owner wants no guests always".into(),
         };
         assert_eq!(
-            host_closed.with_host_names(host_name),
+            closing_event.with_host_names(host_name),
             "leo accepts no guests: the owner wants no guests always"
         );
         assert_eq!(

@@ -1,5 +1,6 @@
-//! Length-limited frames on a byte stream. A frame consists of a little-endian `u32` with the
-//! number of the bytes that follow it, one kind byte, and the body.
+//! Length-limited frames on a byte stream. A frame consists of a length field, one kind byte and
+//! the body. The length field is a little-endian `u32`: the number of the bytes that follow the
+//! field.
 //!
 //! Task sockets, tasker sockets and daemon streams use this framing. A header that announces more
 //! than [`FRAME_BYTES_MAX`] bytes is an error before any of the body is stored, so a hostile peer
@@ -10,8 +11,8 @@ use bytes::{Buf, BufMut, Bytes, BytesMut};
 use serde::{Serialize, de::DeserializeOwned};
 use thiserror::Error;
 
-/// Maximum length of a frame's body. Messages are split into much smaller fragments; the limit is
-/// large enough for control messages with a complete environment or argument list.
+/// Maximum length of a frame's body, in bytes. Messages are split into much smaller fragments; the
+/// limit is large enough for control messages with a complete environment or argument list.
 pub const FRAME_BYTES_MAX: usize = 64 << 20;
 
 /// Size in bytes of the header: the length and the kind byte.
@@ -27,7 +28,8 @@ const RESERVE_BYTES_MAX: usize = 256 << 10;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FrameKind {
-    /// A control message in postcard encoding. Stream and direction determine its type.
+    /// A control message in postcard encoding. The stream and the direction determine the type of
+    /// the message.
     Control,
     /// A [`LinkFrame`] between two tasks.
     Link,
@@ -108,7 +110,8 @@ impl Frame {
 /// Serializes a control value in postcard encoding.
 ///
 /// # Errors
-/// [`FrameError::TooLong`] if the encoding exceeds [`FRAME_BYTES_MAX`].
+/// [`FrameError::TooLong`] if the encoding exceeds [`FRAME_BYTES_MAX`]; [`FrameError::BadBody`] if
+/// the value cannot be encoded.
 pub fn to_bytes<T: Serialize>(value: &T) -> Result<Vec<u8>, FrameError> {
     let bytes = postcard::to_stdvec(value).map_err(|e| FrameError::BadBody(e.to_string()))?;
     if bytes.len() > FRAME_BYTES_MAX {
@@ -189,8 +192,8 @@ impl FrameDecoder {
         self.buffer.extend_from_slice(bytes);
     }
 
-    /// Returns the number of bytes that are missing from the first frame, as announced by its
-    /// header; 0 if the header has not arrived.
+    /// Returns the number of bytes that are missing from the first frame, as announced by the
+    /// frame's length field; 0 if the length field has not arrived.
     fn missing_bytes(&self) -> usize {
         let announced_len = self
             .buffer
@@ -208,7 +211,8 @@ impl FrameDecoder {
     /// Removes and returns the next complete frame; `None` if more bytes are needed.
     ///
     /// # Errors
-    /// The stream is unusable after an error.
+    /// The header announces an invalid length or an unknown kind. The stream is unusable
+    /// afterwards.
     pub fn next_frame(&mut self) -> Result<Option<Frame>, FrameError> {
         let Some(head) = self.buffer.first_chunk::<4>() else {
             return Ok(None);
@@ -232,7 +236,7 @@ impl FrameDecoder {
         Ok(Some(Frame { kind, body }))
     }
 
-    /// True if the buffer contains no bytes. False while it contains a partial frame.
+    /// True if the buffer contains no bytes. False while the buffer contains a partial frame.
     pub fn is_empty(&self) -> bool {
         self.buffer.is_empty()
     }
@@ -254,14 +258,17 @@ mod tests {
         .collect();
         for split_at in 0..=stream.len() {
             let mut decoder = FrameDecoder::new();
-            let mut decoded = Vec::new();
+            let mut decoded_pairs = Vec::new();
             for part in [&stream[..split_at], &stream[split_at..]] {
                 decoder.push(part);
                 while let Some(frame) = decoder.next_frame().expect("a good stream") {
-                    decoded.push(frame.decode_control::<(u32, String)>().expect("a pair"));
+                    decoded_pairs.push(frame.decode_control::<(u32, String)>().expect("a pair"));
                 }
             }
-            assert_eq!(decoded, [(1, "one".to_string()), (2, "two".to_string())]);
+            assert_eq!(
+                decoded_pairs,
+                [(1, "one".to_string()), (2, "two".to_string())]
+            );
             assert!(decoder.is_empty());
         }
     }

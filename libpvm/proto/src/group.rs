@@ -18,16 +18,16 @@ pub enum GroupRequest {
     Leave { group: Vec<u8> },
     /// Leave all groups, before the task leaves the virtual machine. → [`GroupReply::Number`]
     LeaveAll,
-    /// Wait until `count` members have called the barrier; then all these members receive the
-    /// reply. → [`GroupReply::Number`]
+    /// Wait until `required_members` members have called the barrier; then all these members
+    /// receive the reply. → [`GroupReply::Number`]
     Barrier {
         group: Vec<u8>,
         /// Number of members that must call the barrier; [`ALL_MEMBERS`] means the current number
         /// of members.
         required_members: i32,
     },
-    /// Wait until `count` members request the freeze; afterwards the group accepts no new members.
-    /// → [`GroupReply::Number`]
+    /// Wait until `required_members` members have requested the freeze; afterwards the group
+    /// accepts no new members. → [`GroupReply::Number`]
     Freeze {
         group: Vec<u8>,
         required_members: i32,
@@ -38,13 +38,13 @@ pub enum GroupRequest {
     Member { group: Vec<u8>, instance: i32 },
     /// Count the members. → [`GroupReply::Number`]
     Size { group: Vec<u8> },
-    /// List the members by instance. → [`GroupReply::Members`]
+    /// List the members by instance number. → [`GroupReply::Members`]
     Members { group: Vec<u8> },
     /// List all groups with members and state. → [`GroupReply::Groups`]
     List,
 }
 
-/// The reply to a [`GroupRequest`].
+/// The reply to a [`GroupRequest`]. The request states which variant is its reply on success.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum GroupReply {
     /// An instance, a tid, a size, or 0 for success.
@@ -71,11 +71,11 @@ pub enum GroupState {
 pub struct GroupWait {
     /// Number of members that must call the barrier or the freeze.
     pub required_members: u32,
-    /// Members that have called and wait.
+    /// Members that have called the barrier or the freeze and wait for the others.
     pub waiting_members: Vec<Tid>,
 }
 
-/// State of one group.
+/// State of one group, as the group service reports it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GroupInfo {
     pub name: Vec<u8>,
@@ -95,8 +95,8 @@ impl GroupInfo {
     }
 }
 
-/// Numbers of the calls to the C function `sempa_group_request`, through which the group library
-/// sends its requests by the task's library.
+/// Numbers by which the group library selects a request when it calls the C function
+/// `sempa_group_request` of the task's library.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(i32)]
 pub enum GroupCall {
@@ -170,37 +170,38 @@ impl TryFrom<i32> for GroupCall {
     }
 }
 
-/// Encodes all groups as integers for a C caller, in the order of PVM's own list of groups.
+/// Encodes all groups as integers for a C caller. The integers have the same order as in PVM's own
+/// group list.
 ///
-/// The list begins with the number of groups. Per group: length of the name, its bytes as one
-/// integer each, number of members, length of the member list, barrier count (−1 without a
+/// The list begins with the number of groups. Per group: length of the name, bytes of the name as
+/// one integer each, number of members, length of the member list, barrier count (−1 without a
 /// barrier), number of waiting members; then the member list (−1 for a free instance) and the
 /// waiting members.
 pub fn encode_group_list(groups: &[GroupInfo]) -> Vec<i32> {
-    let mut encoded = vec![groups.len() as i32];
+    let mut encoded_list = vec![groups.len() as i32];
     for group in groups {
-        encoded.push(group.name.len() as i32);
-        encoded.extend(group.name.iter().map(|byte| i32::from(*byte)));
+        encoded_list.push(group.name.len() as i32);
+        encoded_list.extend(group.name.iter().map(|byte| i32::from(*byte)));
         let waiting_members: &[Tid] = group.barrier.as_ref().map_or(&[], |b| &b.waiting_members);
         let required_members = group
             .barrier
             .as_ref()
             .map_or(-1, |b| b.required_members as i32);
-        encoded.extend([
+        encoded_list.extend([
             group.member_count() as i32,
             group.members.len() as i32,
             required_members,
             waiting_members.len() as i32,
         ]);
-        encoded.extend(
+        encoded_list.extend(
             group
                 .members
                 .iter()
                 .map(|tid| if *tid == Tid::NONE { -1 } else { tid.raw() }),
         );
-        encoded.extend(waiting_members.iter().map(|tid| tid.raw()));
+        encoded_list.extend(waiting_members.iter().map(|tid| tid.raw()));
     }
-    encoded
+    encoded_list
 }
 
 /// Calls of the group library that can be traced. The trace record contains the argument that is

@@ -43,7 +43,7 @@ pub enum HostRequest {
     /// Starts tasks on the receiving host. → [`Reply::Spawned`]
     Exec {
         parent: Tid,
-        /// The spawn request; the host part of `place` is already resolved.
+        /// The spawn request; the host part of its `where_arg` is already resolved.
         request: SpawnRequest,
     },
     /// Checks whether the receiving daemon is alive. → [`Reply::Done`]
@@ -55,13 +55,14 @@ pub enum HostRequest {
     /// Suspends or resumes a task. → [`Reply::Done`] or [`Reply::Failed`]
     Suspend(suspend::SuspendOrder),
     /// Asks whether a task is alive. If the task has ended, the reply contains the position up to
-    /// which it had sent to `watcher`. → [`HostReply::Watched`]
+    /// which the task had sent to `watcher`. → [`HostReply::Watched`]
     Watch {
         tid: Tid,
         /// The task that requested the notification.
         watcher: Tid,
     },
-    /// Inspects a task and checks whether it can migrate at all. → [`HostReply::Inspected`]
+    /// Inspects a task: requests its properties, or the reason why no host could accept the task. →
+    /// [`HostReply::Inspected`]
     Inspect { tid: Tid },
     /// Asks whether the host would accept a task with these properties; nothing is prepared. →
     /// [`HostReply::Verdict`]
@@ -96,13 +97,13 @@ pub enum HostRequest {
 pub enum HostReply {
     /// A reply in the form that tasks receive.
     Reply(Reply),
-    /// The task has migrated to this host; the sender must send the request to this host.
+    /// The task has migrated to the given host; the requester must send the request to that host.
     MigratedTo(HostId),
     /// The reply to [`HostRequest::Watch`].
     Watched {
         /// True if the task has ended or never existed.
         has_ended: bool,
-        /// Position up to which the task had sent to the watcher; `None` if it sent nothing.
+        /// Position up to which the task had sent to the watcher; `None` if the task sent nothing.
         watermark: Option<SendWatermark>,
     },
     /// Reply to [`HostRequest::Inspect`]: the task's properties, or the reason why the task cannot
@@ -185,8 +186,8 @@ pub enum HostMsg {
         at: Micros,
         kind: EventKind,
     },
-    /// To the master: output of a task that has no other destination; the master writes it to its
-    /// log.
+    /// To the master: output of a task that has no other destination. The master writes the output
+    /// to the master's log.
     TaskOutput { tid: Tid, bytes: Bytes },
     /// From the master: the resource manager of the virtual machine changed.
     Rm {
@@ -248,12 +249,12 @@ pub enum HostMsg {
         /// Names of the checkpoints.
         checkpoints: Vec<String>,
     },
-    /// To the master: the sender's host sends the task a signal that usually ends it. This message
-    /// precedes the notification of the task's exit.
+    /// To the master: the sender's host sends a task a signal that usually ends the task. This
+    /// message precedes the notification of the task's exit.
     EndSignalSent { tid: Tid, signal: i32 },
 }
 
-/// An item that a daemon retains until it can be sent to the task.
+/// An item that a daemon retains until the item can be sent to its task.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum PendingItem {
     /// The body of a link frame.
@@ -305,7 +306,7 @@ pub struct TaskRecord {
     pub watermarks: Vec<SendWatermark>,
     /// Requests of the task that have no reply yet.
     pub open_requests: Vec<RequestId>,
-    /// The subset of `requests` that wait for other tasks without a time limit.
+    /// The requests of `open_requests` that wait for other tasks without a time limit.
     pub untimed_requests: Vec<RequestId>,
     /// Set if the task was restored from a checkpoint and its library has not yet received the
     /// [`RestartInfo`].

@@ -36,8 +36,8 @@ impl HostId {
 
     /// Creates the id of a simulated host, 1..=65535; `None` for 0.
     ///
-    /// Placement decisions use only host numbers, so they can be simulated with more hosts than a
-    /// tid can express. Outside simulations these numbers do not occur: a host above
+    /// Placement decisions use only host numbers, so placement can be simulated with more hosts
+    /// than a tid can express. Outside simulations these numbers do not occur: a host above
     /// [`HostId::INDEX_MAX`] has no tid ([`Tid::NONE`]) and cannot start tasks, and deserialization
     /// refuses its id.
     pub fn new_simulated(index: u16) -> Option<Self> {
@@ -49,7 +49,8 @@ impl HostId {
         self.0
     }
 
-    /// Returns the host's tid as applications see it (`hi_tid`): host part only.
+    /// Returns the host's tid as applications see it (`hi_tid`): only the host part is set.
+    /// [`Tid::NONE`] for a simulated host above [`HostId::INDEX_MAX`].
     pub fn tid(self) -> Tid {
         if self.0 <= Self::INDEX_MAX {
             Tid(u32::from(self.0) << HOST_SHIFT)
@@ -264,7 +265,8 @@ mod tests {
         assert!(!Tid::NONE.is_task());
     }
 
-    /// Deserialization of a host id fails outside 1..=4095.
+    /// A host id is serialized as its index. Deserialization fails outside 1..=4095, with an error
+    /// that names the range.
     #[test]
     fn host_id_deserialization_checks_range() {
         for index in [1, 2, HostId::INDEX_MAX] {

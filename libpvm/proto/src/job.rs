@@ -42,7 +42,7 @@ pub const JOB_FILE_BYTES_MAX: usize = 64 << 10;
 /// Maximum number of tasks that a job file may start.
 pub const JOB_TASKS_MAX: u32 = 65_536;
 
-/// An error in a job file.
+/// The first error in a job file, with its line. The job file starts nothing.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[error("{file}, line {line}: {reason}; nothing is started")]
 pub struct JobError {
@@ -54,13 +54,13 @@ pub struct JobError {
     pub reason: String,
 }
 
-/// Content of a job file.
+/// Content of a job file, checked and converted into the parts of a spawn request.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct JobFile {
-    /// Program to which the file applies; `None` if it applies to every spawned program.
+    /// Program to which the file applies; `None` if the file applies to every spawned program.
     pub program: Option<String>,
     pub arguments: Vec<String>,
-    /// Number of tasks to start.
+    /// Number of tasks to start; `None` if the file does not specify the number.
     pub task_count: Option<u32>,
     /// `SPAWN_*` flag with the name of a host or an architecture; `None` if the file names neither.
     pub spawn_target: Option<(i32, String)>,
@@ -124,10 +124,10 @@ impl JobFile {
     /// # Errors
     /// The first error, with its line number.
     pub fn parse(file: &str, text: &str) -> Result<Self, JobError> {
-        let error_at = |offset: usize, why: String| JobError {
+        let error_at = |offset: usize, description: String| JobError {
             file: file.to_string(),
             line: line_number(text, offset),
-            reason: why,
+            reason: description,
         };
         if text.len() > JOB_FILE_BYTES_MAX {
             return Err(error_at(
@@ -146,7 +146,7 @@ impl JobFile {
         })?;
         job_toml
             .into_job_file()
-            .map_err(|(span, why)| error_at(span.start, why))
+            .map_err(|(span, description)| error_at(span.start, description))
     }
 
     /// True if the file names this program, or no program at all.
@@ -193,18 +193,19 @@ impl JobFile {
     }
 }
 
-/// Checks that `text` can be a part of the constraints. Returns `text` without surrounding spaces.
-/// `setting` names the setting in errors.
+/// Checks that `text` is not empty and contains neither colons nor control characters, so that
+/// `text` can be a part of the constraints or the name of a host or an architecture. Returns `text`
+/// without surrounding spaces. `setting` names the setting in errors.
 fn check_constraint_text(text: &Spanned<String>, setting: &str) -> Result<String, SpannedError> {
     let is_forbidden = |c: char| c == ':' || c.is_control();
-    let trimmed = text.get_ref().trim();
-    if trimmed.is_empty() || trimmed.contains(is_forbidden) {
+    let trimmed_text = text.get_ref().trim();
+    if trimmed_text.is_empty() || trimmed_text.contains(is_forbidden) {
         return Err((
             text.span(),
             format!("{setting} must be a non-empty text without colons and line ends"),
         ));
     }
-    Ok(trimmed.to_string())
+    Ok(trimmed_text.to_string())
 }
 
 /// Checks that a name is not empty and contains no NUL character. `setting` names the setting in

@@ -89,7 +89,8 @@ pub enum LinkOutput {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum LinkError {
-    /// The receiver has not acknowledged enough earlier messages; the message was not queued.
+    /// Too many bytes of earlier messages wait for the receiver's acknowledgement; the message was
+    /// not queued.
     #[error("{RETAINED_BYTES_MAX} bytes wait for this receiver already; the message was not sent")]
     Full,
 }
@@ -156,10 +157,10 @@ impl RetainedMessage {
         );
         let mut head_bytes = [0; HEAD_BYTES_MAX];
         head_bytes[..head.len()].copy_from_slice(head);
-        let fragments = fragment_count(head.len() + body.bytes().len());
+        let count = fragment_count(head.len() + body.bytes().len());
         Self {
             first_seq,
-            fragment_count: fragments,
+            fragment_count: count,
             head: head_bytes,
             head_len: head.len() as u8,
             body,
@@ -205,13 +206,14 @@ struct SendHalf {
     retained_bytes: usize,
     /// All fragments below this number are acknowledged.
     acked_below: u64,
-    /// Number of the next fragment to transmit. A resync request lowers it, at most to `acked`.
+    /// Number of the next fragment to transmit. A resync request lowers this number, but not below
+    /// `acked_below`.
     next_seq: u64,
     /// Number of the first fragment that was never transmitted.
     first_unsent_seq: u64,
     /// Number after the last queued fragment.
     end_seq: u64,
-    /// Sizes in bytes of the fragments `acked..next_seq`.
+    /// Sizes in bytes of the fragments `acked_below..next_seq`.
     in_flight_sizes: VecDeque<usize>,
     in_flight_bytes: usize,
     probe_due_at: Option<Micros>,
@@ -237,7 +239,8 @@ struct ReceiveHalf {
     unacked_bytes: usize,
     unacked_fragments: u64,
     ack_due_at: Option<Micros>,
-    /// Set if an acknowledgement must be sent immediately; `true` if it requests a resync.
+    /// Set if an acknowledgement must be sent immediately; `true` if the acknowledgement requests a
+    /// resync.
     pending_ack: Option<bool>,
     /// Number of the missing fragment for which a resync was requested.
     reported_gap: Option<u64>,
@@ -257,9 +260,9 @@ pub struct Link {
 
 /// True if `incarnation` is later than `other`.
 ///
-/// Incarnation numbers wrap around: `incarnation` is later if counting up from `other` reaches it
-/// in fewer steps than half of the number range. Zero, the incarnation of a task that was never
-/// restarted, is earlier than all other numbers.
+/// Incarnation numbers wrap around: `incarnation` is later if counting up from `other` reaches
+/// `incarnation` in fewer steps than half of the number range. Zero, the incarnation of a task that
+/// was never restarted, is earlier than all other numbers.
 pub fn is_later_incarnation(incarnation: u16, other: u16) -> bool {
     incarnation != other
         && incarnation != 0
@@ -271,12 +274,12 @@ impl SendHalf {
     #[inline]
     fn retained_index(&self, seq: u64) -> usize {
         // Nearly always the fragment belongs to the newest message.
-        let newest_message = self
+        let newest_index = self
             .retained_messages
             .back()
             .is_some_and(|m| m.first_seq <= seq)
             .then(|| self.retained_messages.len() - 1);
-        newest_message.unwrap_or_else(|| {
+        newest_index.unwrap_or_else(|| {
             self.retained_messages
                 .partition_point(|m| m.end_seq() <= seq)
         })
@@ -300,7 +303,7 @@ impl SendHalf {
 }
 
 impl Link {
-    /// Creates a link without a route on which nothing has been sent.
+    /// Creates an unused link that has no route yet.
     pub fn new(local_tid: Tid, peer: Tid) -> Self {
         Self {
             local_tid,
@@ -423,8 +426,9 @@ impl Link {
     /// Queues a message as [`Link::send`] does, with a body of at most [`INLINE_BODY_BYTES_MAX`]
     /// bytes, and returns its frame for immediate transmission.
     ///
-    /// Returns `None` and queues nothing unless the link has a route, an open window and no other
-    /// frame to transmit.
+    /// Returns `None` and queues nothing if the frame cannot be transmitted now: the body is
+    /// larger, the peer has ended, the link has no route, the window is closed, or another frame
+    /// must be transmitted first.
     #[inline]
     pub fn try_send_inline(
         &mut self,
@@ -489,11 +493,11 @@ impl Link {
                 .map(RetainedMessage::len)
                 .sum();
             // The messages that the daemon has not returned yet were transmitted by the previous
-            // process, so they are dropped as well. Exception: if the link was reset after they
-            // were sent, the peer cannot have received them.
+            // process, so these messages are dropped as well. Exception: if the link was reset
+            // after the messages were sent, the peer cannot have received them.
             self.tx
                 .returning_messages
-                .take_if(|returning| !returning.was_reset());
+                .take_if(|pending_return| !pending_return.was_reset());
             self.reset_to_incarnation(incarnation);
         }
         self.incarnation = incarnation;
@@ -513,8 +517,8 @@ impl Link {
     /// a partial message from the peer is discarded.
     fn reset_to_incarnation(&mut self, incarnation: u16) {
         let tx = &mut self.tx;
-        if let Some(returning) = &mut tx.returning_messages {
-            returning.record_reset(tx.acked_below, &tx.retained_messages);
+        if let Some(pending_return) = &mut tx.returning_messages {
+            pending_return.record_reset(tx.acked_below, &tx.retained_messages);
         }
         tx.renumber_fragments();
         tx.in_flight_sizes.clear();
@@ -606,10 +610,10 @@ impl Link {
     }
 
     fn handle_wake(&mut self, now: Micros) {
-        if self.rx.ack_due_at.is_some_and(|due| due <= now) {
+        if self.rx.ack_due_at.is_some_and(|due_time| due_time <= now) {
             self.rx.pending_ack.get_or_insert(false);
         }
-        if self.tx.probe_due_at.is_some_and(|due| due <= now) {
+        if self.tx.probe_due_at.is_some_and(|due_time| due_time <= now) {
             self.tx.probe_delay = Micros(self.tx.probe_delay.0 * 2).min(PROBE_DELAY_MAX);
             self.tx.probe_due_at = Some(now + self.tx.probe_delay);
             self.tx.probe_pending = true;
@@ -636,16 +640,18 @@ impl Link {
         ack: u64,
         payload: impl Payload,
     ) {
-        // Frames from a peer that has ended are valid, too: its earlier messages are still
+        // Frames from a peer that has ended are valid, too: the peer's earlier messages are still
         // delivered, only not acknowledged.
         match kind {
-            LinkKind::Data { is_last: last } => {
+            LinkKind::Data {
+                is_last: is_last_fragment,
+            } => {
                 self.handle_ack(now, ack, false);
-                self.handle_data(now, seq, last, payload);
+                self.handle_data(now, seq, is_last_fragment, payload);
             }
             LinkKind::Ack {
-                requests_resync: resync,
-            } => self.handle_ack(now, ack, resync),
+                requests_resync: is_resync,
+            } => self.handle_ack(now, ack, is_resync),
             LinkKind::Probe => {
                 self.handle_ack(now, ack, false);
                 let is_fragment_missing = seq > self.rx.expected_seq;
@@ -655,18 +661,18 @@ impl Link {
         }
     }
 
-    /// Processes a complete message, header and body, as if it had arrived in fragments. `seq` is
-    /// the number of its first fragment.
+    /// Processes a complete message, header and body, as if the message had arrived in fragments.
+    /// `seq` is the number of the message's first fragment.
     pub fn handle_whole_message(&mut self, now: Micros, seq: u64, ack: u64, message: Bytes) {
         self.handle_ack(now, ack, false);
-        let preceding_fragments = fragment_count(message.len()) - 1;
+        let preceding_count = fragment_count(message.len()) - 1;
         if seq == self.rx.expected_seq {
-            // Only a peer that violates the protocol starts a message before it has completed the
-            // previous one.
+            // Only a peer that violates the protocol starts a message before the previous message
+            // is complete.
             self.rx.partial_message.clear();
-            self.rx.expected_seq += preceding_fragments;
-            self.rx.unacked_fragments += preceding_fragments;
-            self.handle_data(now, seq + preceding_fragments, true, message);
+            self.rx.expected_seq += preceding_count;
+            self.rx.unacked_fragments += preceding_count;
+            self.handle_data(now, seq + preceding_count, true, message);
         } else {
             self.handle_data(now, seq, true, message);
         }
@@ -709,7 +715,7 @@ impl Link {
     }
 
     #[inline]
-    fn handle_ack(&mut self, now: Micros, ack: u64, resync: bool) {
+    fn handle_ack(&mut self, now: Micros, ack: u64, requests_resync: bool) {
         let tx = &mut self.tx;
         if ack > tx.first_unsent_seq {
             // The fragment `ack - 1` was never sent. A peer that violates the protocol affects only
@@ -732,14 +738,14 @@ impl Link {
                 let acked_message = tx.retained_messages.pop_front().expect("just seen");
                 tx.retained_bytes -= acked_message.len();
             }
-            let has_unacked = tx.first_unsent_seq > tx.acked_below;
+            let has_unacked_fragments = tx.first_unsent_seq > tx.acked_below;
             tx.probe_delay = PROBE_DELAY;
-            tx.probe_due_at = has_unacked.then(|| now + tx.probe_delay);
+            tx.probe_due_at = has_unacked_fragments.then(|| now + tx.probe_delay);
             // This acknowledgement answers a probe that was not sent yet. If the probe were sent
-            // now, with no fragment outstanding, it would be repeated forever.
-            tx.probe_pending &= has_unacked;
+            // now, with no fragment outstanding, the probe would be repeated forever.
+            tx.probe_pending &= has_unacked_fragments;
         }
-        if resync && ack == tx.acked_below && tx.next_seq > ack {
+        if requests_resync && ack == tx.acked_below && tx.next_seq > ack {
             let is_duplicate = tx.last_resync.is_some_and(|(seq, resync_time)| {
                 seq == ack && now.since(resync_time) < DUPLICATE_RESYNC_TIME
             });
@@ -783,17 +789,17 @@ impl Link {
         if self.peer_gone {
             return None;
         }
-        if let Some(resync) = self.rx.pending_ack {
+        if let Some(is_resync) = self.rx.pending_ack {
             // An acknowledgement without a resync request is sent with a data frame if there is
             // one.
-            let sends_with_data = !resync
+            let sends_with_data = !is_resync
                 && !self.tx.probe_pending
                 && self.tx.next_seq < self.tx.end_seq
                 && self.is_window_open();
             if !sends_with_data {
                 return Some(self.empty_frame(
                     LinkKind::Ack {
-                        requests_resync: resync,
+                        requests_resync: is_resync,
                     },
                     0,
                 ));
@@ -829,7 +835,7 @@ impl Link {
         let index = tx.retained_index(seq);
         let message = &tx.retained_messages[index];
         let (head, body) = message.fragment_payload(seq);
-        let (len, last) = (head.len() + body.len(), seq + 1 == message.end_seq());
+        let (len, is_last_fragment) = (head.len() + body.len(), seq + 1 == message.end_seq());
         tx.in_flight_sizes.push_back(len);
         tx.in_flight_bytes += len;
         tx.next_seq += 1;
@@ -842,7 +848,9 @@ impl Link {
             self.local_tid,
             self.peer,
             self.incarnation,
-            LinkKind::Data { is_last: last },
+            LinkKind::Data {
+                is_last: is_last_fragment,
+            },
         );
         Some(FrameRef {
             src,
@@ -859,9 +867,9 @@ impl Link {
 
     /// Returns header and body of the next message, for a route that can carry whole messages.
     ///
-    /// `None` unless the next fragment to transmit is the first one of the message, the body has at
-    /// least `bytes_min` bytes, and no fragment of the message was transmitted since the last
-    /// resync.
+    /// The message must have a body of at least `bytes_min` bytes, and the next fragment to
+    /// transmit must be its first one. Returns `None` for any other message, and if the link may
+    /// not transmit a fragment now.
     pub fn next_whole_message(&self, bytes_min: usize) -> Option<(&[u8], &Bytes)> {
         let may_transmit = self.route.is_some()
             && !self.peer_gone
@@ -879,16 +887,16 @@ impl Link {
     }
 
     /// Marks the message that [`Link::next_whole_message`] returned as transmitted. Returns the
-    /// number of its first fragment and the acknowledgement to send with it. The window ignores the
-    /// bytes of the message, because no daemon stores them.
+    /// number of the message's first fragment and the acknowledgement to send with the message. The
+    /// window ignores the bytes of the message, because no daemon stores them.
     pub fn mark_whole_message_sent(&mut self, now: Micros) -> (u64, u64) {
         let tx = &mut self.tx;
-        let (seq, fragments) = (
+        let (seq, count) = (
             tx.next_seq,
             tx.retained_messages[tx.retained_index(tx.next_seq)].fragment_count,
         );
-        tx.in_flight_sizes.extend((0..fragments).map(|_| 0));
-        tx.next_seq += fragments;
+        tx.in_flight_sizes.extend((0..count).map(|_| 0));
+        tx.next_seq += count;
         tx.first_unsent_seq = tx.first_unsent_seq.max(tx.next_seq);
         tx.probe_due_at.get_or_insert(now + tx.probe_delay);
         (seq, self.take_ack(false))

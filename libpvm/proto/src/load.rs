@@ -49,7 +49,7 @@ pub struct LoadSample {
     /// Bytes of memory available without swapping.
     pub available_bytes: u64,
     /// Share of time in which at least one task waited for a processor, averaged over ten seconds,
-    /// 0.0 to 1.0; 0 if the kernel does not report it.
+    /// 0.0 to 1.0; 0 if the kernel does not report this share.
     pub cpu_pressure: f32,
     /// Number of processors used since the previous sample by the daemon and by the virtual
     /// machine's tasks with all their processes. `None` if not measured, for example on an idle
@@ -69,7 +69,7 @@ impl LoadSample {
     }
 }
 
-/// The record of one login session.
+/// A login session of a user on the host, from the system's login records.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Login {
     pub user_name: String,
@@ -124,7 +124,7 @@ pub struct LoadReport {
     /// Logins that support `owner_verdict`.
     pub logins: Vec<Login>,
     pub guest_access: GuestAccess,
-    /// Reason for a restriction of `access`, in one sentence; empty if guests may run.
+    /// Reason for a restriction of `guest_access`, in one sentence; empty if guests may run.
     pub access_reason: String,
     /// Limits that apply to guests while they may run.
     pub guest_limits: GuestLimits,

@@ -37,8 +37,8 @@ pub enum Step {
     KillSource,
     /// The target's copy runs.
     Run,
-    /// All memory arrives at the target. Without post-copy this step is already complete; with
-    /// post-copy the memory arrives while the task runs.
+    /// All memory is at the target. Without post-copy the memory has arrived before the task runs;
+    /// with post-copy it arrives while the task runs.
     Arrive,
 }
 
@@ -224,9 +224,7 @@ impl TaskFacts {
 
     /// Returns the first permitted engine that restarts the program.
     pub fn restart_engine(&self) -> Option<Engine> {
-        self.launch
-            .as_ref()
-            .and_then(|begin| begin.restart_engine())
+        self.launch.as_ref().and_then(|info| info.restart_engine())
     }
 }
 
@@ -289,7 +287,8 @@ pub enum Refusal {
         /// Bytes available on the target.
         have: u64,
     },
-    /// A control group of the target limits the number of processes and threads.
+    /// A control group of the target permits fewer additional processes and threads than the task
+    /// has.
     Threads {
         /// Threads of the task.
         need: u64,
@@ -331,7 +330,7 @@ pub enum Refusal {
         /// Maximum total size, in bytes, that is copied.
         limit: u64,
     },
-    /// The task writes its own checkpoint for a migration, which is impossible while it is
+    /// The task writes its own checkpoint for a migration, which is impossible while the task is
     /// suspended.
     Suspended,
     /// The task was asked to write its own checkpoint and has not written it yet. The task may
@@ -352,8 +351,8 @@ pub enum Refusal {
     /// The task writes its own checkpoint, but its state files are not configured.
     #[serde(rename = "NoState")]
     NoStateFiles,
-    /// The target would have enough memory, but part of it is reserved for tasks that are migrating
-    /// to the target.
+    /// The target has enough memory in total, but a part of the memory is reserved for tasks that
+    /// are migrating to the target.
     #[serde(rename = "MemoryPromised")]
     MemoryReserved {
         /// Bytes that the task needs.
@@ -476,10 +475,10 @@ impl fmt::Display for Refusal {
             Self::MemoryReserved {
                 need,
                 have,
-                reserved_bytes: reserved,
+                reserved_bytes: reservation,
             } => write!(
                 f,
-                "it needs {need} bytes; of the target's {have}, {reserved} are reserved for tasks that are migrating \
+                "it needs {need} bytes; of the target's {have}, {reservation} are reserved for tasks that are migrating \
                  there: try again when they have arrived"
             ),
             Self::OtherUser { found, expected } => {
@@ -537,7 +536,9 @@ impl MigrationTargets {
     }
 }
 
-/// The reason why a step of a migration failed.
+/// The reason why a step of a migration failed. Before the commit a failure leaves the task at the
+/// source, where the task continues; the target's images are removed. After the commit the task
+/// runs at the target, or has ended and is reported as ended.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Failure {
     /// The task cannot migrate, or a host refused it.
@@ -635,7 +636,7 @@ impl RestartGroup {
         self.members
             .iter()
             .find(|(member, _)| *member == tid)
-            .map(|(_, line)| *line)
+            .map(|(_, incarnation)| *incarnation)
     }
 }
 
@@ -710,7 +711,7 @@ pub enum StepReport {
         /// Properties of the task, for the target's verdict.
         facts: TaskFacts,
         /// Suspensions of the task. From now on the coordinator decides on suspend requests: source
-        /// and target forward such requests to it.
+        /// and target forward such requests to the coordinator.
         suspensions: Suspensions,
         /// True if post-copy is worthwhile for this task and the source supports it.
         supports_post_copy: bool,
@@ -719,12 +720,12 @@ pub enum StepReport {
     },
     /// Target: the verdict, and the preparations if the target accepts the task.
     Prepared {
-        /// Reasons to refuse the task; empty if the target accepts it.
+        /// Reasons to refuse the task; empty if the target accepts the task.
         verdict: Verdict,
         /// Path of the resume token on the target; the resume token is the file that wakes the
         /// quiesced library.
         resume_token_path: PathBuf,
-        /// True if both source and target support post-copy; the migration then uses it.
+        /// True if both source and target support post-copy; the migration then uses post-copy.
         post_copy: bool,
         engine: Engine,
     },
@@ -767,7 +768,7 @@ pub enum StepReport {
 }
 
 impl StepReport {
-    /// Returns the step that this report completes, or at which it failed.
+    /// Returns the step that this report completes, or the step that failed.
     pub fn step(&self) -> Step {
         match self {
             Self::Inspected { .. } => Step::Inspect,

@@ -1,5 +1,5 @@
-//! Permissions of guests on a host. The host's load watcher derives them from the owner's policy,
-//! and sends them to the host's daemon and to the resource manager.
+//! Permissions of guests on a host. The host's load watcher derives the permissions from the
+//! owner's policy, and sends them to the host's daemon and to the resource manager.
 
 use crate::error::PvmError;
 use crate::ids::Micros;
@@ -21,8 +21,8 @@ pub enum EvictionMode {
     Move,
     /// Guests are ended without an attempt to migrate them.
     Kill,
-    /// Guests migrate to another host. If no host accepts them, their jobs are checkpointed, ended,
-    /// and restarted when a host accepts them.
+    /// Guests migrate to another host. If no host accepts a guest, its job is checkpointed and
+    /// ended, and restarted when a host accepts the job.
     Checkpoint,
 }
 
@@ -59,7 +59,7 @@ pub struct GuestDirective {
     /// Reason for the directive, in one sentence for users.
     pub reason: String,
     /// Limits for guests while they may run. The daemon enforces these limits for every placement,
-    /// except the memory limit: the load watcher checks it by measurement.
+    /// except the memory limit, which the load watcher checks by measurement.
     pub limits: GuestLimits,
 }
 

@@ -24,7 +24,7 @@ use std::fmt;
 
 /// Version of the encoding of queries, replies and decisions.
 pub const RM_VERSION: u16 = 6;
-/// Context of all messages to the resource manager that PVM does not define.
+/// Context of the messages to the resource manager that Sempa defines in addition to PVM's.
 pub const CTX_RM: i32 = 0x7ffe0;
 pub const TAG_QUERY: i32 = 10;
 pub const TAG_REPLY: i32 = 11;
@@ -53,14 +53,14 @@ pub enum RmQuery {
     },
     /// Returns a job and its tasks. The tid may belong to any task of the job. → [`RmReply::Job`]
     Job(Tid),
-    /// Suspends or resumes a job with all its tasks, including tasks that it spawns later. →
+    /// Suspends or resumes a job with all its tasks, including tasks that the job spawns later. →
     /// [`RmReply::Suspended`]
     Suspend {
         job: Tid,
         /// True to suspend the job, false to resume it.
         suspend: bool,
     },
-    /// Drains a host: all tasks migrate from it, and no tasks are placed on it. →
+    /// Drains a host: all tasks migrate from the host, and no tasks are placed on it. →
     /// [`RmReply::Drain`]
     Drain {
         host: String,
@@ -72,8 +72,9 @@ pub enum RmQuery {
     Undrain { host: String },
     /// Reports the progress of a drain. → [`RmReply::Drain`]
     DrainStatus { host: String },
-    /// Cancels the pending restart of a vacated job. The job was checkpointed and ended because no
-    /// host accepted it. The tid may belong to any task of the job. → [`RmReply::VacatedCancelled`]
+    /// Cancels the pending restart of a vacated job, which was checkpointed and ended because no
+    /// host accepted the job. The tid may belong to any task of the job. →
+    /// [`RmReply::VacatedCancelled`]
     CancelVacated(Tid),
     /// Ends all tasks of a job, including tasks that are being started. The tid may belong to any
     /// task of the job. The tasks are asked to exit, and killed after a timeout. →
@@ -133,7 +134,8 @@ pub enum RmReply {
         /// tasks stay until they end.
         bound_tasks: u32,
     },
-    /// The pending restart of a vacated job was cancelled.
+    /// The outcome of [`RmQuery::CancelVacated`]: the pending restart of a vacated job was
+    /// cancelled, unless `restart_started` is true.
     VacatedCancelled {
         /// First task of the job.
         job: Tid,
@@ -169,6 +171,9 @@ pub fn encode<T: Serialize>(value: &T) -> Result<Vec<u8>, FrameError> {
 }
 
 /// Decodes a query or reply. Returns `None` if the message has another version.
+///
+/// # Errors
+/// The message has no version, or its content cannot be decoded.
 pub fn decode<T: DeserializeOwned>(bytes: &[u8]) -> Result<Option<T>, FrameError> {
     let Some((version, rest)) = bytes.split_first_chunk::<2>() else {
         return Err(FrameError::BadBody("it has no version".into()));
@@ -276,8 +281,8 @@ pub struct JobUsage {
     pub ended_at: Option<Micros>,
     /// Totals over all tasks of the job.
     pub totals: UsageTotals,
-    /// Start and cause of the current suspension of the job, which includes tasks that the job
-    /// spawns later; `None` if the job is not suspended.
+    /// Start and cause of the current suspension of the job; `None` if the job is not suspended.
+    /// The suspension also applies to tasks that the job spawns later.
     pub suspension: Option<SuspensionStart>,
 }
 
@@ -287,7 +292,7 @@ pub struct UserUsage {
     pub user: u32,
     /// Totals over the user's tasks.
     pub totals: UsageTotals,
-    /// Priority index of the user in the Up-Down scheme, which rises while the user's tasks use
+    /// Priority index of the user in the Up-Down scheme. The index rises while the user's tasks use
     /// processors. The user with the lowest index is served first.
     pub up_down_index: f64,
 }
@@ -344,7 +349,7 @@ pub enum PlacementRule {
     /// An external policy program selects the hosts.
     #[serde(rename = "Chosen")]
     ExternalPolicy,
-    /// The limit of the user or job is reached.
+    /// A limit on the tasks of the user or of the job is reached.
     Limit,
     /// The request's constraints are invalid.
     #[serde(rename = "NotUnderstood")]
@@ -355,7 +360,7 @@ pub enum PlacementRule {
     NoHostFree,
 }
 
-/// One attempt to select hosts.
+/// One attempt to select hosts for the tasks of a spawn.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PlacementAttempt {
     #[serde(rename = "choice")]
@@ -368,7 +373,7 @@ pub struct PlacementAttempt {
     pub rejected_hosts: Vec<RejectedHost>,
 }
 
-/// A host that was rejected for a placement.
+/// A host that was rejected for a placement, with the reason.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RejectedHost {
     pub host: String,
@@ -436,7 +441,8 @@ pub enum HostState {
     Used(Vec<String>),
 }
 
-/// A spawn that waits for hosts.
+/// A spawn request in the resource manager's queue, which waits until hosts for its tasks are
+/// available.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct WaitingSpawn {
     /// The program to spawn.
@@ -477,12 +483,12 @@ mod tests {
             decode::<RmQuery>(&bytes),
             Ok(Some(RmQuery::Jobs { user: Some(7) }))
         );
-        let mut newer_version = bytes.clone();
-        newer_version[0] = 99;
+        let mut newer_query = bytes.clone();
+        newer_query[0] = 99;
         assert_eq!(
             (
-                decode::<RmQuery>(&newer_version),
-                version_prefix(&newer_version)
+                decode::<RmQuery>(&newer_query),
+                version_prefix(&newer_query)
             ),
             (Ok(None), Some(99))
         );
@@ -491,7 +497,7 @@ mod tests {
     }
 
     /// A placement decision concerns its tasks, the used hosts and the rejected hosts, but not
-    /// hosts that the request does not name.
+    /// hosts that the request does not name. The decision is described in one sentence.
     #[test]
     fn decision_concerns_its_tasks_and_hosts() {
         let (job, tid) = (Tid::from_raw(0x40001), Tid::from_raw(0x40002));

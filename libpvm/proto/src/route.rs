@@ -1,8 +1,9 @@
 //! Messages by which two tasks set up a route between each other: rings, a direct connection or a
 //! shared pool. Their daemons forward these messages.
 //!
-//! - A message reaches the task on whatever host it runs, in order with the other items of its
-//!   daemon. If the task has ended, the sender receives [`crate::task::ToTask::PeerGone`].
+//! - A message reaches the task on whatever host the task runs, in order with the other items of
+//!   the task's daemon. If the task has ended, the sender receives
+//!   [`crate::task::ToTask::PeerGone`].
 //! - If each of two tasks sends an offer to the other, only the offer of the task with the smaller
 //!   tid is valid; no further message is needed.
 //! - If an offer is not answered because one of the two tasks migrates, both tasks discard the
@@ -49,7 +50,7 @@ pub enum RouteMsg {
     /// fingerprint the other task has sent in the offer or in the acceptance.
     DirectOffer {
         id: OfferId,
-        /// Addresses on which the offering task listens; empty if it cannot listen.
+        /// Addresses on which the offering task listens; empty if the task cannot listen.
         addresses: Vec<SocketAddr>,
         /// Hash of the offering task's certificate.
         fingerprint: Fingerprint,
@@ -73,7 +74,7 @@ pub enum RouteMsg {
     /// messages are stored from now on. One descriptor is passed with the message. A task on
     /// another host ignores the offer.
     PoolOffer { id: OfferId },
-    /// Accepts the pool: it is mapped and can be read.
+    /// Accepts the pool. The accepting task has mapped the pool and can read it.
     PoolAccept { id: OfferId },
 }
 

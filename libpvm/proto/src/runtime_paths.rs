@@ -13,13 +13,13 @@ use thiserror::Error;
 /// the kernel's limit of 107 bytes.
 pub const VM_NAME_BYTES_MAX: usize = 32;
 
-/// File in which a load watcher records the number of processors to which guests are confined. If
-/// the load watcher is killed, its successor reads the file.
+/// Name of the file in which a load watcher records the number of processors to which guests are
+/// confined. If the load watcher is killed, its successor reads the file.
 pub const GUEST_CPUS_FILE: &str = "confined";
 /// Name of the resource manager's database file in the directory of the virtual machine.
 pub const RM_DATABASE_FILE: &str = "rm.redb";
 
-/// The value of `PVM_VMID`, which is contained, cannot be a directory name. No path is derived.
+/// Error for a value of `PVM_VMID` that cannot be a directory name; contains the value.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[error(
     "PVM_VMID={0:?} cannot name a virtual machine: use at most {VM_NAME_BYTES_MAX} letters, digits, '-', '_' or '.'"

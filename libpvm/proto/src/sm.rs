@@ -38,7 +38,7 @@ pub const SM_NOTIFY: i32 = SM_BASE + 9;
 pub const SM_TASKX: i32 = SM_BASE + 10;
 /// Master to its resource manager: a host left the virtual machine.
 pub const SM_HOSTX: i32 = SM_BASE + 11;
-/// Resource manager to its daemon: another resource manager replaces it.
+/// Resource manager to its daemon: another resource manager replaces the sender.
 pub const SM_HANDOFF: i32 = SM_BASE + 12;
 /// Task to resource manager and back: `pvm_reg_rm`.
 pub const SM_SCHED: i32 = SM_BASE + 13;
@@ -94,17 +94,13 @@ fn unpack_byte_strings(input: &mut Unpacker) -> PvmResult<Vec<Vec<u8>>> {
     (0..count).map(|_| Ok(input.read_str()?.to_vec())).collect()
 }
 
-fn pack_time(out: &mut Packer, at: Micros) {
-    out.pack_int((at.0 >> 32) as i32).pack_int(at.0 as i32);
+fn pack_time(out: &mut Packer, time: Micros) {
+    out.pack_int((time.0 >> 32) as i32).pack_int(time.0 as i32);
 }
 
 fn unpack_time(input: &mut Unpacker) -> PvmResult<Micros> {
-    let read_half = |input: &mut Unpacker| {
-        input
-            .read_int()
-            .map(|read_half| u64::from(read_half.cast_unsigned()))
-    };
-    Ok(Micros(read_half(input)? << 32 | read_half(input)?))
+    let half = |input: &mut Unpacker| input.read_int().map(|half| u64::from(half.cast_unsigned()));
+    Ok(Micros(half(input)? << 32 | half(input)?))
 }
 
 /// Encodes the body of [`SM_SPAWN_WAITS`]. `since` is the time of day at which the request started
@@ -115,12 +111,13 @@ pub fn pack_spawn_waits(since: Option<Micros>) -> Bytes {
     out.finish()
 }
 
-/// Decodes the body of [`SM_SPAWN_WAITS`] as encoded by [`pack_spawn_waits`].
+/// Decodes the body of [`SM_SPAWN_WAITS`]. Returns the time of day at which the request started to
+/// wait; `None` if the request has stopped waiting.
 ///
 /// # Errors
 /// [`PvmError::NoData`] if the body is too short.
 pub fn unpack_spawn_waits(body: Bytes) -> PvmResult<Option<Micros>> {
-    Ok(Some(unpack_time(&mut Unpacker::new_xdr(body))?).filter(|at| *at != Micros::default()))
+    Ok(Some(unpack_time(&mut Unpacker::new_xdr(body))?).filter(|time| *time != Micros::default()))
 }
 
 /// Maximum number of hosts in a placement lease.
@@ -132,7 +129,7 @@ pub const LEASE_TASKS_MAX: usize = 16;
 /// A placement lease: hosts that a resource manager assigns to future spawn requests of a task.
 ///
 /// A task may spawn repeatedly, by requests for the same number of tasks with the same program,
-/// place, flags and environment. With a lease it need not send each request to the resource
+/// place, flags and environment. With a lease the task need not send each request to the resource
 /// manager. The design follows Condor's claims, by which a queue starts successive jobs on a
 /// machine without asking the matchmaker.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -298,14 +295,15 @@ pub fn pack_exec(
     out.pack_strs(&request.env)
         .pack_int(first_position)
         .pack_int(task_count);
-    // This field is not in PVM, which ignores bytes after its own fields. It transfers the working
-    // directory that `place` contains.
+    // This field is not in PVM, which ignores bytes after its own fields. The field transfers the
+    // working directory that `where_arg` contains.
     out.pack_str(request.where_arg.as_bytes());
     out.finish()
 }
 
 /// Decodes the body of [`SM_EXEC`]. The two integers for the position and the number of tasks in
-/// the whole spawn must be present; their values, and any bytes after them, are not checked.
+/// the whole spawn must be present, but their values are ignored. A string after the two integers
+/// is the request's `where_arg`; without a valid string, `where_arg` is empty.
 ///
 /// # Errors
 /// [`PvmError::NoData`] or [`PvmError::BadMsg`] if the body is malformed.
@@ -363,15 +361,15 @@ pub fn unpack_tids(body: Bytes) -> PvmResult<Vec<Result<Tid, PvmError>>> {
         return Err(PvmError::from_code(count).unwrap_or(PvmError::BadMsg));
     }
     let codes = input.read_ints(count)?;
-    let decode_result = |raw: i32| {
-        let decode_result = Tid::from_raw(raw);
-        if decode_result.is_task() {
-            Ok(decode_result)
+    let task_tid = |raw: i32| {
+        let task_tid = Tid::from_raw(raw);
+        if task_tid.is_task() {
+            Ok(task_tid)
         } else {
             Err(PvmError::from_code(raw).unwrap_or(PvmError::BadMsg))
         }
     };
-    Ok(codes.into_iter().map(decode_result).collect())
+    Ok(codes.into_iter().map(task_tid).collect())
 }
 
 /// A request to a tasker to start a task.
@@ -613,8 +611,8 @@ mod tests {
     fn tids_and_errors_share_one_list() {
         let results = [Ok(Tid::from_raw(0x40001)), Err(PvmError::NoFile)];
         assert_eq!(unpack_tids(pack_tids(&results)), Ok(results.to_vec()));
-        let mut refusal = Packer::new(Encoding::Xdr);
-        refusal.pack_int(PvmError::OutOfRes.code());
-        assert_eq!(unpack_tids(refusal.finish()), Err(PvmError::OutOfRes));
+        let mut refusal_body = Packer::new(Encoding::Xdr);
+        refusal_body.pack_int(PvmError::OutOfRes.code());
+        assert_eq!(unpack_tids(refusal_body.finish()), Err(PvmError::OutOfRes));
     }
 }

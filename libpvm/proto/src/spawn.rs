@@ -48,15 +48,16 @@ impl SpawnRequest {
     /// True if both requests are equal in all properties that affect placement, so that they get
     /// the same hosts.
     pub fn has_same_placement_as(&self, other: &Self) -> bool {
-        let same_count_and_flags = self.task_count == other.task_count && self.flags == other.flags;
-        same_count_and_flags
+        let has_same_count_and_flags =
+            self.task_count == other.task_count && self.flags == other.flags;
+        has_same_count_and_flags
             && self.program == other.program
             && self.where_arg == other.where_arg
             && self.env == other.env
     }
 }
 
-/// Hosts of a placement lease that one spawn uses; see [`crate::sm::PlacementLease`].
+/// The hosts that one spawn takes from a placement lease; see [`crate::sm::PlacementLease`].
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LeasedSpawn {
     /// The resource manager that issued the lease.
@@ -67,12 +68,12 @@ pub struct LeasedSpawn {
     pub hosts: Vec<HostId>,
 }
 
-/// `PvmTaskHost`: `place` names a host.
+/// `PvmTaskHost`: `where_arg` names a host.
 pub const SPAWN_HOST: i32 = 1;
-/// `PvmTaskArch`: `place` names an architecture.
+/// `PvmTaskArch`: `where_arg` names an architecture.
 pub const SPAWN_ARCH: i32 = 2;
 pub const SPAWN_DEBUG: i32 = 4;
-/// `PvmHostCompl`: tasks are placed on all hosts except those that `place` names.
+/// `PvmHostCompl`: tasks are placed on all hosts except those that `where_arg` names.
 pub const SPAWN_COMPLEMENT: i32 = 32;
 /// `PvmNoSpawnParent`: the spawned tasks do not learn the tid of their parent.
 pub const SPAWN_NO_PARENT: i32 = 64;

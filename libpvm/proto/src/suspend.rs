@@ -42,8 +42,8 @@ impl Suspensions {
         match (&order.cause, order.suspend) {
             // This arm also applies if the task is not preempted: a user may have resumed the task
             // and suspended it again since the preemption.
-            (SuspendCause::Preempted { .. }, suspend) => Self {
-                preempted: suspend,
+            (SuspendCause::Preempted { .. }, is_suspension) => Self {
+                preempted: is_suspension,
                 ..self
             },
             (
@@ -133,15 +133,16 @@ mod tests {
             SuspendCause::Preempted { why: String::new() },
         );
         let apply_all = |orders: &[(bool, &SuspendCause)]| {
-            orders
-                .iter()
-                .fold(Suspensions::default(), |suspensions, (suspend, cause)| {
+            orders.iter().fold(
+                Suspensions::default(),
+                |suspensions, (is_suspension, cause)| {
                     suspensions.apply_order(&SuspendOrder {
                         tid: requester,
-                        suspend: *suspend,
+                        suspend: *is_suspension,
                         cause: (*cause).clone(),
                     })
-                })
+                },
+            )
         };
         assert!(
             apply_all(&[

@@ -26,7 +26,8 @@ pub struct HostEntry {
 
 impl HostEntry {
     /// Returns a number that is equal for hosts in the same network: the first 24 bits of the first
-    /// address for IPv4, the first 64 bits (folded to 32) for IPv6.
+    /// address for IPv4, the first 64 bits (folded to 32) for IPv6; 0 for a host without an
+    /// address.
     pub fn network_zone(&self) -> u32 {
         match self.addresses.first().map(SocketAddr::ip) {
             None => 0,

@@ -41,8 +41,9 @@ pub const OPEN_REQUESTS_MAX: usize = 4096;
 pub const TEXT_FIELD_BYTES_MAX: usize = 64 << 10;
 
 /// File status flag (`O_APPEND`) with which a task's library marks its sockets to the daemon and to
-/// other tasks. The flag has no effect on a socket. The inspection before a migration recognizes by
-/// the flag which sockets the library will close; a forked child also recognizes them by the flag.
+/// other tasks. The flag has no effect on a socket. By the flag, the inspection before a migration
+/// recognizes the sockets that the library will close, and a forked child recognizes the library's
+/// sockets.
 pub const LIBRARY_SOCKET_FLAG: i32 = 0o2000;
 
 /// Number by which a spawned process claims its tid (environment variable `PVMEPID`); always
@@ -175,7 +176,7 @@ pub struct RmServices {
     /// The requests `SM_CONFIG`, `SM_ADDHOST`, `SM_DELHOST`, `SM_TASK` and `SM_NOTIFY`.
     pub vm_requests: bool,
     /// Notifications of the exits of the resource manager's tasks (`SM_TASKX`). A resource manager
-    /// that reads the event log does not need them.
+    /// that reads the event log does not need these notifications.
     pub task_exits: bool,
 }
 
@@ -212,7 +213,7 @@ pub struct TracerSettings {
     pub trace_option: i32,
 }
 
-/// The tracer of the virtual machine.
+/// The tracer of the virtual machine, and the settings with which the tracer was registered.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TracerInfo {
     pub tid: Tid,
@@ -317,7 +318,7 @@ pub enum Request {
         kill_tasks: bool,
     },
     /// Migrates a task. → [`Reply::MigrationStarted`] immediately, or [`Reply::Migrated`] at the
-    /// end of the migration if `wait` is set.
+    /// end of the migration if `wait_for_end` is set.
     Migrate {
         tid: Tid,
         /// Name of the target, or its host tid in hex as `t80000`.
@@ -371,8 +372,8 @@ pub enum Request {
         /// True to end the job's tasks on all hosts when the checkpoint is complete. The job can
         /// later be restarted from the checkpoint. If the checkpoint fails, the tasks continue.
         end_job: bool,
-        /// True if the daemon must send the reply when the checkpoint has ended. Otherwise it sends
-        /// [`Reply::Done`] immediately, and the event log reports the outcome.
+        /// True if the daemon must send the reply when the checkpoint has ended. Otherwise the
+        /// daemon sends [`Reply::Done`] immediately, and the event log reports the outcome.
         wait_for_end: bool,
     },
     /// Lists the checkpoints in the store. → [`Reply::Checkpoints`]
@@ -384,8 +385,8 @@ pub enum Request {
         /// Names of the hosts on which the tasks are started. If empty, each task starts on the
         /// host on which it ran, or on another host if that is impossible.
         host_names: Vec<String>,
-        /// True if the daemon must send the reply when the restart has ended. Otherwise it sends
-        /// [`Reply::Done`] immediately, and the event log reports the outcome.
+        /// True if the daemon must send the reply when the restart has ended. Otherwise the daemon
+        /// sends [`Reply::Done`] immediately, and the event log reports the outcome.
         wait_for_end: bool,
     },
     /// Removes checkpoints from the store. → [`Reply::CheckpointsRemoved`]
@@ -394,9 +395,9 @@ pub enum Request {
         /// True to remove also selected checkpoints that other virtual machines made.
         include_foreign: bool,
     },
-    /// Announces that the program is about to exit, because a migration that is cancelled by now
-    /// had asked the program to exit. If the daemon can still accept the exit as a requested one,
-    /// it sends a [`ToTask::PrepareExit`] before the reply. → [`Reply::Done`]
+    /// Announces that the program is about to exit. A migration had asked the program to exit, but
+    /// has been cancelled since. If the daemon can still restart the program after its exit, the
+    /// daemon sends a [`ToTask::PrepareExit`] before the reply. → [`Reply::Done`]
     AnnounceExit,
     /// Starts tasks on the hosts of a placement lease. → [`Reply::Spawned`]; [`Reply::Failed`] if
     /// the task that granted the lease is no longer the resource manager
@@ -459,19 +460,20 @@ pub enum Reply {
     MigrationTargets(Result<MigrationTargets, Refusal>),
     /// Entries of the log, oldest first.
     Events(Vec<Event>),
-    /// True if the task provides the service from now on; false if it has stopped providing it.
+    /// True if the task provides the service from now on; false if the task has stopped providing
+    /// the service.
     Serving(bool),
     /// Numbers that answer a [`Request::DebugQuery`]; empty if the query only writes to the log or
     /// changes a setting.
     DebugValues(Vec<i32>),
-    /// Result of the completed checkpoint, or the reason why it failed.
+    /// Result of the completed checkpoint, or the reason why the checkpoint failed.
     Checkpointed(Result<CheckpointReport, CheckpointFailure>),
     /// The checkpoints in the store, oldest first.
     Checkpoints(Result<Vec<CheckpointEntry>, StoreFailure>),
     /// The restarted tasks, or the reason why the restart failed.
     Restarted(Result<RestartReport, RestartFailure>),
     /// `Ok` if control groups freeze the guests of this host; `Err` with the reason why signals
-    /// stop them instead. `None` if no tasker has reported yet.
+    /// stop the guests instead. `None` if no tasker has reported yet.
     Freezer(Option<Result<(), FreezerUnavailable>>),
     /// The outcome for each checkpoint, or the reason why the store is not readable.
     CheckpointsRemoved(Result<RemovalResults, StoreFailure>),
@@ -509,8 +511,8 @@ pub struct Welcome {
     /// Set if the process was restored from a checkpoint and this is the first welcome since the
     /// restart.
     pub restart_info: Option<RestartInfo>,
-    /// Set if the process replaces an earlier process of the same task and this is its first
-    /// welcome.
+    /// Set if the process replaces an earlier process of the same task and this is the first
+    /// welcome of the process.
     pub handoff: Option<Box<ProcessHandoff>>,
 }
 
@@ -573,7 +575,7 @@ pub enum ToDaemon {
         /// entry contains the watermark to wait for and the notification.
         deferred_notifications: Vec<(SendWatermark, Message)>,
     },
-    /// The task has handed off its state. From now on it may exit at any time without loss of
+    /// The task has handed off its state. From now on the task may exit at any time without loss of
     /// messages.
     ReadyToExit { migration: MigrationId },
     /// Answer to a [`ToTask::PrepareExit`] without a migration: the task continues. As before the
@@ -604,8 +606,8 @@ pub enum ToTask {
     /// The reply to a request.
     Reply { id: RequestId, reply: Reply },
     /// A message created by a daemon. If `deliver_after` is set, the library delivers the message
-    /// only after it has received everything up to that watermark, or after the link to the
-    /// watermark's peer has ended. A notification of an exit is thus delivered after the last
+    /// only after the library has received everything up to that watermark, or after the link to
+    /// the watermark's peer has ended. A notification of an exit is thus delivered after the last
     /// message of the exited task.
     Deliver {
         message: Message,
@@ -631,8 +633,8 @@ pub enum ToTask {
         migration: Option<MigrationId>,
     },
     /// Close all connections out of the process: answer [`ToDaemon::Quiesced`], close the socket,
-    /// wait until one of the files in `tokens` contains a [`ResumeToken`], and connect again with
-    /// [`Claim::Resume`].
+    /// wait until one of the files in `token_paths` contains a [`ResumeToken`], and connect again
+    /// with [`Claim::Resume`].
     Quiesce {
         migration: MigrationId,
         /// Paths of the resume token at the source and at the target.
@@ -679,11 +681,11 @@ impl Redirect {
     /// # Errors
     /// The encoding is longer than [`REDIRECT_BYTES_MAX`].
     pub fn encode(&self) -> Result<Vec<u8>, String> {
-        let encoded = crate::frame::to_bytes(self).map_err(|e| e.to_string())?;
-        let bytes: Vec<u8> = (encoded.len() as u64)
+        let content = crate::frame::to_bytes(self).map_err(|e| e.to_string())?;
+        let bytes: Vec<u8> = (content.len() as u64)
             .to_ne_bytes()
             .into_iter()
-            .chain(encoded.iter().copied())
+            .chain(content.iter().copied())
             .collect();
         if bytes.len() > REDIRECT_BYTES_MAX {
             return Err(format!(

@@ -28,7 +28,7 @@ pub struct TaskStart {
     pub env: Vec<Vec<u8>>,
     /// Working directory of the task. If this directory is not accessible, the task is not started.
     pub working_dir: PathBuf,
-    /// True if the task is bound to its host: it gets no PID namespace, so it can access other
+    /// True if the task is bound to its host: the task gets no PID namespace and can access other
     /// processes of the host, and it never migrates.
     pub pinned: bool,
 }
@@ -63,16 +63,16 @@ pub struct MemoryWrite {
     pub bytes: Vec<u8>,
 }
 
-/// Result of a dump.
+/// Size and number of the image files that a dump has written.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DumpReport {
-    /// Total size of the image files.
+    /// Total size of the image files, in bytes.
     pub image_bytes: u64,
     /// Number of image files.
     pub image_files: u32,
 }
 
-/// A request of the daemon to its tasker. The arrow names the report that answers it.
+/// A request of the daemon to its tasker. The arrow names the report that answers the request.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum ToTasker {
     /// Start a task. → [`FromTasker::Started`] or [`FromTasker::StartFailed`]
@@ -88,9 +88,9 @@ pub enum ToTasker {
     /// signal, or the daemon sends a message when it receives [`FromTasker::ExitExpected`].
     ///
     /// If the process exits in the agreed way, the tasker kills all other processes of the task
-    /// before it reports the exit (without a PID namespace it only starts to kill them). A paused
-    /// task may run until the time limit. → [`FromTasker::Exited`] after the exit, or
-    /// [`FromTasker::ExitNotRequested`]
+    /// before it reports the exit. Without a PID namespace, the tasker does not wait until these
+    /// processes have ended. A paused task may run until the time limit. → [`FromTasker::Exited`]
+    /// after the exit, or [`FromTasker::ExitNotRequested`]
     RequestExit {
         tid: Tid,
         /// The engine, which determines how the process is asked and the agreed exit status.
@@ -135,10 +135,10 @@ pub enum ToTasker {
     /// Pause the task, for the host's owner or because it is suspended. → [`FromTasker::Paused`],
     /// each time the task has stopped
     ///
-    /// The task may run for `run_for`, at a priority below all other processes, so that its library
-    /// can quiesce. Then all its processes are stopped until [`ToTasker::Resume`], whatever the
-    /// outcome of a migration. A task that is already paused runs once more for `run_for`. While a
-    /// migration controls the task, the pause is deferred.
+    /// The task may run for `run_time`, at a priority below all other processes, so that its
+    /// library can quiesce. Then all its processes are stopped until [`ToTasker::Resume`], whatever
+    /// the outcome of a migration. A task that is already paused runs once more for `run_time`.
+    /// While a migration controls the task, the pause is deferred.
     Pause {
         tid: Tid,
         /// Time for which the task may still run before it is stopped again.
@@ -149,9 +149,9 @@ pub enum ToTasker {
     ResumeToQuiesce {
         tid: Tid,
         /// Time for which only the library's threads run. Afterwards the whole program runs,
-        /// because it may hold locks that the library needs.
+        /// because the program may hold locks that the library needs.
         library_run_time: Micros,
-        /// Time until the task is stopped again: `library_only_for` plus the time for which the
+        /// Time until the task is stopped again: `library_run_time` plus the time for which the
         /// whole program may run.
         run_time: Micros,
     },
@@ -183,7 +183,7 @@ pub enum ToTasker {
         /// already quiesced.
         memory_write: Option<MemoryWrite>,
     },
-    /// Write the images of the stopped task into this new directory; the task stays stopped. →
+    /// Write the images of the stopped task into a new directory; the task stays stopped. →
     /// [`FromTasker::Dumped`]
     Dump {
         migration: MigrationId,
@@ -201,7 +201,7 @@ pub enum ToTasker {
     /// The migration is committed: kill the stopped task, reap it and read its last output. →
     /// [`FromTasker::SourceKilled`]
     KillSource { migration: MigrationId, tid: Tid },
-    /// Rebuild the task from the images in `dir`; its processes stay stopped. →
+    /// Rebuild the task from the images in `image_dir`; its processes stay stopped. →
     /// [`FromTasker::Restored`]
     Restore {
         migration: MigrationId,
@@ -217,8 +217,8 @@ pub enum ToTasker {
         /// [`FromTasker::Running`], unless the task is discarded
         memory_socket_path: Option<PathBuf>,
     },
-    /// Start a program in place of a process that has exited on another host; the new process stays
-    /// stopped. → [`FromTasker::Restored`]
+    /// Start a program on this host, in place of a process that has exited on another host; the new
+    /// process stays stopped. → [`FromTasker::Restored`]
     PrepareRestart {
         migration: MigrationId,
         /// The program to start.
@@ -234,8 +234,10 @@ pub enum ToTasker {
         /// [`ToTasker::Resume`].
         stays_paused: bool,
     },
-    /// The missing memory of a post-copied task will not arrive, so the task must not continue. →
-    /// [`FromTasker::MemoryArrived`] or [`FromTasker::Restored`]
+    /// Target: the memory that has not arrived is lost, so a task that needs this memory must not
+    /// continue. → [`FromTasker::MemoryArrived`] or [`FromTasker::Restored`], with a failure;
+    /// [`FromTasker::PreCopyLost`] for the memory of a pre-copy; no answer if all memory has
+    /// arrived
     MemoryLost {
         migration: MigrationId,
         reason: String,
@@ -337,7 +339,7 @@ pub enum FromTasker {
         migration: MigrationId,
         failure: Failure,
     },
-    /// All processes of the task have stopped.
+    /// All processes of the task have stopped, or they could not be stopped.
     Stopped {
         migration: MigrationId,
         result: Result<(), Failure>,

@@ -4,7 +4,7 @@
 pub fn truncate(text: &str, bytes_max: usize) -> &str {
     let end = (0..=bytes_max.min(text.len()))
         .rev()
-        .find(|at| text.is_char_boundary(*at))
+        .find(|index| text.is_char_boundary(*index))
         .unwrap_or(0);
     &text[..end]
 }
@@ -51,7 +51,7 @@ mod tests {
     #[test]
     fn line_end_belongs_to_its_line() {
         assert_eq!(
-            [0, 1, 2, 3, 9].map(|at| line_number("a\nb\n", at)),
+            [0, 1, 2, 3, 9].map(|offset| line_number("a\nb\n", offset)),
             [1, 1, 2, 2, 3]
         );
     }

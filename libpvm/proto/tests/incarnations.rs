@@ -56,7 +56,7 @@ enum RunState {
 struct OutsideTraffic {
     /// Messages sent since the start of the later of the two tasks; all of them must arrive.
     required_ids: Vec<u64>,
-    /// Incarnation of the messages in `arrived`.
+    /// Incarnation of the messages in `arrived_ids`.
     incarnation: u16,
     arrived_ids: Vec<u64>,
 }
@@ -95,7 +95,12 @@ fn message_body(id: u64, len: usize) -> Bytes {
 }
 
 impl Simulation {
-    fn new(seed: u64, outside_tasks: usize, first_incarnation: u16, fault_permille: u64) -> Self {
+    fn new(
+        seed: u64,
+        outside_task_count: usize,
+        first_incarnation: u16,
+        fault_permille: u64,
+    ) -> Self {
         let incarnation_of = |task| {
             if task < MEMBER_COUNT {
                 first_incarnation
@@ -107,10 +112,10 @@ impl Simulation {
             seed,
             rng: Rng(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1),
             now: Micros(0),
-            tasks: (0..MEMBER_COUNT + outside_tasks)
+            tasks: (0..MEMBER_COUNT + outside_task_count)
                 .map(|task| Task::new(incarnation_of(task)))
                 .collect(),
-            run_states: vec![RunState::Running; MEMBER_COUNT + outside_tasks],
+            run_states: vec![RunState::Running; MEMBER_COUNT + outside_task_count],
             frames_in_flight: BTreeMap::new(),
             last_serial: 0,
             latest_incarnation: first_incarnation,
@@ -185,10 +190,10 @@ impl Simulation {
     /// Sends a random message between two random tasks: usually small, sometimes with several
     /// fragments.
     fn send_random(&mut self) {
-        let tasks = self.tasks.len() as u64;
+        let task_count = self.tasks.len() as u64;
         let (sender, receiver) = (
-            self.rng.below(tasks) as usize,
-            self.rng.below(tasks) as usize,
+            self.rng.below(task_count) as usize,
+            self.rng.below(task_count) as usize,
         );
         // Links between two outside tasks are not affected by checkpoints.
         if Self::is_member(sender) || Self::is_member(receiver) {
@@ -411,10 +416,10 @@ impl Simulation {
         }
         self.checkpoints.push(self.tasks[..MEMBER_COUNT].to_vec());
         for task in 0..MEMBER_COUNT {
-            let at = self.now + Micros(self.rng.below(50_000));
+            let resume_time = self.now + Micros(self.rng.below(50_000));
             // Each member resumes at a unique time, because the simulation identifies the member by
             // this time.
-            self.run_states[task] = RunState::Stopped(Some(at + Micros(task as u64)));
+            self.run_states[task] = RunState::Stopped(Some(resume_time + Micros(task as u64)));
         }
     }
 
@@ -470,19 +475,19 @@ impl Simulation {
     }
 
     fn all_received(&self) -> bool {
-        let members = (0..MEMBER_COUNT)
+        let member_pairs = (0..MEMBER_COUNT)
             .flat_map(|sender| (0..MEMBER_COUNT).map(move |receiver| (sender, receiver)));
-        let no_ids = Vec::new();
-        let mut pairs = members.filter(|(sender, receiver)| sender != receiver);
+        let empty_ids = Vec::new();
+        let mut pairs = member_pairs.filter(|(sender, receiver)| sender != receiver);
         let members_agree = pairs.all(|(sender, receiver)| {
             self.tasks[sender]
                 .sent_ids
                 .get(&receiver)
-                .unwrap_or(&no_ids)
+                .unwrap_or(&empty_ids)
                 == self.tasks[receiver]
                     .received_ids
                     .get(&sender)
-                    .unwrap_or(&no_ids)
+                    .unwrap_or(&empty_ids)
         });
         members_agree
             && self.outside_traffic.values().all(|traffic| {
@@ -599,8 +604,8 @@ fn incarnation_numbers_may_wrap_around() {
 
 // ---- tests of a single link
 
-/// Returns the link of task 0 to task 1. Each of the two tasks has sent four messages, of which two
-/// have arrived.
+/// Returns task 0's end of its link to task 1. Task 0 has sent four messages, of which task 1 has
+/// acknowledged two. Two messages of task 1 have arrived.
 fn link_with_traffic() -> Link {
     let mut link = Link::new(tid(0), tid(1));
     link.handle_event(Micros(0), LinkEvent::RouteUp(ROUTE));

@@ -1,4 +1,4 @@
-//! Allocator for the blocks of a shared pool. It allocates from the first free range that is long
+//! Allocator for the blocks of a shared pool. The allocator uses the first free range that is long
 //! enough, so that recently used memory is reused.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -53,7 +53,7 @@ impl BlockAllocator {
         Some(Block { offset, len })
     }
 
-    /// Adds a user to a block, which stays allocated until every user has released it.
+    /// Adds a user to a block. The block stays allocated until every user has released the block.
     pub fn add_user(&mut self, block: Block) {
         *self
             .user_counts
@@ -113,7 +113,7 @@ mod tests {
 
     #[test]
     fn blocks_never_overlap_and_all_are_freed() {
-        let (mut allocator, mut allocated) =
+        let (mut allocator, mut blocks) =
             (BlockAllocator::new(1 << 20), Vec::<(Block, u32)>::new());
         let mut seed = 5u64;
         for _ in 0..20_000 {
@@ -130,29 +130,29 @@ mod tests {
                         };
                         assert!(
                             end(&block) <= 1 << 20
-                                && allocated.iter().all(|(other, _)| is_disjoint(other))
+                                && blocks.iter().all(|(other, _)| is_disjoint(other))
                         );
-                        allocated.push((block, 1));
+                        blocks.push((block, 1));
                     }
                 }
-                1 if !allocated.is_empty() => {
-                    let i = random_number / 3 % allocated.len();
-                    allocator.add_user(allocated[i].0);
-                    allocated[i].1 += 1;
+                1 if !blocks.is_empty() => {
+                    let i = random_number / 3 % blocks.len();
+                    allocator.add_user(blocks[i].0);
+                    blocks[i].1 += 1;
                 }
-                _ if !allocated.is_empty() => {
-                    let i = random_number / 3 % allocated.len();
-                    allocator.release(allocated[i].0);
-                    allocated[i].1 -= 1;
-                    if allocated[i].1 == 0 {
-                        allocated.swap_remove(i);
+                _ if !blocks.is_empty() => {
+                    let i = random_number / 3 % blocks.len();
+                    allocator.release(blocks[i].0);
+                    blocks[i].1 -= 1;
+                    if blocks[i].1 == 0 {
+                        blocks.swap_remove(i);
                     }
                 }
                 _ => {}
             }
         }
-        for (block, users) in allocated {
-            (0..users).for_each(|_| allocator.release(block));
+        for (block, user_count) in blocks {
+            (0..user_count).for_each(|_| allocator.release(block));
         }
         assert_eq!(allocator.allocated_block_count(), 0);
         assert_eq!(

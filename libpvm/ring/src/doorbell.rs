@@ -3,13 +3,13 @@
 //!
 //! A writer sets the bit of its ring's slot and then checks for sleeping threads. A reader
 //! announces that it will sleep and then checks the bits again. Both execute a full fence between
-//! the two steps, so the reader sees the bit or the writer sees the sleeping thread. Bits may stay
-//! set for a while after their ring was emptied. As a result, two tasks that exchange messages in
+//! the two steps, so the reader sees the bit or the writer sees the sleeping thread. A bit may stay
+//! set for a while after its ring was emptied. As a result, two tasks that exchange messages in
 //! turn do not write to this page at all.
 //!
 //! Other tasks of the same user on the host write to the doorbell. A misbehaving task can delay the
 //! wake-ups of the doorbell's owner, but cannot cause the loss of messages: the drainer thread
-//! checks all rings if it was not requested for a while, whatever the doorbell contains.
+//! checks all rings if no request has arrived for a while, whatever the doorbell contains.
 
 use crate::sync::{AtomicU32, AtomicU64, CachePadded, Ordering, fence};
 
@@ -54,7 +54,8 @@ impl Default for Doorbell {
 }
 
 impl Doorbell {
-    /// Futex word on which readers sleep. Its value changes whenever they are woken.
+    /// Futex word on which readers sleep. The value of the word changes whenever the readers are
+    /// woken.
     pub fn sleep_word(&self) -> &AtomicU32 {
         &self.sleep_word
     }
@@ -101,8 +102,8 @@ impl Doorbell {
         self.drainer_word.load(Ordering::SeqCst) != 0
     }
 
-    /// Clears the request for the drainer thread. Only the drainer thread calls this method, and it
-    /// must check all rings once more afterwards.
+    /// Clears the request for the drainer thread. Only the drainer thread calls this method.
+    /// Afterwards the drainer thread must check all rings once more.
     pub fn accept_drainer_request(&self) {
         self.drainer_word.store(0, Ordering::SeqCst);
         fence(Ordering::SeqCst);
@@ -166,7 +167,9 @@ impl Doorbell {
         self.sleep_word.fetch_add(1, Ordering::SeqCst);
     }
 
-    /// Initializes this doorbell, which will replace `old_doorbell` at the same address.
+    /// Initializes this doorbell, which will replace `old_doorbell` at the same address. Copies the
+    /// setting of [`Doorbell::set_notify_always`], changes the futex word of the readers, and
+    /// requests the drainer thread.
     pub fn init_from_predecessor(&self, old_doorbell: &Self) {
         self.sleep_word.store(
             old_doorbell

@@ -1,6 +1,6 @@
 //! Shared memory between two tasks on the same host: a byte ring for each direction, and one
-//! doorbell per task that all its peers notify. Large messages are stored in the sender's shared
-//! pool, and the receiver reads them in place.
+//! doorbell per task that all peers of the task notify. Large messages are stored in the sender's
+//! shared pool, and the receiver reads these messages in place.
 //!
 //! [`ring`], [`doorbell`] and [`block_allocator`] implement the protocols, with atomics that `loom`
 //! can replace. Only [`shared_memory`], [`shared_pool`] and [`futex`] use addresses and system

@@ -3,11 +3,11 @@
 //! - Positions count all bytes that were ever written or read, so they never wrap. Each record
 //!   begins with its length, at a position that is a multiple of eight.
 //! - The writer publishes records by advancing `tail`; the reader frees space by advancing `head`.
-//! - A writer that finds no space sets `starved`; the reader must wake it after freeing space.
-//!   Writer and reader access the flag and the positions in opposite order, with a full fence in
-//!   between, so at least one side sees the change that the other side made.
-//! - The reader omits its fence if it was never far from the writer since its last fence, because
-//!   then the writer cannot be starved.
+//! - A writer that finds no space sets `writer_starved`; the reader must wake the writer after
+//!   freeing space. Writer and reader access the flag and the positions in opposite order, with a
+//!   full fence in between, so at least one side sees the change that the other side made.
+//! - The reader omits its fence if the reader was never far from the writer since its last fence,
+//!   because then the writer cannot be starved.
 
 use crate::sync::{AtomicU32, AtomicU64, CachePadded, Ordering, fence};
 
@@ -19,10 +19,11 @@ pub const RECORD_HEADER_BYTES: usize = 8;
 pub const REWIND_BYTES: usize = 16 << 10;
 /// Record length that makes the reader continue at the start of the ring.
 const REWIND_MARKER: u32 = u32::MAX;
-/// The reader frees space when it has read this fraction of the ring, or all records.
+/// The reader frees space when it has read the ring's capacity divided by this number, or all
+/// records.
 const RELEASE_DIVISOR: u64 = 8;
-/// A writer can be starved only if more than this fraction of the ring is occupied, because the
-/// largest record fits into the free part otherwise.
+/// A writer can be starved only if more than the ring's capacity divided by this number is
+/// occupied. Otherwise the largest record fits into the free part.
 const STARVED_DIVISOR: u64 = 4;
 
 /// Control words of a ring. Writer and reader access them.
@@ -163,8 +164,8 @@ impl<A: RingMemory> RingWriter<A> {
         if self.has_space(len)? {
             return Ok(true);
         }
-        let starved = &self.memory.control().writer_starved;
-        starved.store(1, Ordering::Relaxed);
+        let starved_flag = &self.memory.control().writer_starved;
+        starved_flag.store(1, Ordering::Relaxed);
         fence(Ordering::SeqCst);
         self.has_space(len)
     }
@@ -184,10 +185,10 @@ impl<A: RingMemory> RingWriter<A> {
             self.try_rewind(len);
         }
         let length = u32::try_from(len).expect("a record is smaller than its ring");
-        let mut at = self.tail;
-        self.copy_to_ring(&mut at, &encode_record_header(length));
+        let mut position = self.tail;
+        self.copy_to_ring(&mut position, &encode_record_header(length));
         for part in parts {
-            self.copy_to_ring(&mut at, part);
+            self.copy_to_ring(&mut position, part);
         }
         self.tail += record_size(len) as u64;
         self.memory
@@ -199,7 +200,7 @@ impl<A: RingMemory> RingWriter<A> {
     }
 
     /// Continues at the start of the ring if the ring is empty and the record fits there. Called
-    /// when `rewind_at` is reached. `len` is the length of the next record.
+    /// when `rewind_position` is reached. `len` is the length of the next record in bytes.
     fn try_rewind(&mut self, len: usize) {
         self.rewind_position = self.tail + self.rewind_bytes / 8;
         let capacity = self.memory.capacity();
@@ -342,8 +343,8 @@ impl<A: RingMemory> RingReader<A> {
         }
     }
 
-    /// Frees the space of the records that were read, if the space is large enough. Returns true if
-    /// the writer waits for space and must be woken.
+    /// Frees the space of the records that were read, if the space is large enough or all records
+    /// were read. Returns true if the writer waits for space and must be woken.
     #[inline]
     pub fn release(&mut self) -> bool {
         let (unreleased_bytes, capacity) = (
@@ -359,8 +360,9 @@ impl<A: RingMemory> RingReader<A> {
         let control = self.memory.control();
         control.head.0.store(self.head, Ordering::Release);
         // A writer without space has seen at least `fenced_head` as the reader's position, and has
-        // written more than this fraction of the ring after that position. As long as the reader
-        // has not read all of these bytes, it need not execute the fence.
+        // written more than `capacity / STARVED_DIVISOR` bytes after that position. As long as the
+        // reader has not seen all of these bytes, a later release follows, so this release needs no
+        // fence.
         if self.known_tail - self.fenced_head < capacity / STARVED_DIVISOR {
             return false;
         }
@@ -407,10 +409,10 @@ impl<A: RingMemory> Record<'_, A> {
     #[inline]
     pub fn take_bytes<const N: usize>(&mut self) -> Option<[u8; N]> {
         let mut bytes = [0; N];
-        let (first, second) = self.advance(N)?;
-        self.memory.read(first.0, &mut bytes[..first.1]);
-        if second > 0 {
-            self.memory.read(0, &mut bytes[first.1..]);
+        let (first_part, second_len) = self.advance(N)?;
+        self.memory.read(first_part.0, &mut bytes[..first_part.1]);
+        if second_len > 0 {
+            self.memory.read(0, &mut bytes[first_part.1..]);
         }
         Some(bytes)
     }
@@ -427,9 +429,10 @@ impl<A: RingMemory> Record<'_, A> {
         }
     }
 
-    /// Advances over the next `len` bytes. Returns offset and length of their first part, and the
-    /// length of their second part, which begins at the start of the ring and is empty unless the
-    /// bytes cross the end of the ring. `None` if fewer bytes remain.
+    /// Advances over the next `len` bytes. Returns the offset and the length of the first part of
+    /// these bytes, and the length of the second part. The second part begins at the start of the
+    /// ring; it is empty if the bytes do not cross the end of the ring. Returns `None` if fewer
+    /// than `len` bytes remain.
     #[inline]
     fn advance(&mut self, len: usize) -> Option<((usize, usize), usize)> {
         self.remaining_bytes = self.remaining_bytes.checked_sub(len)?;

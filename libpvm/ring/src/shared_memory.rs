@@ -14,12 +14,12 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-/// Size of the data area of one ring. The largest record must fit in a quarter of it, so that
-/// reader and writer can work at the same time.
+/// Size in bytes of the data area of one ring. The largest record must fit in a quarter of the data
+/// area, so that reader and writer can work at the same time.
 pub const RING_BYTES: usize = 512 << 10;
-/// Size of the area before the data. The area contains the control words of both rings.
+/// Size in bytes of the area before the data. The area contains the control words of both rings.
 const CONTROL_BYTES: usize = 4096;
-/// Size of the memory with the two rings of a pair of tasks.
+/// Size in bytes of the memory with the two rings of a pair of tasks.
 pub const RING_PAIR_BYTES: usize = CONTROL_BYTES + 2 * RING_BYTES;
 /// Size of a doorbell's memory.
 pub const DOORBELL_BYTES: usize = 4096;
@@ -29,7 +29,7 @@ const _: () = assert!(
 );
 const _: () = assert!(RING_BYTES.is_power_of_two());
 
-/// Creates a memory file of this size; the caller must seal it.
+/// Creates a memory file of this size; the caller must seal the file.
 ///
 /// # Errors
 /// No descriptors or no memory are available, or the file size limit of the process is too small: a
@@ -148,8 +148,9 @@ pub(crate) fn replace(old_mapping: &Mapping, new_mapping: Mapping) -> io::Result
     let flags = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
     let (source, target): (*mut libc::c_void, *mut libc::c_void) =
         (new_mapping.start().cast(), old_mapping.start().cast());
-    // SAFETY: both ranges are mappings of this size made by `Mapping`. The old one is replaced in
-    // one step by memory that is valid for all its users, and the fresh one has no other user.
+    // SAFETY: both ranges are mappings of this size made by `Mapping`. The old mapping is replaced
+    // in one step by memory that is valid for all users of the old mapping. No other code uses the
+    // new mapping.
     let new_address: *mut libc::c_void = unsafe {
         libc::mremap(
             source,
@@ -169,7 +170,7 @@ pub(crate) fn replace(old_mapping: &Mapping, new_mapping: Mapping) -> io::Result
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // SAFETY: the range was mapped by `new`, and no pointer into it is left.
+        // SAFETY: the range was mapped by `map`, and no pointer into the range is left.
         unsafe { libc::munmap(self.start.as_ptr().cast(), self.size_bytes) };
     }
 }
@@ -318,9 +319,9 @@ fn doorbell_at(mapping: &Mapping) -> &Doorbell {
     unsafe { &*mapping.start.as_ptr().cast::<Doorbell>() }
 }
 
-/// Doorbell of this task. Its address never changes, so threads may sleep on it while the memory at
-/// this address is replaced. The memory is shared while the task has rings, and private before that
-/// and during a migration.
+/// Doorbell of this task. Its address never changes, so threads may sleep on the doorbell while the
+/// memory at this address is replaced. The memory is private until the task offers or accepts the
+/// first ring, and during a migration. Otherwise the memory is shared.
 #[derive(Debug)]
 pub struct OwnDoorbell(Mapping);
 
@@ -341,8 +342,8 @@ impl OwnDoorbell {
         Mapping::new(None, DOORBELL_BYTES).map(OwnDoorbell)
     }
 
-    /// Replaces the doorbell's memory by shared memory. Returns the descriptor with which peers map
-    /// the memory.
+    /// Replaces the doorbell's memory by shared memory, and wakes all threads that sleep on the
+    /// doorbell. Returns the descriptor with which peers map the memory.
     ///
     /// # Errors
     /// No descriptors or no memory are available; the doorbell is unchanged.
@@ -352,7 +353,8 @@ impl OwnDoorbell {
         Ok(fd)
     }
 
-    /// Replaces the doorbell's memory by private memory, which no other process can access.
+    /// Replaces the doorbell's memory by private memory, which no other process can access, and
+    /// wakes all threads that sleep on the doorbell.
     ///
     /// # Errors
     /// No memory is available; the doorbell is unchanged.
@@ -383,14 +385,14 @@ mod tests {
         assert!(a.writer.write([b"to ", b"b"]).expect("good"));
         assert!(b.writer.write([b"to a"]).expect("good"));
         for (ring_pair, text) in [(&mut a, "to a"), (&mut b, "to b")] {
-            let mut received = Vec::new();
+            let mut received_bytes = Vec::new();
             ring_pair
                 .reader
                 .next_record()
                 .expect("good")
                 .expect("there")
-                .append_to(&mut received);
-            assert_eq!(received, text.as_bytes());
+                .append_to(&mut received_bytes);
+            assert_eq!(received_bytes, text.as_bytes());
         }
     }
 

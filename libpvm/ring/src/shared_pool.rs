@@ -17,8 +17,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// Size of a pool in bytes. Only pages that have contained messages occupy memory.
 pub const POOL_BYTES: usize = 64 << 20;
-/// Maximum number of messages that one task may lease from another at the same time; each lease has
-/// one bit.
+/// Maximum number of messages that one task may lease from one peer at the same time; each lease
+/// has one bit.
 pub const LEASES_MAX: usize = 64;
 
 const fn required_seals() -> SealFlag {
@@ -60,19 +60,22 @@ impl OwnPool {
     /// pool has no free range that is long enough.
     pub fn store_message(&mut self, parts: [&[u8]; 2]) -> Option<Block> {
         let block = self.allocator.allocate(parts[0].len() + parts[1].len())?;
-        let mut at = block.offset;
+        let mut position = block.offset;
         for part in parts {
-            assert!(part.len() <= POOL_BYTES - at, "parts end within the store");
+            assert!(
+                part.len() <= POOL_BYTES - position,
+                "parts end within the store"
+            );
             // SAFETY: the range was just checked to be in the mapping, which is writable, and no
             // other code uses it.
             unsafe {
                 std::ptr::copy_nonoverlapping(
                     part.as_ptr(),
-                    self.mapping.start().add(at),
+                    self.mapping.start().add(position),
                     part.len(),
                 )
             };
-            at += part.len();
+            position += part.len();
         }
         Some(block)
     }
@@ -136,8 +139,8 @@ impl PeerPool {
     }
 
     /// Leases a block under the number `slot`; `lease_returner` returns the lease when the lease is
-    /// dropped. The result is `None` if the range is invalid or the slot is already in use: a
-    /// sender that obeys the protocol does not use a slot twice.
+    /// dropped. The result is `None` if the range or the slot is invalid, or if the slot is already
+    /// in use: a sender that obeys the protocol does not use a slot twice.
     pub fn lease(
         self: &Arc<Self>,
         block: Block,
@@ -170,17 +173,21 @@ impl PeerPool {
     /// No memory is available; the mapping is unchanged.
     pub fn make_private_copy(&self) -> io::Result<()> {
         let open_leases = self.lock_open_leases();
-        let copy = Mapping::map_private_sparse(POOL_BYTES)?;
+        let private_mapping = Mapping::map_private_sparse(POOL_BYTES)?;
         for (_, block) in open_leases.iter() {
             // SAFETY: both ranges are in their mappings, which was checked when the block was
             // leased. The fresh mapping has no other user, and the sender does not write to leased
             // blocks.
             unsafe {
                 let source = self.mapping.start().add(block.offset);
-                std::ptr::copy_nonoverlapping(source, copy.start().add(block.offset), block.len);
+                std::ptr::copy_nonoverlapping(
+                    source,
+                    private_mapping.start().add(block.offset),
+                    block.len,
+                );
             }
         }
-        replace(&self.mapping, copy)
+        replace(&self.mapping, private_mapping)
     }
 }
 
@@ -211,7 +218,7 @@ impl LeaseReturner {
     }
 }
 
-/// A leased message in another task's pool. Dropping the lease returns it.
+/// A leased message in another task's pool. Dropping the value returns the lease.
 #[derive(Debug)]
 pub struct Lease {
     pool: Arc<PeerPool>,
@@ -223,8 +230,8 @@ pub struct Lease {
 impl AsRef<[u8]> for Lease {
     fn as_ref(&self) -> &[u8] {
         // SAFETY: `lease` has checked that the range is in the mapping, which lives as long as this
-        // value. A sender that obeys the protocol does not write to it before `drop`; any other
-        // sender changes bytes, for which any value is valid.
+        // value. A sender that obeys the protocol does not write to the block before `drop`; any
+        // other sender changes bytes, for which any value is valid.
         unsafe {
             std::slice::from_raw_parts(
                 self.pool.mapping.start().add(self.block.offset),

@@ -160,7 +160,8 @@ fn sleeper_misses_no_record() {
         });
         let mut reader = RingReader::new(memory);
         let word_value = doorbell.prepare_sleep();
-        let has_read_record = doorbell.next_pending_word(0).is_some() && read(&mut reader).is_some();
+        let has_read_record =
+            doorbell.next_pending_word(0).is_some() && read(&mut reader).is_some();
         let must_wake = writer_thread.join().expect("written");
         assert!(
             has_read_record
@@ -194,7 +195,8 @@ fn always_notified_drainer_misses_no_record() {
     loom::model(|| {
         let (doorbell, mut reader, writer_thread) = notified_doorbell();
         doorbell.set_notify_always(true);
-        let has_read_record = doorbell.next_pending_word(0).is_some() && read(&mut reader).is_some();
+        let has_read_record =
+            doorbell.next_pending_word(0).is_some() && read(&mut reader).is_some();
         let drainer_requested = writer_thread.join().expect("written") == WakeTarget::Drainer;
         assert!(
             has_read_record || drainer_requested,
@@ -271,7 +273,8 @@ fn accepted_request_misses_no_record() {
         });
         let mut reader = RingReader::new(memory);
         doorbell.accept_drainer_request();
-        let has_read_record = doorbell.next_pending_word(0).is_some() && read(&mut reader).is_some();
+        let has_read_record =
+            doorbell.next_pending_word(0).is_some() && read(&mut reader).is_some();
         writer_thread.join().expect("written");
         assert!(
             has_read_record || doorbell.drainer_word().load(Ordering::SeqCst) == 1,

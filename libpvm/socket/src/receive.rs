@@ -1,4 +1,4 @@
-//! Reads a socket together with the file descriptors that are passed over it.
+//! Reads a socket together with the file descriptors that are passed over the socket.
 #![allow(unsafe_code)] // recvmsg into room that has not been written yet has no safe form; zeroing it first costs too much
 
 use bytes::{BufMut, BytesMut};
@@ -45,7 +45,7 @@ impl PendingFds {
     }
 
     /// Removes and returns the descriptors of the next message, which announces `announced_count`
-    /// descriptors.
+    /// descriptors. Removes nothing if the result is [`MessageFds::Missing`].
     pub fn take_message_fds(&mut self, announced_count: usize) -> MessageFds {
         if announced_count > 0 && self.0.front().is_some_and(Option::is_none) {
             self.0.pop_front();
@@ -129,11 +129,11 @@ pub fn receive(
     })
 }
 
-/// Takes ownership of the descriptors of a message.
+/// Takes ownership of the descriptors of a message and appends the descriptors to `fds`.
 ///
 /// # Safety
-/// The kernel has filled in `message`, its control buffer is alive, and this function is called
-/// once for it.
+/// The kernel has filled in `message`, the control buffer of `message` is alive, and this function
+/// is called once for `message`.
 unsafe fn take_fds(message: &libc::msghdr, fds: &mut Vec<OwnedFd>) {
     // SAFETY: by this function's contract the kernel has filled in the control buffer, so the
     // macros stay inside the buffer.
@@ -149,9 +149,9 @@ unsafe fn take_fds(message: &libc::msghdr, fds: &mut Vec<OwnedFd>) {
         };
         if (level, message_type) == (libc::SOL_SOCKET, libc::SCM_RIGHTS) {
             // SAFETY: as for the header; the length includes the header.
-            let (data, bytes) =
+            let (data, data_bytes) =
                 unsafe { (libc::CMSG_DATA(header), length - libc::CMSG_LEN(0) as usize) };
-            for index in 0..bytes / size_of::<RawFd>() {
+            for index in 0..data_bytes / size_of::<RawFd>() {
                 // SAFETY: the kernel wrote complete integers into this range, each a new descriptor
                 // that this process owns and no other code knows.
                 fds.push(unsafe {

@@ -16,9 +16,10 @@ const SHORT_SLICE_NS: u64 = 100_000;
 /// Nice value that [`boost_priority`] sets.
 const BOOSTED_NICE: i32 = -15;
 
-/// Requests a short slice for the calling thread, but not for threads and processes that it starts.
-/// Linux supports short slices since version 6.12. The call has no effect if the kernel does not
-/// support or permit short slices, or if the thread does not have the default scheduling policy.
+/// Requests a short slice for the calling thread. Threads and processes that the calling thread
+/// starts do not inherit the short slice. Linux supports short slices since version 6.12. The call
+/// has no effect if the kernel does not support or permit short slices, or if the thread does not
+/// have the default scheduling policy.
 pub fn request_short_slice() {
     if let Some(mut attributes) = sched_attributes() {
         apply_with_short_slice(&mut attributes);
@@ -43,8 +44,8 @@ pub fn boost_priority() {
     apply_with_short_slice(&mut attributes);
 }
 
-/// Returns the scheduling attributes of the calling thread; `None` unless its scheduling policy is
-/// the default one.
+/// Returns the scheduling attributes of the calling thread; `None` if the thread has another
+/// scheduling policy than the default, or if the kernel does not return the attributes.
 fn sched_attributes() -> Option<libc::sched_attr> {
     let mut attributes = MaybeUninit::<libc::sched_attr>::zeroed();
     let size = size_of::<libc::sched_attr>() as u32;
@@ -67,7 +68,7 @@ fn sched_attributes() -> Option<libc::sched_attr> {
 }
 
 /// Applies the attributes with a short slice to the calling thread. Threads that the calling thread
-/// starts do not inherit them. Returns false if the kernel refuses.
+/// starts do not inherit the attributes. Returns false if the kernel refuses.
 fn apply_with_short_slice(attributes: &mut libc::sched_attr) -> bool {
     attributes.size = size_of::<libc::sched_attr>() as u32;
     attributes.sched_runtime = SHORT_SLICE_NS;

@@ -1,7 +1,7 @@
 //! Decides whether and how long a thread that waits for a message spins before it sleeps.
 //!
-//! Spinning saves a wake-up by the kernel if the message arrives soon; otherwise it takes the
-//! processor from the thread that must produce the message. Recent waits predict the next one: a
+//! Spinning saves a wake-up by the kernel if the message arrives soon. Otherwise spinning takes the
+//! processor from the thread that must produce the message. Recent waits predict the next wait: a
 //! miss halves the spin budget. Where only the full budget can succeed, the budget is not halved;
 //! instead, several consecutive misses end the spinning. Once the budget is zero, spinning is
 //! retried only occasionally.
@@ -59,12 +59,13 @@ impl SenderDistance {
         }
     }
 
-    /// Spin budget after `misses` consecutive misses; `last_budget` is the budget of the last miss.
-    fn budget_after_misses(self, misses: u32, last_budget: Duration) -> Duration {
+    /// Spin budget after `miss_count` consecutive misses; `last_budget` is the budget of the last
+    /// miss.
+    fn budget_after_misses(self, miss_count: u32, last_budget: Duration) -> Duration {
         match self {
             Self::Host | Self::RemoteTasks => last_budget / 2,
             // Shorter budgets would always miss while the peers sleep.
-            Self::RemoteDaemons if misses < DAEMON_MISSES_MAX => last_budget,
+            Self::RemoteDaemons if miss_count < DAEMON_MISSES_MAX => last_budget,
             Self::RemoteDaemons => Duration::ZERO,
         }
     }
@@ -79,7 +80,7 @@ pub struct SpinBudget {
     /// Number of waits until the next retry, while the budget is zero.
     waits_until_retry: u32,
     next_retry_waits: u32,
-    /// Number of the next waits that spin without yielding.
+    /// Number of waits, beginning with the next wait, that spin without yielding.
     no_yield_waits: u32,
     /// Number of waits without yielding that will follow the next expensive yield.
     next_no_yield_waits: u32,
@@ -136,7 +137,8 @@ impl SpinBudget {
     }
 
     /// Returns the spin budget of the next wait, at most `budget_limit`; `None` if the thread must
-    /// sleep immediately.
+    /// sleep immediately. `sender_distance` is the distance of the senders for whose message the
+    /// thread waits.
     pub fn next_budget(
         &mut self,
         budget_limit: Option<Duration>,
@@ -268,7 +270,7 @@ mod tests {
     fn yields_are_rare_next_to_compute_bound_threads() {
         let mut spin_budget = host_spin_budget();
         let mut count_yields = |yield_duration| {
-            let waits = (0..10_000).map(|_| {
+            let yield_decisions = (0..10_000).map(|_| {
                 let budget = spin_budget
                     .next_budget(None, SenderDistance::Host)
                     .expect("it pays off");
@@ -279,7 +281,7 @@ mod tests {
                 spin_budget.record_spin(Duration::ZERO, budget);
                 should_yield
             });
-            waits.filter(|should_yield| *should_yield).count()
+            yield_decisions.filter(|should_yield| *should_yield).count()
         };
         let (yields_beside_work, yields_afterwards) = (
             count_yields(Duration::from_millis(3)),
@@ -321,35 +323,36 @@ mod tests {
 
     /// Simulates two peers that send each other requests in turn; neither of them spins at first.
     /// Returns for each peer whether it spins at the end. An answer takes `answer_us`, plus
-    /// `wakeup_us` if its sender must be woken; both are in microseconds.
+    /// `wakeup_us` if the answering peer must be woken; both are in microseconds.
     fn simulate_spinning(
         sender_distance: SenderDistance,
         answer_us: u64,
         wakeup_us: u64,
     ) -> [bool; 2] {
-        let mut both = [
+        let mut spin_budgets = [
             SpinBudget::for_multiprocessor(sender_distance),
             SpinBudget::for_multiprocessor(sender_distance),
         ];
-        both.iter_mut()
-            .for_each(|spin| (0..8).for_each(|_| spin.record_miss()));
-        let mut awake = [false; 2];
+        spin_budgets
+            .iter_mut()
+            .for_each(|spin_budget| (0..8).for_each(|_| spin_budget.record_miss()));
+        let mut is_awake = [false; 2];
         for round in 0..2000 {
-            let (i, other) = (round % 2, (round + 1) % 2);
-            let answer = Duration::from_micros(if awake[other] {
+            let (i, other_index) = (round % 2, (round + 1) % 2);
+            let answer_time = Duration::from_micros(if is_awake[other_index] {
                 answer_us
             } else {
                 answer_us + wakeup_us
             });
-            let budget = both[i].next_budget(None, sender_distance);
-            awake[i] = budget.is_some_and(|budget| answer <= budget);
+            let budget = spin_budgets[i].next_budget(None, sender_distance);
+            is_awake[i] = budget.is_some_and(|budget| answer_time <= budget);
             match budget {
-                Some(budget) if awake[i] => both[i].record_spin(answer, budget),
-                Some(_) => both[i].record_miss(),
-                None => both[i].record_sleep(answer),
+                Some(budget) if is_awake[i] => spin_budgets[i].record_spin(answer_time, budget),
+                Some(_) => spin_budgets[i].record_miss(),
+                None => spin_budgets[i].record_sleep(answer_time),
             }
         }
-        awake
+        is_awake
     }
 
     #[test]

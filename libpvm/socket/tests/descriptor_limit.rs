@@ -25,8 +25,8 @@ fn send(socket: &UnixStream, bytes: &[u8], fds: &[RawFd]) {
     .expect("sent");
 }
 
-/// If a message's descriptors exceed the limit, only that message is lost; no other message gets
-/// its descriptors.
+/// If a message's descriptors exceed the limit, that message loses its descriptors, and all other
+/// messages get their own descriptors.
 #[test]
 fn lost_descriptors_do_not_shift_to_other_messages() {
     let (sender, receiver) = UnixStream::pair().expect("a pair");
@@ -37,8 +37,8 @@ fn lost_descriptors_do_not_shift_to_other_messages() {
     setrlimit(Resource::RLIMIT_NOFILE, FD_LIMIT, FD_LIMIT).expect("it may have less");
     let mut open_files: Vec<File> = std::iter::from_fn(|| File::open("/dev/null").ok()).collect();
     let (mut buffer, mut pending_fds) = (BytesMut::with_capacity(100), PendingFds::default());
-    for free_fds in 0..3 {
-        open_files.truncate(open_files.len() - usize::from(free_fds > 0));
+    for free_fd_count in 0..3 {
+        open_files.truncate(open_files.len() - usize::from(free_fd_count > 0));
         let outcome = receive(
             &receiver,
             &mut buffer,

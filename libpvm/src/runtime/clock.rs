@@ -31,15 +31,16 @@ impl Clock {
         self.advance_to(kernel_time(ClockId::CLOCK_MONOTONIC))
     }
 
-    /// Returns a time that may be a few milliseconds old. Costs a fraction of [`Clock::now`]. Never
-    /// less than the last result of [`Clock::now`].
+    /// Returns a time that may be a few milliseconds old, but is never before the last result of
+    /// [`Clock::now`]. This call takes a fraction of the time that [`Clock::now`] takes.
     pub(crate) fn coarse_now(&self) -> Micros {
         self.elapsed_at(kernel_time(ClockId::CLOCK_MONOTONIC_COARSE))
             .max(self.last_reading)
     }
 
     /// Returns the time like [`Clock::now`], for a process that may have migrated since the last
-    /// call.
+    /// call. A jump of the kernel's clock by more than [`CLOCK_JUMP_MAX`] does not count as elapsed
+    /// time.
     pub(crate) fn now_after_migration(&mut self) -> Micros {
         let kernel_now = kernel_time(ClockId::CLOCK_MONOTONIC);
         if self.elapsed_at(kernel_now).since(self.last_reading) > CLOCK_JUMP_MAX {
@@ -58,13 +59,13 @@ impl Clock {
     }
 
     fn advance_to(&mut self, kernel_now: Duration) -> Micros {
-        let elapsed = self.elapsed_at(kernel_now);
-        if elapsed < self.last_reading {
+        let elapsed_time = self.elapsed_at(kernel_now);
+        if elapsed_time < self.last_reading {
             (self.kernel_time_at_start, self.migration_offset) = (kernel_now, self.last_reading);
             return self.last_reading;
         }
-        self.last_reading = elapsed;
-        elapsed
+        self.last_reading = elapsed_time;
+        elapsed_time
     }
 }
 

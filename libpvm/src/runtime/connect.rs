@@ -25,7 +25,7 @@ const WELCOME_READ_BYTES: usize = 4096;
 const PROGRAM_NAME_BYTES_MAX: usize = 4096;
 
 /// True if this process image has used its spawn token (`PVMEPID`). A forked child inherits the
-/// flag, so it cannot enroll in place of its parent.
+/// flag, so the child cannot enroll in place of its parent.
 static IS_SPAWN_TOKEN_USED: AtomicBool = AtomicBool::new(false);
 
 /// Options of an enrollment: the daemon's socket, and the identity that this process claims.
@@ -63,15 +63,15 @@ impl EnrollOptions {
         is_token_used: bool,
         variable: impl Fn(&str) -> Option<String>,
     ) -> Result<Self, EnrollError> {
-        let non_empty = |name: &str| variable(name).filter(|value| !value.is_empty());
+        let non_empty_variable = |name: &str| variable(name).filter(|value| !value.is_empty());
         if uid == 0 && variable("PVM_ALLOW_ROOT").is_none() {
             return Err(EnrollError::Root);
         }
-        let socket = match non_empty("PVMSOCK") {
+        let socket = match non_empty_variable("PVMSOCK") {
             Some(path) => PathBuf::from(path),
             None => RuntimePaths::from_env(uid, &variable)?.daemon_socket_path(),
         };
-        let spawn_token = non_empty("PVMEPID")
+        let spawn_token = non_empty_variable("PVMEPID")
             .and_then(|text| text.trim().parse().ok())
             .filter(|spawn_token| *spawn_token > 0 && !is_token_used);
         let claim = spawn_token.map_or(Claim::NotSpawned, |spawn_token| Claim::Spawned {
@@ -108,8 +108,8 @@ fn program_name() -> String {
 
 /// Connection on which the daemon has sent its welcome.
 pub(crate) struct AcceptedConnection {
-    /// Socket to the daemon, shared so that the I/O thread can sleep on it while other threads use
-    /// it.
+    /// Socket to the daemon, shared so that the I/O thread can sleep on the socket while other
+    /// threads use the socket.
     pub(crate) socket: Arc<ProcessOwned<UnixStream>>,
     /// Decoder that contains the bytes that arrived after the welcome.
     pub(crate) decoder: FrameDecoder,
@@ -119,7 +119,8 @@ pub(crate) struct AcceptedConnection {
 }
 
 /// True if a daemon answers at this socket within `timeout`. A daemon that is exiting may still
-/// accept connections, but does not answer. The call enrolls no task.
+/// accept connections, but does not answer. The result is also true if the listener belongs to
+/// another user. The call enrolls no task.
 pub fn wait_for_daemon_answer(path: &Path, timeout: Duration) -> bool {
     let is_no_answer = |error: &EnrollError| {
         matches!(error, EnrollError::Io { .. } | EnrollError::NoDaemon { .. })
@@ -228,9 +229,9 @@ fn read_welcome(
     received_fds: &mut PendingFds,
     path: &Path,
 ) -> Result<Welcome, EnrollError> {
-    let version_mismatch = |mismatch: String| EnrollError::VersionMismatch {
+    let version_mismatch_error = |mismatch_text: String| EnrollError::VersionMismatch {
         path: path.to_path_buf(),
-        reason: mismatch,
+        reason: mismatch_text,
     };
     let io_error = |source: io::Error| EnrollError::Io {
         path: path.to_path_buf(),
@@ -239,15 +240,15 @@ fn read_welcome(
     loop {
         if let Some(frame) = decoder
             .next_frame()
-            .map_err(|e| version_mismatch(e.to_string()))?
+            .map_err(|e| version_mismatch_error(e.to_string()))?
         {
             return match frame.decode_control::<ToTask>() {
                 Ok(ToTask::Welcome(welcome)) if welcome.tid.is_task() => Ok(welcome),
                 Ok(ToTask::Refused { reason }) => Err(EnrollError::Refused(reason)),
-                Ok(_) => Err(version_mismatch(
+                Ok(_) => Err(version_mismatch_error(
                     "its first frame is neither a welcome nor a refusal".into(),
                 )),
-                Err(e) => Err(version_mismatch(e.to_string())),
+                Err(e) => Err(version_mismatch_error(e.to_string())),
             };
         }
         decoder.buffer_mut().reserve(WELCOME_READ_BYTES);

@@ -1,10 +1,11 @@
 //! Direct routes to tasks on other hosts: setup, reading, writing and teardown of the connections.
 //!
-//! Like a ring, a direct route is only a route of a link. It may end at any time, and the daemons
-//! then carry the messages. [`RouteAgreements`] decides with which tasks to connect; this module
-//! executes the decisions.
+//! Like a ring, a direct route is only a route of a link. The route may end at any time, and the
+//! daemons then carry the messages. [`RouteAgreements`] decides with which tasks to connect; this
+//! module executes the decisions.
 //!
-//! All sockets are in one epoll set, which the I/O thread watches while no other thread polls it.
+//! All sockets are in one epoll set, which the I/O thread watches while no other thread polls the
+//! set.
 
 use super::core::Core;
 use super::direct::{Acceptor, Dialer, FrameStream, SetupError};
@@ -50,8 +51,8 @@ struct DirectConn {
     is_write_blocked: bool,
     /// True if the last read stopped at its limit, so the socket may still contain data.
     has_unread_data: bool,
-    /// Time limits while the connection is drained; `None` before. During draining nothing is
-    /// written, but data that the peer sent is still read.
+    /// Time limits while the connection is drained; `None` before draining. During draining nothing
+    /// is written, but data that the peer sent is still read.
     drain_state: Option<DrainState>,
     last_traffic_at: Micros,
 }
@@ -146,8 +147,8 @@ impl DirectRoutes {
             .is_some_and(|conn| conn.is_write_blocked)
     }
 
-    /// Returns the epoll set that the I/O thread must watch. `None` while another thread polls the
-    /// set, or if there are no routes.
+    /// Returns the epoll set that the I/O thread must watch. `None` if there are no routes, or if
+    /// another thread polls the set and no route is in setup or waits for a writable socket.
     pub(crate) fn ready_set_to_watch(&self, now: Micros) -> Option<Arc<ProcessOwned<ReadySet>>> {
         let is_polled_by_thread = self
             .last_polled_at
@@ -157,7 +158,8 @@ impl DirectRoutes {
             .filter(|_| !is_polled_by_thread || self.has_background_work())
     }
 
-    /// True if the I/O thread must watch the routes because no other thread does.
+    /// True if the I/O thread must watch the routes: no other thread polls them, or a route is in
+    /// setup or waits for a writable socket.
     pub(crate) fn needs_io_thread(&self) -> bool {
         self.is_any_open() && (self.last_polled_at.is_none() || self.has_background_work())
     }
@@ -308,8 +310,8 @@ impl Core {
     }
 
     /// Adopts the incarnation that a peer announces in a route message. Frames on direct routes do
-    /// not carry the incarnation, and they may be the first frames that the two tasks exchange
-    /// after a restart of one of them.
+    /// not carry the incarnation. Such frames may be the first frames that the two tasks exchange
+    /// after one of the tasks was restarted.
     fn adopt_incarnation(&mut self, now: Micros, peer: Tid, incarnation: u16) {
         if incarnation != self.incarnation_with(peer)
             && let Some(link) = self.get_or_create_link(peer)
@@ -680,8 +682,9 @@ impl Core {
         let (Some(conn), Some(link)) = (routes.conns.get_mut(&peer), links.get_mut(&peer)) else {
             return;
         };
-        // If the peer has just ended, writing would make the peer's kernel discard data that it has
-        // not delivered. This data must be read first. The window limits the amount of this data.
+        // If the peer has just ended, writing would make the peer's kernel discard data that the
+        // kernel has not delivered. This data must be read first. The window limits the amount of
+        // this data.
         if conn.drain_state.is_some() || conn.has_unread_data {
             return;
         }
@@ -763,7 +766,8 @@ impl Core {
         true
     }
 
-    /// Closes the direct route to a peer that has migrated.
+    /// Handles the migration of a peer: reads the frames that have arrived on the direct route to
+    /// the peer, and closes the route.
     pub(super) fn handle_direct_peer_migration(&mut self, now: Micros, peer: Tid) {
         while self.drain_direct_route(now, peer) {}
         self.handle_route_event(now, RouteEvent::PeerMigrated(peer));
@@ -819,7 +823,7 @@ impl Core {
         }
     }
 
-    /// Returns the size of all buffers of direct routes.
+    /// Returns the total size of the buffers of all direct routes in bytes.
     #[cfg(test)]
     pub(super) fn direct_buffer_bytes(&self) -> usize {
         self.direct_routes

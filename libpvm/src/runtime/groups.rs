@@ -15,8 +15,8 @@ enum GroupWaitEvent {
 
 impl Runtime {
     /// Sends a request to the group service and waits for the reply, which may depend on other
-    /// members. `on_messages` is called whenever messages arrive during the wait; it must remove
-    /// all messages from the inbox. With `None` the messages stay in the inbox.
+    /// members. `on_messages` is called whenever messages arrive during the wait; `on_messages`
+    /// must remove all messages from the inbox. With `None` the messages stay in the inbox.
     pub fn group_request_and_wait(
         &self,
         request: GroupRequest,

@@ -6,10 +6,10 @@
 //!
 //! In a migration the I/O thread performs these steps:
 //!
-//! 1. After the daemon's quiesce request, it closes the socket when all frames are written.
-//! 2. It polls for the token file, which names the socket of the next daemon. The file may appear
-//!    at any of several paths, which a [`Redirect`] can replace.
-//! 3. It connects to the next daemon and resumes the links.
+//! 1. After the daemon's quiesce request, the thread closes the socket when all frames are written.
+//! 2. The thread polls for the token file, which names the socket of the next daemon. The file may
+//!    appear at any of several paths, which a [`Redirect`] can replace.
+//! 3. The thread connects to the next daemon and resumes the links.
 
 use super::connect::{AcceptedConnection, connect_and_wait_for_welcome};
 use super::core::{ConnectionPhase, QuiesceRequest};
@@ -267,8 +267,7 @@ fn await_token_and_reconnect(
 /// Returns the token in a file. `None` if the file does not exist, is incomplete, or belongs to
 /// another migration.
 fn read_token(path: &Path, quiesce: &QuiesceRequest) -> Option<ResumeToken> {
-    // `access` does not open the file. A process must not have the token file open while it is
-    // dumped.
+    // `access` does not open the file. A process must not have the token file open during its dump.
     nix::unistd::access(path, nix::unistd::AccessFlags::R_OK).ok()?;
     if std::fs::metadata(path).ok()?.len() > TOKEN_BYTES_MAX {
         return None;

@@ -1,7 +1,7 @@
 //! Task runtime: the connection to the daemon, the links to other tasks, and the background threads
 //! that serve the connection and the links.
 //!
-//! - The state does no I/O itself. One lock protects the state.
+//! - The runtime's state does no I/O itself. One lock protects the state.
 //! - Application threads read and write the socket without blocking while they hold the lock. A
 //!   thread that must wait sleeps on a futex; at most one thread sleeps on the socket.
 //! - The I/O thread reads and writes while the application computes. When the task migrates, the
@@ -49,8 +49,8 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// Maximum time for which the normal exit of a process waits until the daemon has accepted its
-/// messages.
+/// Maximum time for which the normal exit of a process waits until the daemon has accepted the
+/// messages of the process.
 const EXIT_FLUSH_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Maximum time for which `send` waits for the full socket of a direct route. A message that was
@@ -73,12 +73,13 @@ pub fn enroll(on_daemon_exit: OnDaemonExit) -> Result<Runtime, EnrollError> {
         on_daemon_exit,
         ..EnrollOptions::from_env()?
     };
-    let claim = matches!(options.claim, Claim::Spawned { .. }).then(connect::claim_spawn_token);
-    if claim == Some(false) {
+    let has_claimed_token =
+        matches!(options.claim, Claim::Spawned { .. }).then(connect::claim_spawn_token);
+    if has_claimed_token == Some(false) {
         options.claim = Claim::NotSpawned;
     }
     let connect_result = Runtime::connect(options);
-    if connect_result.is_err() && claim == Some(true) {
+    if connect_result.is_err() && has_claimed_token == Some(true) {
         connect::release_spawn_token();
     }
     connect_result
@@ -143,8 +144,8 @@ impl ForkOrExitHook for ExitFlushHook {
     }
 
     fn run_at_exit(&self) {
-        if let Some(shared) = self.0.upgrade() {
-            shared.flush_until(Instant::now() + EXIT_FLUSH_TIMEOUT);
+        if let Some(shared_state) = self.0.upgrade() {
+            shared_state.flush_until(Instant::now() + EXIT_FLUSH_TIMEOUT);
         }
     }
 }
@@ -285,20 +286,20 @@ impl Runtime {
     /// [`INLINE_BODY_BYTES_MAX`](sempa_proto::link::INLINE_BODY_BYTES_MAX) bytes by writing the
     /// message to memory that is shared with the receiver. Returns false if another step, for
     /// example a write to the socket, is necessary. In that case nothing was sent, and the caller
-    /// uses [`Runtime::send`]. With `direct`, the call also returns false while the two tasks have
-    /// not agreed yet whether they use a direct route.
+    /// uses [`Runtime::send`]. With `wants_direct_route`, the call also returns false while the two
+    /// tasks have not agreed yet whether they use a direct route.
     pub fn try_send_inline(
         &self,
         dst: Tid,
         head: [u8; MESSAGE_HEAD_BYTES],
         body: &[u8],
-        direct: bool,
+        wants_direct_route: bool,
     ) -> bool {
         !self.0.shared_state.is_forked_child()
             && self
                 .0
                 .shared_state
-                .try_send_inline(dst, &head, body, direct)
+                .try_send_inline(dst, &head, body, wants_direct_route)
     }
 
     /// Sends a message to `message.dst` and sets `src`. The call returns when the message is
@@ -422,9 +423,9 @@ impl Runtime {
         })
     }
 
-    /// Writes the queued frames, and waits while a full socket is the only obstacle to the write. A
-    /// process that is killed after the call has sent its messages. If `peer` is given, the call
-    /// also lets the link to `peer` transmit.
+    /// Writes the queued frames, and waits while a full socket is the only obstacle to the write.
+    /// If the process is killed after the call, the written messages still arrive. If `peer` is
+    /// given, the call also lets the link to `peer` transmit.
     fn wait_until_written(&self, state: &mut StateGuard<'_>, peer: Option<Tid>) -> PvmResult<()> {
         let mut target_total = None;
         let (mut has_read_socket, mut may_wait_for_socket) = (false, true);
@@ -503,8 +504,8 @@ impl Runtime {
     /// under the runtime's lock, so `f` must not call the runtime.
     pub fn check_inbox<R>(&self, f: &mut dyn FnMut(&mut Inbox) -> Option<R>) -> Option<R> {
         let mut state = self.lock()?;
-        if let Some(found) = f(&mut state.core.inbox) {
-            return Some(found);
+        if let Some(value) = f(&mut state.core.inbox) {
+            return Some(value);
         }
         let previous_event_seq = state.core.event_seq();
         state.poll_incoming();
@@ -514,7 +515,8 @@ impl Runtime {
         f(&mut state.core.inbox)
     }
 
-    /// Appends all received messages to `messages`, oldest first. Does nothing in a forked child.
+    /// Reads the frames that have arrived, and appends all received messages to `messages`, oldest
+    /// first. Does nothing in a forked child.
     pub fn drain_inbox_into(&self, messages: &mut VecDeque<Message>) {
         let Some(mut state) = self.lock() else { return };
         state.poll_incoming();
@@ -542,17 +544,18 @@ impl Runtime {
         f: &mut dyn FnMut(&mut Core) -> Option<R>,
     ) -> Result<Option<R>, PvmError> {
         let mut state = self.lock().ok_or(PvmError::SysErr)?;
-        // Converted to the runtime's clock, which stays monotonic when the task migrates.
+        // The deadline is converted to the runtime's clock, which stays monotonic when the task
+        // migrates.
         let wait_end = deadline.map(|deadline| {
-            let remaining = deadline.saturating_duration_since(Instant::now());
-            state.now() + Micros(u64::try_from(remaining.as_micros()).unwrap_or(u64::MAX))
+            let remaining_time = deadline.saturating_duration_since(Instant::now());
+            state.now() + Micros(u64::try_from(remaining_time.as_micros()).unwrap_or(u64::MAX))
         });
         let mut previous_event_seq = None;
         loop {
             if previous_event_seq != Some(state.core.event_seq()) {
                 previous_event_seq = Some(state.core.event_seq());
-                if let Some(found) = f(&mut state.core) {
-                    return Ok(Some(found));
+                if let Some(value) = f(&mut state.core) {
+                    return Ok(Some(value));
                 }
                 state.poll_incoming();
                 continue;
@@ -560,13 +563,13 @@ impl Runtime {
             if state.core.lost_reason().is_some() {
                 return Err(PvmError::SysErr);
             }
-            let remaining =
+            let remaining_time =
                 wait_end.map(|wait_end| Duration::from_micros(wait_end.since(state.now()).0));
-            if remaining.is_some_and(|remaining| remaining.is_zero()) {
+            if remaining_time.is_some_and(|remaining_time| remaining_time.is_zero()) {
                 return Ok(None);
             }
-            if !state.spin_for_event(remaining) {
-                state.wait_for_event(remaining);
+            if !state.spin_for_event(remaining_time) {
+                state.wait_for_event(remaining_time);
             }
         }
     }
@@ -607,8 +610,9 @@ impl Runtime {
         }
     }
 
-    /// Writes all sent messages without regard to flow-control windows, and waits until they are
-    /// written. Returns, for each link, the sequence number up to which the task has sent.
+    /// Writes all sent messages without regard to flow-control windows, and waits until the
+    /// messages are written. Returns, for each link, the sequence number up to which the task has
+    /// sent.
     fn flush_all_for_exit(&self) -> PvmResult<Vec<sempa_proto::task::SendWatermark>> {
         let mut state = self.lock().ok_or(PvmError::SysErr)?;
         loop {

@@ -20,8 +20,8 @@ pub(crate) type FrameDescriptors = Vec<Arc<ProcessOwned<OwnedFd>>>;
 #[derive(Debug, Default)]
 pub(crate) struct Outbox {
     pieces: VecDeque<Bytes>,
-    /// Lists of descriptors. A list must be sent with the piece that begins at its offset. The
-    /// offset counts all bytes ever queued.
+    /// Lists of descriptors. A list must be sent with the piece that begins at the offset of the
+    /// list. The offset counts all bytes ever queued.
     descriptor_lists: VecDeque<(u64, FrameDescriptors)>,
     queued_bytes_total: u64,
     written_bytes_total: u64,
@@ -136,7 +136,8 @@ impl Outbox {
         self.remove_written_bytes(length);
     }
 
-    /// Drops all pieces. The pieces count as written, so that no thread waits for them any longer.
+    /// Drops all pieces. The pieces count as written, so that no thread waits for these pieces any
+    /// longer.
     pub(crate) fn clear(&mut self) {
         self.pieces.clear();
         self.descriptor_lists.clear();
@@ -221,13 +222,13 @@ mod tests {
                 (0, outbox.queued_bytes_total())
             );
             for len in payload_sizes {
-                let decoded = decoder
+                let decoded_frame = decoder
                     .next_frame()
                     .expect("good")
                     .expect("there")
                     .decode_link()
                     .expect("a link frame");
-                assert_eq!(decoded, link_frame(len));
+                assert_eq!(decoded_frame, link_frame(len));
             }
         }
     }

@@ -18,7 +18,8 @@ const FORK_CLOSED_FDS_MAX: usize = 1024;
 /// Marks a free entry of [`FDS_TO_CLOSE_AT_FORK`].
 const NO_FD: i32 = -1;
 
-/// Number of forks between the first process and this process; the child increments it.
+/// Number of forks between the first process and this process. A forked child increments the
+/// number.
 static FORK_GENERATION: AtomicU64 = AtomicU64::new(0);
 static FDS_TO_CLOSE_AT_FORK: [AtomicI32; FORK_CLOSED_FDS_MAX] =
     [const { AtomicI32::new(NO_FD) }; FORK_CLOSED_FDS_MAX];
@@ -46,7 +47,8 @@ pub(crate) fn install_hooks() {
 
 /// Actions before a fork and at the normal end of this process.
 pub(crate) trait ForkOrExitHook: Send {
-    /// True if the hook has nothing more to do. Adding another hook removes such a hook.
+    /// True if the hook has nothing more to do. Obsolete hooks are removed when another hook is
+    /// added.
     fn is_obsolete(&self) -> bool;
     fn prepare_for_fork(&self);
     /// Runs at the normal end of the process.

@@ -78,10 +78,10 @@ mod tests {
         assert_eq!(take_redirect(), None);
         write(&[&3u64.to_ne_bytes()[..], &[0xff; 8]].concat());
         assert_eq!(take_redirect(), None);
-        let oversized = Redirect {
+        let oversized_redirect = Redirect {
             migration: MigrationId(7),
             token_paths: vec!["x".repeat(REDIRECT_BYTES_MAX).into()],
         };
-        assert!(oversized.encode().is_err());
+        assert!(oversized_redirect.encode().is_err());
     }
 }

@@ -15,7 +15,8 @@ use std::collections::VecDeque;
 pub(crate) const OFFER_ANSWER_TIMEOUT: Micros = Micros::from_secs(10);
 /// Maximum number of peers with an agreement or an offer in progress.
 pub(crate) const AGREEMENTS_MAX: usize = 1 << 16;
-/// Maximum number of notifications that a program may request.
+/// Maximum number of a program's requests for notifications of new routes, and of its requests for
+/// notifications of route ends.
 pub(crate) const ROUTE_WATCHES_MAX: usize = 4096;
 
 /// Input of the state machine.
@@ -131,7 +132,7 @@ pub(crate) struct RouteAgreements {
 
 impl RouteAgreements {
     pub(crate) fn new(own_tid: Tid) -> Self {
-        let (peers, watches, watches_of_ends, output_queue) = (
+        let (agreements_by_peer, watches, watches_of_ends, output_queue) = (
             FxHashMap::default(),
             Vec::new(),
             Vec::new(),
@@ -141,7 +142,7 @@ impl RouteAgreements {
             own_tid,
             accepts_offers: true,
             last_offer_id: 0,
-            agreements: peers,
+            agreements: agreements_by_peer,
             new_route_watches: watches,
             route_end_watches: watches_of_ends,
             outputs: output_queue,
@@ -247,19 +248,21 @@ impl RouteAgreements {
                 id,
                 same_host,
             } => match self.agreements.get(&peer) {
-                Some(Agreement::Offered { id: open_offer, .. })
-                    if *open_offer == id && same_host =>
-                {
+                Some(Agreement::Offered {
+                    id: open_offer_id, ..
+                }) if *open_offer_id == id && same_host => {
                     self.outputs.push_back(RouteOutput::WithdrawOffer { id });
                     self.establish(peer);
                 }
-                Some(Agreement::Offered { id: open_offer, .. }) if *open_offer == id => {
+                Some(Agreement::Offered {
+                    id: open_offer_id, ..
+                }) if *open_offer_id == id => {
                     self.outputs.push_back(RouteOutput::ExpectConnection { id });
                 }
                 _ => {}
             },
             RouteEvent::OfferRefused { peer, id } => {
-                if matches!(self.agreements.get(&peer), Some(Agreement::Offered { id: open_offer, .. }) if *open_offer == id)
+                if matches!(self.agreements.get(&peer), Some(Agreement::Offered { id: open_offer_id, .. }) if *open_offer_id == id)
                 {
                     self.cancel_attempt(peer);
                     self.agreements.insert(peer, Agreement::Refused);
@@ -286,7 +289,7 @@ impl RouteAgreements {
             }
             RouteEvent::CloseAll => self.close_all(),
             RouteEvent::TimerExpired => {
-                let expired = |(peer, agreement): (&Tid, &Agreement)| match agreement {
+                let expired_peers = |(peer, agreement): (&Tid, &Agreement)| match agreement {
                     Agreement::Offered {
                         deadline: answer_deadline,
                         ..
@@ -296,8 +299,9 @@ impl RouteAgreements {
                     } if *answer_deadline <= now => Some(*peer),
                     _ => None,
                 };
-                let expired: Vec<Tid> = self.agreements.iter().filter_map(expired).collect();
-                expired
+                let expired_peers: Vec<Tid> =
+                    self.agreements.iter().filter_map(expired_peers).collect();
+                expired_peers
                     .into_iter()
                     .for_each(|peer| self.handle_failure(peer));
             }
@@ -462,25 +466,25 @@ mod tests {
             }]
         );
         assert!(!a.is_settled(B));
-        let offer_received = RouteEvent::OfferReceived {
+        let offer_event = RouteEvent::OfferReceived {
             peer: A,
             id: OFFER_ID,
             same_host: false,
         };
         assert_eq!(
-            handle_and_drain(&mut b, offer_received),
+            handle_and_drain(&mut b, offer_event),
             [RouteOutput::Dial {
                 peer: A,
                 id: OFFER_ID
             }]
         );
-        let offer_accepted = RouteEvent::OfferAccepted {
+        let acceptance_event = RouteEvent::OfferAccepted {
             peer: B,
             id: OFFER_ID,
             same_host: false,
         };
         assert_eq!(
-            handle_and_drain(&mut a, offer_accepted),
+            handle_and_drain(&mut a, acceptance_event),
             [RouteOutput::ExpectConnection { id: OFFER_ID }]
         );
         assert_eq!(
@@ -508,13 +512,13 @@ mod tests {
     #[test]
     fn acceptance_suffices_on_same_host() {
         let mut b = RouteAgreements::new(B);
-        let offer_received = RouteEvent::OfferReceived {
+        let offer_event = RouteEvent::OfferReceived {
             peer: A,
             id: OFFER_ID,
             same_host: true,
         };
         assert_eq!(
-            handle_and_drain(&mut b, offer_received),
+            handle_and_drain(&mut b, offer_event),
             [RouteOutput::Accept {
                 peer: A,
                 id: OFFER_ID
@@ -523,13 +527,13 @@ mod tests {
         assert!(b.is_settled(A));
         let mut a = RouteAgreements::new(A);
         handle_and_drain(&mut a, RouteEvent::RouteRequested(B));
-        let offer_accepted = RouteEvent::OfferAccepted {
+        let acceptance_event = RouteEvent::OfferAccepted {
             peer: B,
             id: OFFER_ID,
             same_host: true,
         };
         assert_eq!(
-            handle_and_drain(&mut a, offer_accepted),
+            handle_and_drain(&mut a, acceptance_event),
             [RouteOutput::WithdrawOffer { id: OFFER_ID }]
         );
         assert!(a.is_settled(B));
@@ -569,13 +573,13 @@ mod tests {
         assert_eq!(handle_and_drain(&mut a, RouteEvent::RouteRequested(B)), []);
         assert_eq!(handle_and_drain(&mut a, RouteEvent::PeerMigrated(B)), []);
         assert!(a.is_settled(B));
-        let offer_received = RouteEvent::OfferReceived {
+        let offer_event = RouteEvent::OfferReceived {
             peer: B,
             id: OfferId(3),
             same_host: false,
         };
         assert_eq!(
-            handle_and_drain(&mut a, offer_received),
+            handle_and_drain(&mut a, offer_event),
             [RouteOutput::Dial {
                 peer: B,
                 id: OfferId(3)
@@ -588,13 +592,13 @@ mod tests {
     fn unwilling_program_refuses_offers() {
         let mut b = RouteAgreements::new(B);
         b.accepts_offers = false;
-        let offer_received = RouteEvent::OfferReceived {
+        let offer_event = RouteEvent::OfferReceived {
             peer: A,
             id: OFFER_ID,
             same_host: true,
         };
         assert_eq!(
-            handle_and_drain(&mut b, offer_received),
+            handle_and_drain(&mut b, offer_event),
             [RouteOutput::Refuse {
                 peer: A,
                 id: OFFER_ID
@@ -627,13 +631,13 @@ mod tests {
             ),
             []
         );
-        let offer_received = RouteEvent::OfferReceived {
+        let offer_event = RouteEvent::OfferReceived {
             peer: A,
             id: OFFER_ID,
             same_host: false,
         };
         assert_eq!(
-            handle_and_drain(&mut b, offer_received),
+            handle_and_drain(&mut b, offer_event),
             [
                 RouteOutput::WithdrawOffer { id: OFFER_ID },
                 RouteOutput::Dial {
@@ -671,7 +675,7 @@ mod tests {
         assert_eq!(handle_and_drain(&mut a, RouteEvent::Connected(B)), []);
     }
 
-    /// The end of a route is notified once, and a later message sends a new offer.
+    /// The program is notified once of the end of a route, and a later message sends a new offer.
     #[test]
     fn route_end_is_notified_once() {
         let (mut a, _) = connected_pair();
@@ -703,7 +707,7 @@ mod tests {
     fn offer_from_connected_peer_replaces_route() {
         let (_, mut b) = connected_pair();
         b.watch_route_end(A, 7, 5).expect("room");
-        let offer_received = RouteEvent::OfferReceived {
+        let offer_event = RouteEvent::OfferReceived {
             peer: A,
             id: OfferId(2),
             same_host: false,
@@ -716,7 +720,7 @@ mod tests {
                 id: OfferId(2),
             },
         ];
-        assert_eq!(handle_and_drain(&mut b, offer_received), expected_outputs);
+        assert_eq!(handle_and_drain(&mut b, offer_event), expected_outputs);
     }
 
     /// A program receives as many notifications of new routes as it has requested. The number of

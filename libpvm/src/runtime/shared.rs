@@ -29,7 +29,8 @@ use std::time::{Duration, Instant};
 
 /// Interval at which an exiting process checks whether its daemon has confirmed the exit notice.
 const EXIT_NOTICE_POLL_INTERVAL: Duration = Duration::from_millis(10);
-/// Minimum buffer space that is provided for one read of the daemon's socket.
+/// Number of bytes of buffer space that are reserved for reads of the daemon's socket. More space
+/// is reserved when less than a quarter of this number is free.
 const READ_BUFFER_BYTES: usize = 128 << 10;
 /// Maximum number of bytes read from the socket before the lock is released, so that other threads
 /// get the lock.
@@ -50,7 +51,7 @@ const SOCKET_WAIT_MIN: Duration = Duration::from_millis(10);
 /// forking thread itself, further up the call stack.
 const FORK_LOCK_TIMEOUT: Duration = Duration::from_secs(1);
 /// Maximum sleep on a futex with a deadline. The limit bounds a sleep that began before a
-/// migration, because its end was computed from the clock of the previous host.
+/// migration, because the end of that sleep was computed from the clock of the previous host.
 const DEADLINE_SLEEP_MAX: Duration = Duration::from_secs(1);
 /// Maximum sleep without a deadline. The limit is high because each wake-up disturbs a CPU that may
 /// be idle.
@@ -61,8 +62,8 @@ const IDLE_SLEEP_MAX: Duration = Duration::from_secs(30);
 pub(crate) enum IoThreadSleep {
     /// The thread is awake and checks all conditions before it sleeps.
     Awake,
-    /// The thread sleeps until the socket is readable, until the time `wake_at`, or until one of
-    /// the conditions below holds whose field is true.
+    /// The thread sleeps until the socket is readable or until the time `wake_at`. Each field below
+    /// that is true adds a condition that wakes the thread.
     Sleeping {
         /// True if the thread wakes when the socket is writable.
         wakes_if_writable: bool,
@@ -98,7 +99,7 @@ pub(crate) struct LockedState {
     socket_may_have_data: bool,
     /// Number of threads that wait until bytes have been written to the socket.
     write_waiter_count: usize,
-    /// True if the descriptor for programs that wait on descriptors is readable.
+    /// True if the ready descriptor ([`SharedState::ready_fd`]) is readable.
     is_ready_fd_readable: bool,
     /// Timer that wakes the I/O thread when deferred wake-ups are due; created on first use.
     pub(crate) wake_delay_timer: Option<Arc<WakeDelayTimer>>,
@@ -122,15 +123,15 @@ pub(crate) struct SharedState {
     /// Epoll sets that watch the daemon's socket.
     pub(crate) socket_waiters: Arc<SocketWaiters>,
     io_thread_event: ProcessOwned<EventFd>,
-    /// Readable while a message can be received, for programs that wait on descriptors themselves;
-    /// created on first use.
+    /// Descriptor for programs that wait on descriptors themselves. Readable while a message can be
+    /// received, and after the connection is lost; created on first use.
     ready_event: OnceLock<ProcessOwned<EventFd>>,
     fork_generation: u64,
     stop_requested: AtomicBool,
 }
 
-/// Guard of the lock. On release it wakes the waiting threads and the I/O thread if something has
-/// changed for them.
+/// Guard of the lock. On release the guard wakes the waiting threads and the I/O thread if
+/// something has changed for these threads.
 pub(crate) struct StateGuard<'a> {
     shared_state: &'a SharedState,
     state: Option<MutexGuard<'a, LockedState>>,
@@ -207,7 +208,7 @@ impl<'a> StateGuard<'a> {
             wakes_event_waiters: has_new_event,
             wakes_socket_waiter: is_socket_waiter_due,
             wakes_write_waiters: has_written,
-            wakes_io_thread: io_thread,
+            wakes_io_thread: must_wake_io_thread,
         } = wake_set;
         peer_wakes.wake_all();
         if is_socket_waiter_due {
@@ -220,7 +221,7 @@ impl<'a> StateGuard<'a> {
         if has_written {
             shared_state.write_condvar.notify_all();
         }
-        if io_thread {
+        if must_wake_io_thread {
             shared_state.wake_io_thread();
         }
     }
@@ -322,7 +323,8 @@ impl<'a> StateGuard<'a> {
         self.spin_budget = SpinBudget::without_spinning();
     }
 
-    /// Releases the lock for the threads that are blocked on it, and acquires it again.
+    /// Releases the lock for the threads that are blocked on the lock, and then acquires the lock
+    /// again.
     fn yield_lock(&mut self) {
         self.release_and_wake();
         std::thread::yield_now();
@@ -373,7 +375,7 @@ impl<'a> StateGuard<'a> {
         {
             return self.wait_at_socket(sleep_duration(timeout));
         }
-        let doorbell_state = self.shared_state.doorbell.get().prepare_sleep();
+        let sleep_word_value = self.shared_state.doorbell.get().prepare_sleep();
         let (now, previous_event_seq) = (self.now(), self.core.event_seq());
         self.core.poll_rings_before_sleep(now);
         // While this thread sleeps, the I/O thread watches the direct routes.
@@ -390,7 +392,7 @@ impl<'a> StateGuard<'a> {
         StateGuard::wake_threads(self.shared_state, wake_set, peer_wakes);
         futex::wait(
             self.shared_state.doorbell.get().sleep_word(),
-            doorbell_state,
+            sleep_word_value,
             Some(sleep_duration(timeout)),
         );
         self.relock();
@@ -483,8 +485,9 @@ impl LockedState {
         self.event_waiter_count > 0
     }
 
-    /// True if the I/O thread sleeps and a pending change matches none of its wake conditions, or
-    /// the socket may contain more data.
+    /// True if the I/O thread sleeps and must handle a change that would not wake it: the end or
+    /// quiescing of the connection, output, an earlier timer, a direct route, a missing drainer
+    /// thread, or more data in the socket.
     fn must_wake_io_thread(&self) -> bool {
         let IoThreadSleep::Sleeping {
             wakes_if_writable: watches_writable,
@@ -525,10 +528,10 @@ impl LockedState {
     }
 
     /// Defers wake-ups of peers that would occupy this thread's CPU while they read a long message.
-    /// The peers are woken when this task waits, or after [`WakeDelayTimer`] expires.
+    /// The peers are woken when this task waits, or when the [`WakeDelayTimer`] expires.
     pub(crate) fn defer_wakes(&mut self) {
-        // The I/O thread must be asleep, because it wakes the peers if the application keeps
-        // computing.
+        // The I/O thread must be asleep, because the I/O thread wakes the peers if the application
+        // keeps computing.
         if !matches!(self.io_thread_sleep, IoThreadSleep::Sleeping { .. })
             || !self.core.shm_routes.defer_wakes()
         {
@@ -679,7 +682,7 @@ impl LockedState {
     pub(crate) fn handle_frames(&mut self) {
         let now = self.now();
         loop {
-            let handled = match self.decoder.next_frame() {
+            let frame_result = match self.decoder.next_frame() {
                 Ok(Some(frame)) => {
                     self.core
                         .handle_frame(now, frame, &mut self.unhandled_descriptors)
@@ -690,7 +693,7 @@ impl LockedState {
                 Ok(None) => return,
                 Err(e) => Err(e.into()),
             };
-            if let Err(error) = handled {
+            if let Err(error) = frame_result {
                 return self.mark_connection_lost(&format!(
                     "the daemon sent a frame that cannot be decoded: {error}"
                 ));
@@ -705,7 +708,7 @@ impl LockedState {
         self.unhandled_descriptors.clear();
     }
 
-    /// Closes the socket and stops watching it.
+    /// Stops watching the socket and closes the socket.
     pub(crate) fn detach_socket(&mut self, socket_waiters: &SocketWaiters) {
         if let Some(socket) = self.socket.take() {
             socket_waiters.remove_socket(socket.get());
@@ -742,7 +745,7 @@ impl SharedState {
         let AcceptedConnection {
             socket,
             decoder,
-            unhandled_fds: passed,
+            unhandled_fds: received_fds,
             welcome,
         } = connection;
         let own_doorbell = Arc::new(ProcessOwned::new(OwnDoorbell::new()?));
@@ -767,7 +770,7 @@ impl SharedState {
             wake_delay_timer: None,
         };
         let waiters = Arc::new(SocketWaiters::new()?);
-        state.attach_socket(socket, decoder, passed, &waiters)?;
+        state.attach_socket(socket, decoder, received_fds, &waiters)?;
         Ok(Self {
             own_tid: welcome.tid,
             connection_alive: alive_flag,
@@ -794,9 +797,9 @@ impl SharedState {
         self.connection_alive.load(Ordering::Acquire)
     }
 
-    /// As [`Core::try_send_inline`]; also returns false if another thread holds the lock. An inline
-    /// send changes no condition for which a [`StateGuard`] would wake threads, except conditions
-    /// of the I/O thread's sleep.
+    /// Sends a small message like [`Core::try_send_inline`]. Returns false if nothing was sent,
+    /// also because another thread holds the lock. An inline send changes no condition for which a
+    /// [`StateGuard`] would wake threads, except conditions of the I/O thread's sleep.
     pub(crate) fn try_send_inline(
         &self,
         peer: Tid,
@@ -870,7 +873,9 @@ impl SharedState {
         let _ = self.io_thread_event.get().write(1);
     }
 
-    /// Returns a descriptor that is readable while a message can be received.
+    /// Returns a descriptor that is readable while a message can be received, and after the
+    /// connection is lost. The first call creates the descriptor. From then on, every notification
+    /// of the doorbell requests the drainer thread if no thread sleeps on the doorbell.
     pub(crate) fn ready_fd(&self) -> io::Result<RawFd> {
         if self.ready_event.get().is_none() {
             let new_event =
@@ -891,7 +896,7 @@ impl SharedState {
             .as_raw_fd())
     }
 
-    /// Returns the ready descriptor; `None` if the program has not requested it.
+    /// Returns the ready descriptor; `None` if the program has not requested the descriptor.
     #[cfg(test)]
     pub(crate) fn ready_event(&self) -> Option<&EventFd> {
         self.ready_event.get().map(ProcessOwned::get)
@@ -918,7 +923,7 @@ impl SharedState {
         self.stop_requested.load(Ordering::Acquire)
     }
 
-    /// Requests that the background threads end, and wakes them.
+    /// Requests that the background threads end, and wakes these threads.
     pub(crate) fn request_stop(&self) {
         self.stop_requested.store(true, Ordering::Release);
         self.wake_io_thread();
@@ -938,23 +943,24 @@ impl SharedState {
     }
 
     /// Sends all queued messages to the daemon before the process exits, and waits for the write
-    /// until the deadline at the latest.
+    /// until the deadline at the latest. If necessary, first notifies the daemon of the exit
+    /// ([`Core::begin_exit`]).
     pub(crate) fn flush_until(&self, deadline: Instant) {
         let Some(mut state) = self.lock_until(deadline) else {
             return;
         };
         let must_notify = state.core.begin_exit();
-        let mut exit_notice = must_notify
+        let mut exit_notice_id = must_notify
             .then(|| state.core.send_request(Request::AnnounceExit).ok())
             .flatten();
         loop {
             let now = state.now();
-            exit_notice = exit_notice.filter(|id| state.core.take_reply(*id).is_none());
-            if exit_notice.is_some() {
+            exit_notice_id = exit_notice_id.filter(|id| state.core.take_reply(*id).is_none());
+            if exit_notice_id.is_some() {
                 state.write_outbox();
-                let remaining = deadline.saturating_duration_since(Instant::now());
-                if !remaining.is_zero() {
-                    state.wait_until_written(Some(remaining.min(EXIT_NOTICE_POLL_INTERVAL)));
+                let remaining_time = deadline.saturating_duration_since(Instant::now());
+                if !remaining_time.is_zero() {
+                    state.wait_until_written(Some(remaining_time.min(EXIT_NOTICE_POLL_INTERVAL)));
                     continue;
                 }
             }
@@ -963,12 +969,14 @@ impl SharedState {
             let core = &state.core;
             let is_flushed =
                 core.is_connected() && core.outbox.is_empty() && core.has_transmitted_all();
-            let remaining = deadline.saturating_duration_since(Instant::now());
-            if is_flushed || matches!(core.phase(), ConnectionPhase::Lost(_)) || remaining.is_zero()
+            let remaining_time = deadline.saturating_duration_since(Instant::now());
+            if is_flushed
+                || matches!(core.phase(), ConnectionPhase::Lost(_))
+                || remaining_time.is_zero()
             {
                 return;
             }
-            state.wait_until_written(Some(remaining));
+            state.wait_until_written(Some(remaining_time));
         }
     }
 }

@@ -38,7 +38,7 @@ pub(crate) struct SocketWaiters {
 }
 
 impl SocketWaiters {
-    /// Creates both sets. They watch no socket yet.
+    /// Creates both sets. The sets watch no socket yet.
     pub(crate) fn new() -> io::Result<Self> {
         let new_set = || {
             Ok::<_, io::Error>(ProcessOwned::from_fd(EpollSet(Epoll::new(
@@ -72,7 +72,7 @@ impl SocketWaiters {
     /// Makes both sets stop watching the socket.
     pub(crate) fn remove_socket(&self, socket: &UnixStream) {
         for set in [&self.app_threads_set, &self.io_thread_set] {
-            // Fails if the set does not watch the socket. This error is harmless.
+            // The call fails if the set does not watch the socket. This error is harmless.
             let _ = set.get().0.delete(socket);
         }
     }
@@ -141,7 +141,7 @@ mod tests {
             start.elapsed() < LONG_TIMEOUT,
             "both times somebody woke it"
         );
-        // Both sets report the data until a thread reads it.
+        // Both sets report the data until a thread reads the data.
         assert!(io_thread_is_ready(&waiters));
         own_socket.read_exact(&mut [0]).expect("there");
         assert!(!io_thread_is_ready(&waiters));

@@ -25,7 +25,7 @@ impl WakeDelayTimer {
         Ok(Self(ProcessOwned::from_fd(timer)))
     }
 
-    /// Arms the timer for [`WAKE_DELAY_MAX`]. Returns false if that fails.
+    /// Arms the timer for [`WAKE_DELAY_MAX`]. Returns false if the timer cannot be armed.
     pub(super) fn arm(&self) -> bool {
         self.0
             .get()

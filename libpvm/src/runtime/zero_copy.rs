@@ -3,8 +3,8 @@
 //!
 //! 1. When a ring has its first large message, the sender offers its pool through the daemon. Until
 //!    the pool is accepted, and while the pool is full, messages are copied through the ring.
-//! 2. The sender copies the message into a block of the pool. It writes a record to the ring that
-//!    names the block: a lease.
+//! 2. The sender copies the message into a block of the pool, and writes a record to the ring. The
+//!    record names the block and thereby grants a lease.
 //! 3. The receiver reads the message in the block, and then returns the lease through the ring's
 //!    memory.
 //!
@@ -27,10 +27,10 @@ use sempa_ring::shared_pool::{LEASES_MAX, Lease, LeaseReturner, OwnPool, POOL_BY
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::{Arc, Weak};
 
-/// Minimum size in bytes of a message to one task that is leased. Smaller messages are copied
-/// through the ring, where reader and writer copy at the same time.
+/// Size in bytes from which a message to one task is leased. Smaller messages are copied through
+/// the ring, where reader and writer copy at the same time.
 const LEASED_MESSAGE_BYTES_MIN: usize = RING_BYTES / 2;
-/// Minimum size in bytes of a message to several tasks that is leased.
+/// Size in bytes from which a message to several tasks is leased.
 const MULTICAST_MESSAGE_BYTES_MIN: usize = 32 << 10;
 /// Maximum number of bytes of a pool that may be lost because tasks with a lease have ended or
 /// migrated. Above the maximum a new pool replaces this pool.
@@ -174,7 +174,8 @@ impl Ring {
 
 impl SharedPools {
     /// Copies the message into the pool, unless the pool already contains this message for another
-    /// receiver. `None` if the pool has no space.
+    /// receiver. Returns the block that contains the message; `None` if there is no pool or the
+    /// pool has no space.
     fn copy_into_pool(&mut self, head: &[u8], body: &Bytes) -> Option<Block> {
         let OwnPoolState {
             pool: own_pool,
@@ -204,8 +205,8 @@ impl SharedPools {
 }
 
 impl ShmRoutes {
-    /// Leases the next message of a link to the peer instead of copying it. Returns false if the
-    /// message is too small or must be copied.
+    /// Leases the next message of a link to the peer, so that the message is not copied through the
+    /// ring. Returns false if the message is too small or must be copied.
     pub(super) fn lease_message(&mut self, now: Micros, slot: usize, link: &mut Link) -> bool {
         let Self { slots, pools, .. } = self;
         let Some(RingSlot::Ring(ring)) = slots.get_mut(slot) else {
@@ -289,7 +290,7 @@ impl ShmRoutes {
             .count()
     }
 
-    /// Acquires a lease on a peer's message and never returns it.
+    /// Acquires a lease on a peer's message and never returns the lease.
     #[cfg(test)]
     pub(super) fn leak_lease(&mut self, pool_owner: Tid) {
         let Some(RingSlot::Ring(ring)) = self
@@ -299,8 +300,12 @@ impl ShmRoutes {
             return;
         };
         let leases = &ring.get().leases;
-        if let Some((_, store)) = &leases.peer_pool {
-            std::mem::forget(store.lease(Block { offset: 0, len: 1 }, 0, &leases.lease_returner));
+        if let Some((_, mapped_pool)) = &leases.peer_pool {
+            std::mem::forget(mapped_pool.lease(
+                Block { offset: 0, len: 1 },
+                0,
+                &leases.lease_returner,
+            ));
         }
     }
 
@@ -309,7 +314,7 @@ impl ShmRoutes {
         self.pools.own_pool.as_ref().map(|own_pool| own_pool.id)
     }
 
-    /// Returns the number of blocks of the pool that are in use.
+    /// Returns the number of blocks of this task's pool that are in use.
     #[cfg(test)]
     pub(super) fn used_pool_block_count(&self) -> usize {
         self.pools
@@ -319,7 +324,8 @@ impl ShmRoutes {
     }
 
     /// Ends all leases of a ring that has ended. The blocks leased to the peer are lost, and leases
-    /// from the peer need not be returned.
+    /// from the peer need not be returned. Drops this task's pool if more than
+    /// [`LOST_POOL_BYTES_MAX`] bytes of the pool are lost.
     pub(super) fn end_leases(&mut self, ring: &mut Ring) {
         ring.free_returned_blocks(self.pools.own_pool.as_mut());
         ring.leases.lease_returner.detach();
@@ -405,7 +411,8 @@ impl Core {
         send_result
     }
 
-    /// Ends [`Core::send_to_many`] by dropping this function's own reference to the block.
+    /// Ends [`Core::send_to_many`]: removes the user that kept the copy of the message in the pool
+    /// during the call.
     fn end_multicast(&mut self) {
         let pools = &mut self.shm_routes.pools;
         pools.is_multicast_in_progress = false;
@@ -452,7 +459,7 @@ impl Core {
         if ring
             .leases
             .offered_pool_and_acceptance
-            .is_some_and(|(offered, _)| offered == id)
+            .is_some_and(|(offered_id, _)| offered_id == id)
         {
             return;
         }
@@ -505,10 +512,10 @@ impl Core {
                 self.send_route_message(sender, RouteMsg::PoolAccept { id }, Vec::new());
             }
             RouteMsg::PoolAccept { id } => {
-                if let Some((offered, accepted)) = &mut leases.offered_pool_and_acceptance
-                    && *offered == id
+                if let Some((offered_id, is_accepted)) = &mut leases.offered_pool_and_acceptance
+                    && *offered_id == id
                 {
-                    *accepted = true;
+                    *is_accepted = true;
                 }
             }
             _ => {}
@@ -541,7 +548,7 @@ impl Core {
             .filter_map(|(_, peer_pool)| peer_pool.upgrade())
             .filter(|peer_pool| peer_pool.has_leases())
         {
-            // Ignored, as in [`ShmRoutes::copy_leased_messages`].
+            // An error is ignored, as in [`ShmRoutes::copy_leased_messages`].
             let _ = peer_pool.make_private_copy();
         }
     }

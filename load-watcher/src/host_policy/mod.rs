@@ -91,27 +91,27 @@ pub fn user_policy_file(home: &Path) -> PathBuf {
     home.join(".config/sempa/owner.toml")
 }
 
-/// Returns the path of an administrator's file or directory: the path `requested_path` from the
-/// environment if it is accepted, or `default_path` with a sentence that gives the reason.
+/// Checks the path of an administrator's file or directory that the environment requests. Returns
+/// `requested_path` if the path is accepted. Otherwise returns `default_path` and a sentence with
+/// the reason.
 ///
 /// Root may name any path. All other users may only name a path that belongs to root and that no
 /// other user can change; otherwise the user of a virtual machine could disable the administrator's
-/// settings. `requester_uid` is the user who named the path.
+/// settings. `requester_uid` is the uid of the user who named the path.
 pub fn trusted_path(
     requested_path: PathBuf,
     default_path: &Path,
     requester_uid: Uid,
 ) -> (PathBuf, Option<String>) {
-    let belongs_to_root = |path: &Path| {
+    let is_trusted = |path: &Path| {
         let metadata = path.symlink_metadata();
         // In a directory with the sticky bit, users cannot change the files of other users.
         let is_protected =
-            |mode: u32, is_folder: bool| mode & 0o022 == 0 || (is_folder && mode & 0o1000 != 0);
+            |mode: u32, is_dir: bool| mode & 0o022 == 0 || (is_dir && mode & 0o1000 != 0);
         metadata
             .is_ok_and(|a| !a.is_symlink() && a.uid() == 0 && is_protected(a.mode(), a.is_dir()))
     };
-    if requested_path == default_path || requester_uid.is_root() || belongs_to_root(&requested_path)
-    {
+    if requested_path == default_path || requester_uid.is_root() || is_trusted(&requested_path) {
         return (requested_path, None);
     }
     let (requested_path, default_text) = (requested_path.display(), default_path.display());
@@ -126,7 +126,7 @@ pub fn trusted_path(
 fn is_at_machine(login: &Login) -> bool {
     let is_display = |text: &str| {
         text.strip_prefix(':')
-            .is_some_and(|rest| rest.starts_with(|c: char| c.is_ascii_digit()))
+            .is_some_and(|display_number| display_number.starts_with(|c: char| c.is_ascii_digit()))
     };
     login.origin.is_empty() || login.origin == login.terminal || is_display(&login.origin)
 }
@@ -136,11 +136,11 @@ pub fn user_name(uid: u32) -> String {
     User::from_uid(Uid::from_raw(uid))
         .ok()
         .flatten()
-        .map_or_else(|| uid.to_string(), |user| user.name)
+        .map_or_else(|| uid.to_string(), |account| account.name)
 }
 
-/// Error of a blocked user who has no account on this host. Only this entry has no effect: after an
-/// account is removed, all other blocked users must stay blocked.
+/// Error of a blocked user who has no account on this host. Only the entry of this user has no
+/// effect: after an account is removed, all other blocked users must stay blocked.
 #[derive(Debug, Error)]
 #[error("{place}: blocked user {name:?}: {cause}; the entry has no effect")]
 struct UnknownUser {
@@ -176,19 +176,20 @@ fn blocked_uid(user: &BlockedUser) -> Result<u32, UnknownUser> {
     })
 }
 
-/// Returns the error `sentence` about a refused file, extended by the consequence for guests.
+/// Returns the error `error_sentence` about a refused file, extended by the consequence for guests.
 /// `had_content` is true if the file had valid content before; `is_in_force` is true if valid
 /// content of the file would be in force.
-fn refusal_report(sentence: &str, had_content: bool, is_in_force: bool) -> String {
+fn refusal_report(error_sentence: &str, had_content: bool, is_in_force: bool) -> String {
     let consequence = match (had_content, is_in_force) {
         (true, _) => "the previous content stays in force",
         (false, true) => "until it is corrected no guest is welcome here",
         (false, false) => "it has no effect here",
     };
-    format!("{sentence}; {consequence}")
+    format!("{error_sentence}; {consequence}")
 }
 
-/// The reason why a policy file was refused. The previous content of the file stays in force.
+/// The reason why a policy file was refused. The previous content of the file stays in force; if
+/// there was none, no guest may run.
 #[derive(Debug, Error)]
 enum LoadPolicyError {
     #[error(transparent)]
@@ -220,10 +221,10 @@ fn load_policy(
 
 impl HostPolicy {
     /// Reads all sources of the policy and merges them.
-    pub fn read_and_merge(policy_paths: PolicyPaths, user: VmUser) -> Self {
+    pub fn read_and_merge(policy_paths: PolicyPaths, vm_user: VmUser) -> Self {
         let mut host_policy = Self {
             paths: policy_paths,
-            vm_user: user,
+            vm_user,
             user_policy: Policy::default(),
             admin_policy: Policy::default(),
             overrides: Vec::new(),
@@ -363,15 +364,16 @@ impl HostPolicy {
         uid == self.vm_user.uid || self.is_owner(uid)
     }
 
-    /// Merges the override and the published policy of a user. For the user of the virtual machine,
-    /// the user's policy file is merged as well.
+    /// Merges the override and the published policy of a user, and also the user's policy file if
+    /// the user is the user of the virtual machine. The override has the highest priority, the file
+    /// the lowest.
     fn merge_user_policies(&self, uid: u32) -> MergedPolicy {
-        let override_policy = self
+        let override_source = self
             .overrides
             .iter()
             .find(|user_override| user_override.uid == uid)
             .map(|user_override| &user_override.owner_override.policy);
-        let override_policy = override_policy.map(|policy| ("pvm owner".to_string(), policy));
+        let override_source = override_source.map(|policy| ("pvm owner".to_string(), policy));
         let published_source = published_policy::policy_file(&self.paths.overrides, uid)
             .display()
             .to_string();
@@ -379,13 +381,13 @@ impl HostPolicy {
             .published_policies
             .get(&uid)
             .map(|policy| (published_source, policy));
-        let user_file = (uid == self.vm_user.uid)
+        let user_file_source = (uid == self.vm_user.uid)
             .then(|| (self.paths.user.display().to_string(), &self.user_policy));
         MergedPolicy::from_priority_list(
-            override_policy
+            override_source
                 .into_iter()
                 .chain(published_source)
-                .chain(user_file),
+                .chain(user_file_source),
         )
     }
 
@@ -398,31 +400,32 @@ impl HostPolicy {
         let said: BTreeSet<u32> = said.chain([self.vm_user.uid]).collect();
         let owners: Vec<u32> = said.into_iter().filter(|uid| self.is_owner(*uid)).collect();
         let owner_policies = owners.iter().map(|uid| self.merge_user_policies(*uid));
-        let owners_merged = owner_policies
+        let owner_policy = owner_policies
             .reduce(MergedPolicy::restrict_by)
             .unwrap_or_default();
-        let admin_merged = MergedPolicy::from_priority_list([(
+        let admin_policy = MergedPolicy::from_priority_list([(
             self.paths.admin.display().to_string(),
             &self.admin_policy,
         )]);
-        let user_defaults = MergedPolicy::from_priority_list([(
+        let default_policy = MergedPolicy::from_priority_list([(
             "the user of the virtual machine".to_string(),
             &self.vm_user.defaults,
         )]);
-        let user = if owners.contains(&self.vm_user.uid) {
+        let user_policy = if owners.contains(&self.vm_user.uid) {
             MergedPolicy::default()
         } else {
             self.merge_user_policies(self.vm_user.uid)
         };
-        self.merged_policy = owners_merged
-            .fill_missing_from(admin_merged)
-            .fill_missing_from(user)
-            .fill_missing_from(user_defaults);
+        self.merged_policy = owner_policy
+            .fill_missing_from(admin_policy)
+            .fill_missing_from(user_policy)
+            .fill_missing_from(default_policy);
         self.look_up_blocked();
-        let files = [("admin", &self.admin_policy), ("own", &self.user_policy)]
+        let empty_sources = [("admin", &self.admin_policy), ("own", &self.user_policy)]
             .into_iter()
             .filter(|(_, said)| said.is_empty());
-        let mut file_errors = files.filter_map(|(source, _)| self.errors.get(source)?.first());
+        let mut file_errors =
+            empty_sources.filter_map(|(source, _)| self.errors.get(source)?.first());
         let mut published_errors = self
             .invalid_published
             .iter()
@@ -434,7 +437,8 @@ impl HostPolicy {
             .cloned();
     }
 
-    /// Determines the uids of the blocked users from their names.
+    /// Determines the uids of the blocked users from their names. Records an error sentence for
+    /// each user without an account, at most [`UNKNOWN_USERS_MAX`] sentences.
     fn look_up_blocked(&mut self) {
         (self.blocked_uids, self.unknown_users) = (Vec::new(), Vec::new());
         for user in self
@@ -464,8 +468,9 @@ impl HostPolicy {
         &self.blocked_uids
     }
 
-    /// Returns the reason why no guest may run: a file in force is malformed and was never valid
-    /// before. The content of the other sources is irrelevant then. `None` if the policy is known.
+    /// Returns the reason why no guest may run: a file whose content would be in force is malformed
+    /// and was never valid before. The content of all other sources is irrelevant then. `None` if
+    /// the policy is known.
     pub fn policy_unknown(&self) -> Option<&str> {
         self.policy_unknown.as_deref()
     }

@@ -45,11 +45,11 @@ fn cores_override(cores: u32, uid: u32, user: &str) -> UserOverride {
     }
 }
 
-fn login(user: &str, line: &str, from: &str) -> Login {
+fn login(user: &str, terminal: &str, origin: &str) -> Login {
     Login {
         user_name: user.into(),
-        terminal: line.into(),
-        origin: from.into(),
+        terminal: terminal.into(),
+        origin: origin.into(),
         at: Micros(1),
     }
 }
@@ -62,12 +62,14 @@ fn cores_and_origin(host_policy: &HostPolicy) -> (Option<u32>, String) {
         .find(|(name, ..)| *name == "cores");
     (
         host_policy.merged_policy().policy.cores,
-        setting.map(|(.., from)| from.clone()).unwrap_or_default(),
+        setting
+            .map(|(.., origin)| origin.clone())
+            .unwrap_or_default(),
     )
 }
 
-/// An owner's override has priority over the owner's published policy, which has priority over the
-/// administrator's file, which has priority over the user's file and defaults.
+/// The sources have these priorities, highest first: the override of an owner, the owner's
+/// published policy, the administrator's file, the user's file, the user's defaults.
 #[test]
 fn policy_sources_are_merged_by_priority() {
     let dir = tempfile::tempdir().expect("a folder");
@@ -90,10 +92,10 @@ fn policy_sources_are_merged_by_priority() {
         Policy::parse_without_owners("x", "cores = 2\nthen = \"kill\"").expect("good"),
     );
     host_policy.merge_sources();
-    let file = published_policy::policy_file(&dir.path().join("words"), OLGA_UID);
+    let policy_path = published_policy::policy_file(&dir.path().join("words"), OLGA_UID);
     assert_eq!(
         cores_and_origin(&host_policy),
-        (Some(2), file.display().to_string())
+        (Some(2), policy_path.display().to_string())
     );
     host_policy.overrides = vec![cores_override(1, OLGA_UID, "olga")];
     host_policy.merge_sources();
@@ -202,10 +204,10 @@ fn root_is_always_an_owner() {
 #[test]
 fn malformed_file_keeps_previous_policy() {
     let dir = tempfile::tempdir().expect("a folder");
-    let put = |text: &str| write_file(dir.path(), "own", text);
-    put("cores = 2\n");
+    let write_own_file = |text: &str| write_file(dir.path(), "own", text);
+    write_own_file("cores = 2\n");
     let mut host_policy = read_policy(dir.path(), "");
-    put("cores = 3\nnever = 5\n");
+    write_own_file("cores = 3\nnever = 5\n");
     let error = host_policy.read_user_policy().expect("wrong");
     assert!(
         error.contains("own, line 2: ") && error.ends_with("the previous content stays in force"),
@@ -218,7 +220,7 @@ fn malformed_file_keeps_previous_policy() {
         ),
         (Some(2), vec![error])
     );
-    put("cores = 4\n");
+    write_own_file("cores = 4\n");
     assert_eq!(host_policy.read_user_policy(), None);
     assert_eq!(
         (
@@ -227,7 +229,7 @@ fn malformed_file_keeps_previous_policy() {
         ),
         (Some(4), 0)
     );
-    put("owners = [\"me\"]\n");
+    write_own_file("owners = [\"me\"]\n");
     assert!(
         host_policy
             .read_user_policy()
@@ -253,10 +255,10 @@ fn malformed_published_policy_keeps_previous_one() {
     };
     publish(Some("leave_after = 30\n"));
     assert_eq!(host_policy.read_overrides(), Vec::<String>::new());
-    let nice = |host_policy: &HostPolicy| host_policy.merged_policy().policy.nice;
+    let nice_level = |host_policy: &HostPolicy| host_policy.merged_policy().policy.nice;
     publish(Some("nice = 4\n"));
     assert_eq!(
-        (host_policy.read_overrides(), nice(&host_policy)),
+        (host_policy.read_overrides(), nice_level(&host_policy)),
         (Vec::new(), Some(4))
     );
     publish(Some("nice = 5\n\nnice = 6\n"));
@@ -266,14 +268,14 @@ fn malformed_published_policy_keeps_previous_one() {
         "{errors:?}"
     );
     assert_eq!(
-        (host_policy.errors(), nice(&host_policy)),
+        (host_policy.errors(), nice_level(&host_policy)),
         (errors, Some(4))
     );
     publish(None);
     assert_eq!(
         (
             host_policy.read_overrides(),
-            nice(&host_policy),
+            nice_level(&host_policy),
             host_policy.errors()
         ),
         (Vec::new(), None, Vec::new())
@@ -283,26 +285,27 @@ fn malformed_published_policy_keeps_previous_one() {
 /// End of the report about a malformed file that was never valid before.
 const CLOSED_HOST_SUFFIX: &str = "; until it is corrected no guest is welcome here";
 
-/// The file "admin" or "own" closes the host to guests until it is corrected or removed.
+/// If the file "admin" or "own" is malformed and was never valid before, it closes the host to
+/// guests until the file is corrected or removed.
 #[test]
 fn file_never_valid_closes_host_until_fixed() {
     let dir = tempfile::tempdir().expect("a folder");
-    for file in ["admin", "own"] {
+    for file_name in ["admin", "own"] {
         let read_file = |host_policy: &mut HostPolicy| {
-            if file == "admin" {
+            if file_name == "admin" {
                 host_policy.read_admin_policy()
             } else {
                 host_policy.read_user_policy()
             }
         };
-        write_file(dir.path(), file, "never = [\"always\"]\ncorse = 2\n");
+        write_file(dir.path(), file_name, "never = [\"always\"]\ncorse = 2\n");
         let mut host_policy = read_policy(dir.path(), "");
         let reason = host_policy
             .policy_unknown()
             .expect("nobody knows what it forbids")
             .to_string();
         assert!(
-            reason.contains(&format!("{file}, line 2: unknown field `corse`"))
+            reason.contains(&format!("{file_name}, line 2: unknown field `corse`"))
                 && reason.ends_with(CLOSED_HOST_SUFFIX),
             "{reason}"
         );
@@ -312,13 +315,13 @@ fn file_never_valid_closes_host_until_fixed() {
             (Some(reason.clone()), Some(reason.as_str())),
             "it is still wrong"
         );
-        write_file(dir.path(), file, "cores = 2\n");
+        write_file(dir.path(), file_name, "cores = 2\n");
         assert_eq!(
             (read_file(&mut host_policy), host_policy.policy_unknown()),
             (None, None)
         );
         // In the following cases the file has valid content before each error.
-        write_file(dir.path(), file, "corse = 3\n");
+        write_file(dir.path(), file_name, "corse = 3\n");
         assert!(
             read_file(&mut host_policy)
                 .is_some_and(|message| message.ends_with("the previous content stays in force"))
@@ -330,16 +333,16 @@ fn file_never_valid_closes_host_until_fixed() {
             ),
             (None, Some(2))
         );
-        fs::remove_file(dir.path().join(file)).expect("the test's own file");
+        fs::remove_file(dir.path().join(file_name)).expect("the test's own file");
         assert_eq!(read_file(&mut host_policy), None);
-        write_file(dir.path(), file, "corse = 3\n");
+        write_file(dir.path(), file_name, "corse = 3\n");
         assert!(
             read_file(&mut host_policy)
                 .is_some_and(|message| message.ends_with(CLOSED_HOST_SUFFIX)),
             "what it said was taken back"
         );
         assert!(host_policy.policy_unknown().is_some());
-        fs::remove_file(dir.path().join(file)).expect("the test's own file");
+        fs::remove_file(dir.path().join(file_name)).expect("the test's own file");
         assert_eq!(
             (read_file(&mut host_policy), host_policy.policy_unknown()),
             (None, None)
@@ -361,7 +364,8 @@ fn unreadable_file_closes_host() {
     );
 }
 
-/// The published policy closes the host to guests until it is corrected or withdrawn.
+/// If a published policy is malformed and was never valid before, it closes the host to guests
+/// until the policy is corrected or withdrawn.
 #[test]
 fn published_policy_never_valid_closes_host() {
     let dir = tempfile::tempdir().expect("a folder");
@@ -412,7 +416,8 @@ fn published_policy_never_valid_closes_host() {
     );
 }
 
-/// A malformed published policy closes the host to guests only if its user is an owner.
+/// A malformed published policy of a user other than the user of the virtual machine closes the
+/// host to guests only if this user is an owner.
 #[test]
 fn malformed_policy_of_non_owner_is_ignored() {
     let dir = tempfile::tempdir().expect("a folder");
@@ -449,10 +454,10 @@ fn blocked_users_are_given_by_name_or_uid() {
 
 /// Returns the expected report about a blocked user without an account on this host.
 fn unknown_user_report(dir: &Path, file_and_line: &str, name: &str) -> String {
-    let file_and_line_path = dir.join(file_and_line);
-    let file_and_line_path = file_and_line_path.display();
+    let place = dir.join(file_and_line);
+    let place = place.display();
     format!(
-        "{file_and_line_path}: blocked user {name:?}: no account of this host has this name; the entry has no effect"
+        "{place}: blocked user {name:?}: no account of this host has this name; the entry has no effect"
     )
 }
 
@@ -461,14 +466,14 @@ fn unknown_user_report(dir: &Path, file_and_line: &str, name: &str) -> String {
 #[test]
 fn unknown_blocked_user_is_reported_with_line() {
     let dir = tempfile::tempdir().expect("a folder");
-    let users = |names: &str| {
+    let block_users = |names: &str| {
         write_file(
             dir.path(),
             "admin",
             &format!("nice = 3\n[blocked]\nusers = [{names}]\n"),
         )
     };
-    users("\"root\",\n\"nobody-has-this-name\",\n99999999999,\n12345");
+    block_users("\"root\",\n\"nobody-has-this-name\",\n99999999999,\n12345");
     let mut host_policy = read_policy(dir.path(), "");
     assert_eq!(
         (
@@ -491,7 +496,7 @@ fn unknown_blocked_user_is_reported_with_line() {
         (host_policy.read_admin_policy(), host_policy.blocked_uids()),
         (None, &[0, 12345][..])
     );
-    users("\"root\"");
+    block_users("\"root\"");
     assert_eq!(
         (
             host_policy.read_admin_policy(),
@@ -530,8 +535,8 @@ fn only_effective_unknown_users_are_reported() {
     );
 }
 
-/// The number of reports about blocked users without an account, and the length of their names, are
-/// limited.
+/// The number of reports about blocked users without an account is limited, and so is the length of
+/// the names in the reports.
 #[test]
 fn unknown_user_reports_are_limited() {
     let dir = tempfile::tempdir().expect("a folder");
@@ -594,10 +599,10 @@ fn only_named_owners_count() {
 fn admin_path_must_belong_to_root() {
     let dir = tempfile::tempdir().expect("a folder");
     write_file(dir.path(), "admin", "");
-    let (foreign_path, default_path) = (dir.path().join("admin"), Path::new(ADMIN_FILE));
+    let (non_root_path, default_path) = (dir.path().join("admin"), Path::new(ADMIN_FILE));
     assert_eq!(
-        trusted_path(foreign_path.clone(), default_path, Uid::from_raw(0)),
-        (foreign_path.clone(), None)
+        trusted_path(non_root_path.clone(), default_path, Uid::from_raw(0)),
+        (non_root_path.clone(), None)
     );
     // Paths that belong to root and that no other user can change are accepted from all users.
     for root_path in [
@@ -614,10 +619,10 @@ fn admin_path_must_belong_to_root() {
             (root_path.to_path_buf(), None)
         );
     }
-    fs::set_permissions(&foreign_path, PermissionsExt::from_mode(0o666))
+    fs::set_permissions(&non_root_path, PermissionsExt::from_mode(0o666))
         .expect("the test's own file");
     for refused_path in [
-        foreign_path,
+        non_root_path,
         PathBuf::from("/dev/null"),
         dir.path().join("none"),
     ] {

@@ -2,16 +2,17 @@
 //! with a confidence and a reason. Pure.
 //!
 //! Each source of signs is available, or unavailable with a reason. An unavailable source is no
-//! evidence for or against the presence of an owner. [`OwnerDetector::derive_verdict`] checks the
-//! signs in this order; the first that applies determines the verdict:
+//! evidence for or against the presence of an owner. An override "away" hides the logins of its
+//! user; if its user is an owner of the whole machine, it hides all logins.
+//! [`OwnerDetector::derive_verdict`] checks the signs in this order; the first that applies
+//! determines the verdict:
 //!
 //! 1. an owner's override "here": present;
-//! 2. a login with recent input, or a login whose input no source can observe: present (an override
-//!    "away" hides the user's own logins, or all logins if its user is an owner of the whole
-//!    machine);
-//! 3. an override "away", if it hides all logins: absent;
-//! 4. recent input of keyboard or mouse without a login: present;
-//! 5. a login without recent input: possibly present;
+//! 2. a visible login with recent input, or a visible login whose input no source can observe:
+//!    present;
+//! 3. an override "away", if no login is visible: absent;
+//! 4. recent input of keyboard or mouse, if no login is visible: present;
+//! 5. a visible login without recent input: possibly present;
 //! 6. high external load: possibly present;
 //! 7. otherwise absent.
 
@@ -48,7 +49,7 @@ pub enum LoginRecords {
 #[derive(Clone, Debug, PartialEq)]
 pub enum Evidence<T> {
     Known(T),
-    /// The source is unavailable; contains the reason.
+    /// The source is unavailable; contains the reason as text.
     Unavailable(String),
 }
 
@@ -69,7 +70,7 @@ pub struct UserOverride {
     pub owner_override: OwnerOverride,
 }
 
-/// All signs of the owner's presence at one moment. Times are times of day.
+/// All signs of the owner's presence at one moment. Each time is a time of day.
 #[derive(Clone, Debug)]
 pub struct OwnerSigns<'a> {
     /// Path of the file with the login records.
@@ -77,8 +78,8 @@ pub struct OwnerSigns<'a> {
     pub login_records: &'a LoginRecords,
     /// Sessions that systemd-logind knows.
     pub sessions: &'a Evidence<Vec<Session>>,
-    /// The reason why logind cannot be queried over D-Bus; the sessions then come from logind's
-    /// files. `None` if the sessions come from logind itself.
+    /// The reason why logind cannot be queried over D-Bus; `sessions` was then read from logind's
+    /// files. `None` if logind has answered.
     pub logind_error: Option<&'a str>,
     /// Time of the last input at the terminal of each login, by terminal line. A terminal that
     /// cannot be examined is missing.
@@ -94,7 +95,7 @@ pub struct OwnerSigns<'a> {
     pub idle_after: Micros,
 }
 
-/// The owner verdict with its explanation.
+/// The owner verdict with its confidence, its reason and the state of its sources.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct OwnerAssessment {
     pub verdict: OwnerVerdict,
@@ -117,7 +118,8 @@ pub struct OwnerDetector {
     last_logout_at: Option<Micros>,
     /// True if the external load was high and has not been low since.
     load_is_high: bool,
-    /// Terminal line and login time of each login at the last assessment; `None` before the first.
+    /// Terminal line and login time of each login at the last assessment; `None` before the first
+    /// assessment.
     previous_visits: Option<BTreeSet<(String, Micros)>>,
     /// Overrides that were ended by a login or logout: uid and time of each declaration.
     ended_overrides: BTreeSet<(u32, Micros)>,
@@ -136,13 +138,13 @@ pub fn format_utc_time(time_of_day: Micros) -> String {
 
 /// Describes a login as a phrase, for example "alice is logged in on pts/3 from h9".
 fn login_phrase(login: &Login) -> String {
-    let from = if login.origin.is_empty() {
+    let origin_suffix = if login.origin.is_empty() {
         String::new()
     } else {
         format!(" from {}", login.origin)
     };
     format!(
-        "{} is logged in on {}{from}",
+        "{} is logged in on {}{origin_suffix}",
         login.user_name, login.terminal
     )
 }
@@ -169,22 +171,24 @@ pub fn available_logins(records: &LoginRecords, sessions: &Evidence<Vec<Session>
 }
 
 impl OwnerSigns<'_> {
-    /// Returns the time of the last input of a login; `None` if no source can observe it. Input at
-    /// a screen does not pass through the terminal of its session.
+    /// Returns the time of the last input of the user of a login, or the time of the login if it is
+    /// later; `None` if no source can observe the input. Input at a screen does not pass through
+    /// the terminal of its session.
     fn last_input(&self, now: Micros, login: &Login) -> Option<Micros> {
         let Login {
             terminal: terminal_line,
-            origin: login_origin,
+            origin,
             ..
         } = login;
         // In the login record of a screen, the field `origin` contains the display or the terminal.
-        let is_screen_login = terminal_line.starts_with(':')
-            || login_origin.starts_with(':')
-            || login_origin == terminal_line;
-        let key_input = match self.input_activity {
-            Evidence::Known(key_input) if login_origin.is_empty() || is_screen_login => {
-                Some(key_input.last_used.unwrap_or(key_input.watched_since))
-            }
+        let is_screen_login =
+            terminal_line.starts_with(':') || origin.starts_with(':') || origin == terminal_line;
+        let input_device_use = match self.input_activity {
+            Evidence::Known(input_device_use) if origin.is_empty() || is_screen_login => Some(
+                input_device_use
+                    .last_used
+                    .unwrap_or(input_device_use.watched_since),
+            ),
             _ => None,
         };
         let belongs_to_login = |s: &&Session| {
@@ -216,7 +220,7 @@ impl OwnerSigns<'_> {
         };
         let newest_input = terminal_input
             .into_iter()
-            .chain(key_input)
+            .chain(input_device_use)
             .chain(desktop_input)
             .max()?;
         Some(newest_input.max(login.at))
@@ -236,7 +240,7 @@ impl OwnerSigns<'_> {
         if let Some(error) = self.logind_error {
             return format!("not available: {error}");
         }
-        let describe = |s: &Session| match s.screen_use {
+        let describe_screen = |s: &Session| match s.screen_use {
             ScreenUse::Unknown => format!("{} is not reported", s.login.terminal),
             ScreenUse::InUse => format!("{} in use", s.login.terminal),
             ScreenUse::IdleSince(at) => format!(
@@ -245,7 +249,7 @@ impl OwnerSigns<'_> {
                 now.since(at).0 / 1_000_000
             ),
         };
-        let descriptions: Vec<String> = self.screen_sessions().map(describe).collect();
+        let descriptions: Vec<String> = self.screen_sessions().map(describe_screen).collect();
         if descriptions.is_empty() {
             "no session has a screen".into()
         } else {
@@ -311,11 +315,8 @@ impl OwnerSigns<'_> {
                     last_used: Some(at),
                     ..
                 }) => format!("last used {}", format_utc_time(*at)),
-                Evidence::Known(InputActivity {
-                    watched_since: start,
-                    ..
-                }) => {
-                    format!("not used since {}", format_utc_time(*start))
+                Evidence::Known(InputActivity { watched_since, .. }) => {
+                    format!("not used since {}", format_utc_time(*watched_since))
                 }
                 Evidence::Unavailable(reason) => format!("not available: {reason}"),
             },
@@ -354,11 +355,9 @@ impl OwnerSigns<'_> {
     }
 
     fn describe_overrides(&self) -> String {
-        let describe = |user_override: &UserOverride| {
+        let describe_override = |user_override: &UserOverride| {
             let DeclaredPresence {
-                state,
-                expires_at: until,
-                ..
+                state, expires_at, ..
             } = user_override.owner_override.presence?;
             let declared_state = if state == Presence::Here {
                 "here"
@@ -368,10 +367,14 @@ impl OwnerSigns<'_> {
             Some(format!(
                 "{} declared {declared_state:?}, until {}",
                 user_override.user,
-                format_utc_time(until)
+                format_utc_time(expires_at)
             ))
         };
-        let descriptions: Vec<String> = self.overrides.iter().filter_map(describe).collect();
+        let descriptions: Vec<String> = self
+            .overrides
+            .iter()
+            .filter_map(describe_override)
+            .collect();
         if descriptions.is_empty() {
             "none".into()
         } else {
@@ -399,11 +402,12 @@ enum Finding {
 }
 
 impl OwnerDetector {
-    /// Returns the verdict at the time of day `now`.
+    /// Returns the verdict at the time of day `now`, with its confidence, its reason and a
+    /// description of each source. Records the ended overrides and the times for the next verdict.
     pub fn derive_verdict(&mut self, now: Micros, signs: &OwnerSigns<'_>) -> OwnerAssessment {
         let logins = available_logins(signs.login_records, signs.sessions);
         self.record_ended_overrides(now, signs, &logins);
-        let is_valid = |s: &&UserOverride| {
+        let override_is_valid = |s: &&UserOverride| {
             let presence = s.owner_override.presence.as_ref();
             let has_ended = |presence: &DeclaredPresence| {
                 self.ended_overrides
@@ -414,7 +418,8 @@ impl OwnerDetector {
                     now < presence.expires_at && !(presence.ends_with_visit && has_ended(presence))
                 })
         };
-        let valid_overrides: Vec<&UserOverride> = signs.overrides.iter().filter(is_valid).collect();
+        let valid_overrides: Vec<&UserOverride> =
+            signs.overrides.iter().filter(override_is_valid).collect();
         let finding = self.derive_finding(now, signs, &logins, &valid_overrides);
         let (owner_verdict, confidence, verdict_reason) = self.apply_finding(now, finding);
         let sources = signs.describe_sources(now, &logins);
@@ -491,12 +496,15 @@ impl OwnerDetector {
             return finding;
         }
         if let (Some(away_override), true) = (away_overrides.first(), visible_logins.is_empty()) {
-            let until = away_override
+            let expiry_text = away_override
                 .owner_override
                 .presence
                 .map(|presence| format_utc_time(presence.expires_at))
                 .unwrap_or_default();
-            let reason = format!("{} declared \"away\", until {until}", away_override.user);
+            let reason = format!(
+                "{} declared \"away\", until {expiry_text}",
+                away_override.user
+            );
             return Finding::Absent {
                 confidence: 100,
                 reason,
@@ -632,43 +640,43 @@ fn declared_here_finding(valid_overrides: &[&UserOverride]) -> Option<Finding> {
     let (
         user,
         DeclaredPresence {
-            declared_at: at,
-            expires_at: until,
+            declared_at,
+            expires_at,
             ..
         },
     ) = valid_overrides.iter().find_map(here_declaration)?;
     let reason = format!(
         "{user} declared \"here\" at {}, until {}",
-        format_utc_time(at),
-        format_utc_time(until)
+        format_utc_time(declared_at),
+        format_utc_time(expires_at)
     );
     Some(Finding::Present {
-        since: Some(at),
+        since: Some(declared_at),
         confidence: 100,
         reason,
     })
 }
 
 /// Returns the finding "present" if one of the logins has recent input, or if no source can observe
-/// its input.
+/// the input of one of the logins.
 fn active_login_finding(now: Micros, signs: &OwnerSigns<'_>, logins: &[&Login]) -> Option<Finding> {
     let idle_time = |login: &Login| signs.last_input(now, login).map(|at| now.since(at));
-    let is_active =
+    let login_is_active =
         |login: &&&Login| idle_time(login).is_none_or(|duration| duration < signs.idle_after);
-    let first_active = logins.iter().find(is_active)?;
-    let confidence = match idle_time(first_active) {
+    let first_active_login = logins.iter().find(login_is_active)?;
+    let confidence = match idle_time(first_active_login) {
         None => 90,
         Some(duration) if duration < Micros::from_secs(60) => 99,
         Some(_) => 95,
     };
     let reason = format!(
         "{} since {}{}",
-        login_phrase(first_active),
-        format_utc_time(first_active.at),
+        login_phrase(first_active_login),
+        format_utc_time(first_active_login.at),
         other_logins_suffix(logins.len() - 1)
     );
     Some(Finding::Present {
-        since: Some(first_active.at),
+        since: Some(first_active_login.at),
         confidence,
         reason,
     })

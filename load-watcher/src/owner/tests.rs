@@ -6,12 +6,12 @@ use proptest::prelude::*;
 
 const IDLE_AFTER: Micros = Micros::from_secs(15 * 60);
 
-fn login(user: &str, line: &str, at: u64) -> Login {
+fn login(user: &str, terminal: &str, login_at_s: u64) -> Login {
     Login {
         user_name: user.into(),
-        terminal: line.into(),
+        terminal: terminal.into(),
         origin: "h9".into(),
-        at: Micros::from_secs(at),
+        at: Micros::from_secs(login_at_s),
     }
 }
 
@@ -31,20 +31,20 @@ struct SignsFixture {
 
 impl SignsFixture {
     fn with_logins(logins: Vec<Login>) -> Self {
-        let not_read = || "not read".to_string();
+        let not_read_reason = || "not read".to_string();
         Self {
             login_records: LoginRecords::Logins(logins),
-            sessions: Evidence::Unavailable(not_read()),
-            logind_error: Some(not_read()),
+            sessions: Evidence::Unavailable(not_read_reason()),
+            logind_error: Some(not_read_reason()),
             terminal_input: BTreeMap::new(),
-            input_activity: Evidence::Unavailable(not_read()),
-            external_load: Evidence::Unavailable(not_read()),
+            input_activity: Evidence::Unavailable(not_read_reason()),
+            external_load: Evidence::Unavailable(not_read_reason()),
             overrides: Vec::new(),
             owners: None,
         }
     }
 
-    fn verdict_with(&self, detector: &mut OwnerDetector, seconds: u64) -> OwnerAssessment {
+    fn verdict_with(&self, detector: &mut OwnerDetector, now_s: u64) -> OwnerAssessment {
         let signs = OwnerSigns {
             records_path: Path::new("/x/utmp"),
             login_records: &self.login_records,
@@ -57,19 +57,25 @@ impl SignsFixture {
             owners: self.owners.as_deref(),
             idle_after: IDLE_AFTER,
         };
-        detector.derive_verdict(Micros::from_secs(seconds), &signs)
+        detector.derive_verdict(Micros::from_secs(now_s), &signs)
     }
 
-    fn verdict_at(&self, seconds: u64) -> OwnerAssessment {
-        self.verdict_with(&mut OwnerDetector::default(), seconds)
+    fn verdict_at(&self, now_s: u64) -> OwnerAssessment {
+        self.verdict_with(&mut OwnerDetector::default(), now_s)
     }
 }
 
-fn presence_override(uid: u32, user: &str, state: Presence, at: u64, until: u64) -> UserOverride {
+fn presence_override(
+    uid: u32,
+    user: &str,
+    state: Presence,
+    declared_at_s: u64,
+    expires_at_s: u64,
+) -> UserOverride {
     let presence = DeclaredPresence {
         state,
-        declared_at: Micros::from_secs(at),
-        expires_at: Micros::from_secs(until),
+        declared_at: Micros::from_secs(declared_at_s),
+        expires_at: Micros::from_secs(expires_at_s),
         ends_with_visit: true,
     };
     UserOverride {
@@ -82,7 +88,8 @@ fn presence_override(uid: u32, user: &str, state: Presence, at: u64, until: u64)
     }
 }
 
-/// The verdict contains the start of a visit while the visit lasts, and its end afterwards.
+/// The verdict contains the start of a visit while the visit lasts, and the end of the last visit
+/// afterwards.
 #[test]
 fn verdict_keeps_start_and_end_of_visit() {
     let mut detector = OwnerDetector::default();
@@ -99,17 +106,17 @@ fn verdict_keeps_start_and_end_of_visit() {
     );
     let alice = login("alice", "pts/3", 100_000);
     let (first_verdict, reason) = verdict_at(100_001, vec![alice.clone()]);
-    let present = OwnerVerdict::Present {
+    let expected_verdict = OwnerVerdict::Present {
         since: Micros::from_secs(100_000),
         detected_at: Micros::from_secs(100_001),
     };
-    assert_eq!(first_verdict, present);
+    assert_eq!(first_verdict, expected_verdict);
     assert_eq!(
         reason,
         "alice is logged in on pts/3 from h9 since 03:46:40 UTC"
     );
     let (second_verdict, reason) = verdict_at(100_050, vec![alice, login("bob", "pts/4", 100_049)]);
-    assert_eq!(second_verdict, present);
+    assert_eq!(second_verdict, expected_verdict);
     assert!(reason.ends_with(", and 1 more"));
     assert_eq!(
         verdict_at(100_060, Vec::new()).0,
@@ -125,8 +132,8 @@ fn verdict_keeps_start_and_end_of_visit() {
     );
 }
 
-/// Without login records the owner counts as absent, and the reason mentions the missing records;
-/// with sessions the confidence is higher.
+/// Without login records the owner counts as absent, and the reason mentions the missing records.
+/// If sessions are known, the confidence is higher.
 #[test]
 fn missing_login_records_mean_absent_with_reason() {
     let assessment = SignsFixture {
@@ -164,10 +171,10 @@ fn missing_login_records_mean_absent_with_reason() {
     );
 }
 
-fn screen_session(user: &str, at: u64) -> Session {
+fn screen_session(user: &str, login_at_s: u64) -> Session {
     let login = Login {
         origin: String::new(),
-        ..login(user, "tty2", at)
+        ..login(user, "tty2", login_at_s)
     };
     Session {
         login,
@@ -202,9 +209,9 @@ fn screen_logins_ignore_terminal_input() {
         OwnerVerdict::Uncertain { .. }
     ));
     // A display manager records a login at a screen in one of these forms.
-    for (line, from) in [("tty2", "tty2"), (":0", ":0"), ("tty2", ":0")] {
+    for (line, origin) in [("tty2", "tty2"), (":0", ":0"), ("tty2", ":0")] {
         let mut fixture = SignsFixture::with_logins(vec![Login {
-            origin: from.into(),
+            origin: origin.into(),
             ..login("olga", line, 50)
         }]);
         fixture
@@ -215,7 +222,7 @@ fn screen_logins_ignore_terminal_input() {
                 fixture.verdict_at(90_000).verdict,
                 OwnerVerdict::Present { .. }
             ),
-            "{line} {from}"
+            "{line} {origin}"
         );
         fixture.input_activity = Evidence::Known(InputActivity {
             watched_since: Micros::from_secs(60),
@@ -226,7 +233,7 @@ fn screen_logins_ignore_terminal_input() {
                 fixture.verdict_at(91_000).verdict,
                 OwnerVerdict::Uncertain { .. }
             ),
-            "{line} {from}"
+            "{line} {origin}"
         );
     }
 }
@@ -273,7 +280,7 @@ fn idle_desktop_reports_start_of_idle_time() {
         matches!(active_assessment.verdict, OwnerVerdict::Present { .. }),
         "{active_assessment:?}"
     );
-    // The login record contains the display as its origin. Record and session describe the same
+    // The origin in the login record is the display. The record and the session describe the same
     // login.
     let record = Login {
         origin: ":0".into(),
@@ -289,8 +296,8 @@ fn idle_desktop_reports_start_of_idle_time() {
     ));
 }
 
-/// A screen that is reported as in use counts as input, unless observed keyboard interrupts
-/// contradict.
+/// A screen that is reported as in use counts as input. Observed keyboard input has priority: if
+/// the last key was pressed long ago, the owner is only possibly present.
 #[test]
 fn observed_keys_override_screen_in_use() {
     let mut fixture = signs_with_desktop(ScreenUse::InUse);
@@ -371,13 +378,10 @@ fn idle_login_is_maybe_until_first_key() {
         .terminal_input
         .insert("pts/3".into(), Micros::from_secs(30_000));
     let active_assessment = fixture.verdict_with(&mut detector, 30_001);
-    let (since, detected) = (Micros::from_secs(1000), Micros::from_secs(30_001));
+    let (since, detected_at) = (Micros::from_secs(1000), Micros::from_secs(30_001));
     assert_eq!(
         active_assessment.verdict,
-        OwnerVerdict::Present {
-            since,
-            detected_at: detected
-        }
+        OwnerVerdict::Present { since, detected_at }
     );
     assert_eq!(active_assessment.confidence, 99);
 }
@@ -459,7 +463,7 @@ fn external_load_is_maybe_until_low_again() {
     );
 }
 
-/// An owner's override has priority over all other signs until it expires.
+/// Until it expires, an owner's override has priority over the logins.
 #[test]
 fn override_beats_all_signs_until_it_expires() {
     let mut fixture = SignsFixture::with_logins(vec![login("olga", "pts/3", 1000)]);
@@ -500,7 +504,7 @@ fn override_beats_all_signs_until_it_expires() {
     ));
 }
 
-/// An override that was set with a duration outlasts logins and logouts.
+/// An override ends with a login or logout, unless it was set with a duration.
 #[test]
 fn override_ends_with_login_or_logout() {
     let mut fixture = SignsFixture::with_logins(vec![login("olga", "pts/3", 1000)]);
@@ -593,11 +597,16 @@ fn every_source_is_described() {
             "owner's override"
         ]
     );
-    assert!(assessment.sources.iter().all(|(_, says)| !says.is_empty()));
+    assert!(
+        assessment
+            .sources
+            .iter()
+            .all(|(_, description)| !description.is_empty())
+    );
 }
 
-fn presence_rank(owner: &OwnerVerdict) -> u8 {
-    match owner {
+fn presence_rank(verdict: &OwnerVerdict) -> u8 {
+    match verdict {
         OwnerVerdict::Absent { .. } => 0,
         OwnerVerdict::Uncertain { .. } => 1,
         OwnerVerdict::Present { .. } => 2,
@@ -628,7 +637,7 @@ fn any_signs() -> impl Strategy<Value = SignsFixture> {
             (0_u64..30_000).prop_map(|at| ScreenUse::IdleSince(Micros::from_secs(at)))
         ],
     ));
-    let any_parts = (
+    let fixture_parts = (
         visits,
         any_key_input,
         prop::option::of(0.0_f32..4.0),
@@ -636,21 +645,22 @@ fn any_signs() -> impl Strategy<Value = SignsFixture> {
         0_u8..3,
         any_session,
     );
-    any_parts.prop_map(
-        |(visits, any_key_input, external_processors, any_override, kind, any_session)| {
+    fixture_parts.prop_map(
+        |(visits, any_key_input, external_processors, any_override, record_kind, any_session)| {
             let mut fixture = SignsFixture::with_logins(Vec::new());
             let mut logins = Vec::new();
-            for (user, at, typed, local) in visits {
-                let mut created = login(&format!("u{user}"), &format!("pts/{}", logins.len()), at);
-                if local {
-                    created.origin.clear();
+            for (user, at, input_at_s, is_local) in visits {
+                let mut new_entry =
+                    login(&format!("u{user}"), &format!("pts/{}", logins.len()), at);
+                if is_local {
+                    new_entry.origin.clear();
                 }
                 fixture
                     .terminal_input
-                    .extend(typed.map(|t| (created.terminal.clone(), Micros::from_secs(t))));
-                logins.push(created);
+                    .extend(input_at_s.map(|t| (new_entry.terminal.clone(), Micros::from_secs(t))));
+                logins.push(new_entry);
             }
-            fixture.login_records = match kind {
+            fixture.login_records = match record_kind {
                 0 => LoginRecords::Missing,
                 1 => LoginRecords::Unreadable("no".into()),
                 _ => LoginRecords::Logins(logins),
@@ -661,24 +671,28 @@ fn any_signs() -> impl Strategy<Value = SignsFixture> {
                     ..screen_session("u9", at)
                 }]);
             }
-            if let Some((watched_s, used_at)) = any_key_input {
+            if let Some((watched_since_s, used_at)) = any_key_input {
                 let used_at = used_at.map(Micros::from_secs);
                 fixture.input_activity = Evidence::Known(InputActivity {
-                    watched_since: Micros::from_secs(watched_s),
+                    watched_since: Micros::from_secs(watched_since_s),
                     last_used: used_at,
                 });
             }
             if let Some(cores) = external_processors {
                 fixture.external_load = Evidence::Known(cores);
             }
-            if let Some((here, at, duration_s, visit, uid)) = any_override {
-                let state = if here { Presence::Here } else { Presence::Away };
-                let mut created =
+            if let Some((is_here, at, duration_s, visit, uid)) = any_override {
+                let state = if is_here {
+                    Presence::Here
+                } else {
+                    Presence::Away
+                };
+                let mut new_entry =
                     presence_override(uid, &format!("u{uid}"), state, at, at + duration_s);
-                if let Some(presence) = &mut created.owner_override.presence {
+                if let Some(presence) = &mut new_entry.owner_override.presence {
                     presence.ends_with_visit = visit;
                 }
-                fixture.overrides = vec![created];
+                fixture.overrides = vec![new_entry];
             }
             fixture
         },
@@ -693,7 +707,7 @@ proptest! {
         prop_assert!(assessment.confidence <= 100 && !assessment.reason.is_empty() && assessment.reason.lines().count() == 1);
         let now = Micros::from_secs(now);
         match assessment.verdict {
-            OwnerVerdict::Present { since, detected_at: seen } => prop_assert!(since <= now && seen <= now),
+            OwnerVerdict::Present { since, detected_at } => prop_assert!(since <= now && detected_at <= now),
             OwnerVerdict::Uncertain { since } => prop_assert!(since <= now),
             OwnerVerdict::Absent { since } => prop_assert!(since.is_none()),
         }
@@ -707,8 +721,8 @@ proptest! {
             LoginRecords::Logins(logins) => LoginRecords::Logins(logins),
             _ => LoginRecords::Logins(Vec::new()),
         };
-        // Input of a person at the login screen would be attributed to the added login, so the
-        // keyboard is not observed.
+        // The keyboard is not observed here: input of a person at the login screen would be
+        // attributed to the added login.
         fixture.input_activity = Evidence::Unavailable("not read".into());
         let previous_rank = presence_rank(&fixture.verdict_at(now).verdict);
         if let LoginRecords::Logins(logins) = &mut fixture.login_records {

@@ -13,18 +13,19 @@ use tracing_subscriber::registry::LookupSpan;
 
 /// Environment variable with the filter, in the syntax of `tracing`'s `EnvFilter`.
 pub const FILTER_VARIABLE: &str = "SEMPA_LOG_FILTER";
-/// Level of all targets that the environment variable does not name.
+/// Filter that applies if the environment variable is not set. Also the level of all targets that
+/// the variable does not name.
 pub const DEFAULT_FILTER: &str = "info";
 
 /// Prefixes of the targets of libraries whose events are logged only if the filter names these
-/// targets: some of the libraries emit an event for each packet.
+/// targets. Some of these libraries emit an event for each packet.
 const SILENT_LIBRARIES: [&str; 2] = ["quinn", "zbus"];
 
 /// Reason why a text is not a valid filter.
 #[derive(Debug, Error)]
 pub enum FilterError {
-    /// A part of the text, which is contained, is neither a level nor a directive. No filter is
-    /// created; the filter in use is unchanged.
+    /// The contained part of the text is neither a level nor a directive. No filter is created; the
+    /// filter in use is unchanged.
     #[error("{0:?} is neither a level nor TARGET=LEVEL")]
     NoLevel(String),
     /// A directive is malformed. No filter is created; the filter in use is unchanged.
@@ -49,32 +50,32 @@ impl Filter {
         let value = value.to_string_lossy();
         match Self::parse(&value) {
             Ok(filter) => (filter, None),
-            Err(why) => (
+            Err(filter_error) => (
                 Self::default(),
                 Some(format!(
-                    "{FILTER_VARIABLE}={value:?} is not a filter: {why}; {DEFAULT_FILTER} is used"
+                    "{FILTER_VARIABLE}={value:?} is not a filter: {filter_error}; {DEFAULT_FILTER} is used"
                 )),
             ),
         }
     }
 
-    /// Parses a filter: a level, or directives `JOURNAL_TARGET=LEVEL` that are separated by commas.
+    /// Parses a filter: a level, or directives `TARGET=LEVEL`, separated by commas.
     ///
     /// # Errors
     /// A part of `text` is neither a level nor a directive.
     pub fn parse(text: &str) -> Result<Self, FilterError> {
-        let words = || text.split(',').filter(|word| !word.trim().is_empty());
+        let nonempty_words = || text.split(',').filter(|word| !word.trim().is_empty());
         // `EnvFilter` reads a word without a level as a target and enables all events of that
         // target.
         let lacks_level =
             |word: &&str| !word.contains(['=', '[']) && word.trim().parse::<LevelFilter>().is_err();
-        if let Some(word) = words().find(lacks_level) {
+        if let Some(word) = nonempty_words().find(lacks_level) {
             return Err(FilterError::NoLevel(word.to_string()));
         }
         let mut directives = vec![DEFAULT_FILTER.to_string()];
         directives.extend(SILENT_LIBRARIES.map(|library| format!("{library}=off")));
-        // A later directive replaces an earlier one for the same target.
-        directives.extend(words().map(|word| word.trim().to_string()));
+        // A later directive replaces an earlier directive for the same target.
+        directives.extend(nonempty_words().map(|word| word.trim().to_string()));
         let env_filter = EnvFilter::builder()
             .with_regex(false)
             .parse(directives.join(","))?;
@@ -143,15 +144,16 @@ mod tests {
     use super::*;
     use crate::record::records_of;
 
-    /// Runs `body` and returns the lines of its events that `filter` lets pass.
-    fn logged_lines(filter: &str, body: impl FnOnce()) -> Vec<String> {
-        let records = records_of(Filter::parse(filter).expect("a filter"), body);
+    /// Runs `body` and returns the lines of its events that `filter_text` lets pass.
+    fn logged_lines(filter_text: &str, body: impl FnOnce()) -> Vec<String> {
+        let records = records_of(Filter::parse(filter_text).expect("a filter"), body);
         records.iter().map(crate::Record::line).collect()
     }
 
-    /// Emits a fixed set of events and returns the first word of each line that `filter` lets pass.
-    fn logged_first_words(filter: &str) -> Vec<String> {
-        let lines = logged_lines(filter, || {
+    /// Emits a fixed set of events and returns the first word of each line that `filter_text` lets
+    /// pass.
+    fn logged_first_words(filter_text: &str) -> Vec<String> {
+        let lines = logged_lines(filter_text, || {
             tracing::error!("error");
             let _in_span = tracing::info_span!("migration", id = %"m1").entered();
             tracing::warn!("warn");
@@ -184,8 +186,8 @@ mod tests {
         assert_eq!(logged_first_words("off"), Vec::<String>::new());
     }
 
-    /// A directive can select the span of a migration. Under every filter, the lines contain the
-    /// migration's id.
+    /// A directive can select the events in the span of a migration. Under every filter, the lines
+    /// contain the migration's id.
     #[test]
     fn filter_keeps_the_context_of_migrations() {
         assert_eq!(
@@ -203,10 +205,13 @@ mod tests {
     #[test]
     fn invalid_filter_is_refused() {
         for invalid_filter in ["verbose", "pvmd=loud", "/tmp/log", "info,,x"] {
-            let why = Filter::parse(invalid_filter)
+            let error_text = Filter::parse(invalid_filter)
                 .expect_err("not a filter")
                 .to_string();
-            assert!(!why.is_empty() && !why.contains('\n'), "{why}");
+            assert!(
+                !error_text.is_empty() && !error_text.contains('\n'),
+                "{error_text}"
+            );
         }
         assert_eq!(Filter::default().max_level(), LevelFilter::INFO);
     }

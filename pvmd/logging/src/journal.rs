@@ -2,7 +2,7 @@
 //!
 //! A separate thread sends the records: the journal's socket blocks while journald is slow or
 //! stopped, and the daemon must not wait for journald. The thread has its own subscriber with the
-//! layer of `tracing-journald`, and emits each record again to this subscriber.
+//! layer of `tracing-journald`, and emits each record as a new event to this subscriber.
 
 use crate::queue::{QueuedItems, WriteQueue, WriteThread, spawn_writer};
 use crate::record::Record;
@@ -22,20 +22,22 @@ const FIELD_PREFIX: &str = "SEMPA";
 /// Target of the events that the journal's thread emits.
 const JOURNAL_TARGET: &str = "sempa_journal";
 
-/// Starts the thread that sends to the journal. Each entry has the field `SEMPA_HOST` with the
-/// value `host`; `max_level` is the most verbose level of the records.
+/// Starts the thread that sends records to the journal. Returns the queue of the thread and a
+/// handle of the thread. Each entry of the journal has the field `SEMPA_HOST` with the value
+/// `daemon_tid_text`; `max_level` is the most verbose level of the records.
 ///
 /// # Errors
 /// There is no journal on this host, or the thread cannot be started.
 pub fn connect_journal(
-    host: String,
+    daemon_tid_text: String,
     max_level: LevelFilter,
 ) -> io::Result<(WriteQueue<Record>, WriteThread<Record>)> {
     std::fs::metadata(JOURNAL_SOCKET)?;
     spawn_writer("journal", QUEUED_RECORDS_MAX, move |records| {
-        // `layer` sends an empty entry when it connects, so it may block, too.
+        // `layer` sends an empty entry when it connects, so `layer` may block and is called in this
+        // thread.
         if let Ok(layer) = tracing_journald::layer() {
-            let subscriber = journal_subscriber(layer, &host, max_level);
+            let subscriber = journal_subscriber(layer, &daemon_tid_text, max_level);
             tracing::subscriber::with_default(subscriber, || send_records(&records));
         }
     })
@@ -43,12 +45,12 @@ pub fn connect_journal(
 
 fn journal_subscriber(
     layer: tracing_journald::Layer,
-    host: &str,
+    daemon_tid_text: &str,
     max_level: LevelFilter,
 ) -> impl Subscriber + Send + Sync {
     let layer = layer
         .with_field_prefix(Some(FIELD_PREFIX.into()))
-        .with_custom_fields([(format!("{FIELD_PREFIX}_HOST"), host)])
+        .with_custom_fields([(format!("{FIELD_PREFIX}_HOST"), daemon_tid_text)])
         .with_priority_mappings(PriorityMappings {
             info: Priority::Informational,
             debug: Priority::Debug,
@@ -101,8 +103,8 @@ mod tests {
     use crate::queue::write_queue;
     use crate::record::records_of;
 
-    /// A record that is emitted again has the same level, text and ids, and dropped records are
-    /// reported before it.
+    /// A record that is emitted as a new event has the same level, text and ids. Dropped records
+    /// are reported before this record.
     #[test]
     fn emitted_record_keeps_level_text_and_ids() {
         let record = Record {
@@ -111,10 +113,10 @@ mod tests {
             text: "slow".into(),
             context: [Some("m5".into()), None, Some("t40001".into())],
         };
-        let (queue, queued) = write_queue(1);
+        let (queue, queued_items) = write_queue(1);
         (0..4).for_each(|_| queue.push(record.clone()));
         drop(queue);
-        let records = records_of(Filter::default(), || send_records(&queued));
+        let records = records_of(Filter::default(), || send_records(&queued_items));
         assert_eq!(records[0].text, "3 lines were not written in time");
         assert_eq!(records[1].level, Level::WARN);
         assert_eq!(

@@ -34,8 +34,8 @@ pub fn subscriber(
     tracing_subscriber::registry().with(record::RecordLayer(write).with_filter(filter))
 }
 
-/// Makes `subscriber` receive the events of this process. If `filter_error` is set, logs it as the
-/// first line; it reports an invalid filter.
+/// Makes `subscriber` receive the events of this process. If `filter_error` is `Some`, logs this
+/// text as the first line; the text reports an invalid filter.
 ///
 /// Must be called once, before the first event.
 pub fn install_subscriber(subscriber: impl Subscriber + Send + Sync, filter_error: Option<String>) {
@@ -52,10 +52,10 @@ pub fn install_subscriber(subscriber: impl Subscriber + Send + Sync, filter_erro
 /// first line reports the error.
 pub fn init_stderr(program: &'static str) {
     let (filter, filter_error) = Filter::from_env();
-    let write = move |record: Record| {
+    let write_line = move |record: Record| {
         let line = format!("{program}: {}\n", record.line());
         // One system call writes the whole line. The program continues if standard error is closed.
         let _ = std::io::stderr().write_all(line.as_bytes());
     };
-    install_subscriber(subscriber(filter, write), filter_error);
+    install_subscriber(subscriber(filter, write_line), filter_error);
 }

@@ -1,6 +1,6 @@
 //! Bounded queues to threads that write slowly, for example to a disk or to the journal.
 //!
-//! The sender never waits: if the queue is full, an item is counted and dropped.
+//! The sender never waits: if the queue is full, the item is counted and dropped.
 
 use std::io;
 use std::sync::Arc;
@@ -27,14 +27,15 @@ pub struct QueuedItems<T> {
     dropped_count: Arc<AtomicU64>,
 }
 
-/// The thread that empties a [`WriteQueue`].
+/// The thread that writes the items of a [`WriteQueue`].
 #[derive(Debug)]
 pub struct WriteThread<T> {
     items: SyncSender<Option<T>>,
     thread: JoinHandle<()>,
 }
 
-/// Creates a queue of at most `items_max` items, and a thread `name` that runs `write`.
+/// Creates a queue of at most `items_max` items, and a thread `name` that runs `write` with the
+/// receiving end of the queue.
 ///
 /// # Errors
 /// The thread cannot be started.
@@ -43,12 +44,18 @@ pub fn spawn_writer<T: Send + 'static>(
     items_max: usize,
     write: impl FnOnce(QueuedItems<T>) + Send + 'static,
 ) -> io::Result<(WriteQueue<T>, WriteThread<T>)> {
-    let (queue, queued) = write_queue(items_max);
+    let (queue, queued_items) = write_queue(items_max);
     let thread = std::thread::Builder::new()
         .name(name.into())
-        .spawn(move || write(queued))?;
-    let items = queue.items.clone();
-    Ok((queue, WriteThread { items, thread }))
+        .spawn(move || write(queued_items))?;
+    let end_sender = queue.items.clone();
+    Ok((
+        queue,
+        WriteThread {
+            items: end_sender,
+            thread,
+        },
+    ))
 }
 
 pub(crate) fn write_queue<T>(items_max: usize) -> (WriteQueue<T>, QueuedItems<T>) {
@@ -82,21 +89,21 @@ impl<T> QueuedItems<T> {
         self.items.recv().ok().flatten()
     }
 
-    /// Returns the number of items dropped since the last call, and resets it to 0.
+    /// Returns the number of items dropped since the last call, and resets the number to 0.
     pub fn take_dropped(&self) -> u64 {
         self.dropped_count.swap(0, Ordering::Relaxed)
     }
 }
 
 impl<T> WriteThread<T> {
-    /// Waits until the thread has written all queued items, at most until `deadline`. Items that
-    /// are pushed after this call are dropped.
+    /// Ends the thread after it has written all queued items, and waits for its end, at most until
+    /// `deadline`. Items that are pushed after this call are dropped.
     pub fn join(self, deadline: Instant) {
         // A full queue has no space for the end marker yet.
-        let mut end_queued = self.items.try_send(None).is_ok();
+        let mut end_is_queued = self.items.try_send(None).is_ok();
         while !self.thread.is_finished() && Instant::now() < deadline {
             std::thread::sleep(JOIN_POLL_INTERVAL);
-            end_queued = end_queued || self.items.try_send(None).is_ok();
+            end_is_queued = end_is_queued || self.items.try_send(None).is_ok();
         }
     }
 }
@@ -109,18 +116,23 @@ mod tests {
     /// items are written.
     #[test]
     fn excess_items_are_counted_and_others_written() {
-        let (release, released) = sync_channel::<()>(0);
-        let (report, reported) = sync_channel(8);
+        let (release_sender, release_receiver) = sync_channel::<()>(0);
+        let (report_sender, report_receiver) = sync_channel(8);
         let (queue, thread) = spawn_writer("test", 2, move |items: QueuedItems<u32>| {
-            released.recv().expect("released");
+            release_receiver.recv().expect("released");
             while let Some(item) = items.wait_for_item() {
-                report.send((item, items.take_dropped())).expect("room");
+                report_sender
+                    .send((item, items.take_dropped()))
+                    .expect("room");
             }
         })
         .expect("a thread");
         (1..=5).for_each(|item| queue.push(item));
-        release.send(()).expect("the thread waits");
+        release_sender.send(()).expect("the thread waits");
         thread.join(Instant::now() + Duration::from_secs(60));
-        assert_eq!(reported.into_iter().collect::<Vec<_>>(), [(1, 3), (2, 0)]);
+        assert_eq!(
+            report_receiver.into_iter().collect::<Vec<_>>(),
+            [(1, 3), (2, 0)]
+        );
     }
 }

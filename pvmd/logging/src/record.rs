@@ -8,7 +8,7 @@ use tracing_subscriber::Layer;
 use tracing_subscriber::layer::Context;
 use tracing_subscriber::registry::LookupSpan;
 
-/// Kinds of ids that an event can have, in the order in which a line contains them.
+/// Kinds of ids that an event can have. A line contains the ids in this order.
 pub const CONTEXT_NAMES: [&str; 3] = ["migration", "checkpoint", "job"];
 /// Field with the id in the spans of [`CONTEXT_NAMES`].
 const ID_FIELD: &str = "id";
@@ -20,7 +20,9 @@ pub(crate) fn is_context_span(metadata: &Metadata<'_>) -> bool {
 }
 
 fn context_index(name: &str) -> Option<usize> {
-    CONTEXT_NAMES.iter().position(|known| *known == name)
+    CONTEXT_NAMES
+        .iter()
+        .position(|context_name| *context_name == name)
 }
 
 /// An event to be logged.
@@ -36,8 +38,8 @@ pub struct Record {
 }
 
 impl Record {
-    /// Returns the text. Ids of the context that the text does not contain follow as `text
-    /// (migration m5)`.
+    /// Returns the line of the record: its text, followed by the ids of the context that the text
+    /// does not contain, as in `text (migration m5)`.
     pub fn line(&self) -> String {
         let mut line = self.text.clone();
         let unnamed_ids: Vec<String> = CONTEXT_NAMES
@@ -65,16 +67,17 @@ impl Record {
     }
 }
 
-/// True if the text contains the id as a whole word: a text with `m50` does not name `m5`.
+/// True if `text` contains `id` as a whole word. For example, a text with `m50` does not contain
+/// the id `m5`.
 fn names_id(text: &str, id: &str) -> bool {
-    let is_word = |c: Option<char>| c.is_some_and(char::is_alphanumeric);
+    let is_word_char = |c: Option<char>| c.is_some_and(char::is_alphanumeric);
     text.match_indices(id).any(|(offset, _)| {
         let (text_before, text_after) = (&text[..offset], &text[offset + id.len()..]);
-        !is_word(text_before.chars().next_back()) && !is_word(text_after.chars().next())
+        !is_word_char(text_before.chars().next_back()) && !is_word_char(text_after.chars().next())
     })
 }
 
-/// Id of a span that has one of the [`CONTEXT_NAMES`]; stored in the span's extensions.
+/// Id of a span whose name is in [`CONTEXT_NAMES`]; stored in the span's extensions.
 struct SpanContext {
     name_index: usize,
     id: String,
@@ -146,7 +149,7 @@ where
         let mut fields = EventFields::default();
         event.record(&mut fields);
         // The event's own id has priority over the ids of its spans, and an inner span has priority
-        // over an outer one.
+        // over an outer span.
         for span in context.event_scope(event).into_iter().flatten() {
             if let Some(SpanContext {
                 name_index: index,
@@ -173,9 +176,9 @@ where
 /// Runs `body` and returns the records of its events that the filter lets pass.
 #[cfg(test)]
 pub(crate) fn records_of(filter: crate::Filter, body: impl FnOnce()) -> Vec<Record> {
-    let (sink, records) = std::sync::mpsc::channel();
-    let write = move |record| sink.send(record).expect("the receiver exists");
-    tracing::subscriber::with_default(crate::subscriber(filter, write), body);
+    let (record_sender, records) = std::sync::mpsc::channel();
+    let send_record = move |record| record_sender.send(record).expect("the receiver exists");
+    tracing::subscriber::with_default(crate::subscriber(filter, send_record), body);
     records.try_iter().collect()
 }
 

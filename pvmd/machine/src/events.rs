@@ -85,15 +85,15 @@ pub(super) enum AppendError {
 }
 
 impl EventLog {
-    /// Returns at most `limit` entries, oldest first, beginning with the number `first_number` or
-    /// the oldest entry.
+    /// Returns at most `limit` entries, oldest first. The first entry is the one with the number
+    /// `first_number`, or the oldest entry if the log has dropped that entry.
     pub(super) fn entries_since(&self, first_number: u64, limit: u32) -> Vec<Event> {
         let first_number = first_number.max(self.oldest_number());
         let numbers = first_number
             ..=self
                 .last_number
                 .min(first_number.saturating_add(u64::from(limit.min(EVENTS_PER_REPLY_MAX))) - 1);
-        let decode = |packed| from_bytes(packed).expect("it was packed here");
+        let decode = |entry_bytes| from_bytes(entry_bytes).expect("it was packed here");
         numbers
             .filter_map(|event_number| self.packed_entry(event_number))
             .map(decode)
@@ -102,8 +102,8 @@ impl EventLog {
 
     /// Returns the number of the oldest entry, or of the next entry if the log is empty.
     fn oldest_number(&self) -> u64 {
-        let first_stored = self.blocks.front().map_or(1, |block| block.first_number);
-        first_stored.max((self.last_number + 1).saturating_sub(EVENTS_MAX as u64))
+        let first_stored_number = self.blocks.front().map_or(1, |block| block.first_number);
+        first_stored_number.max((self.last_number + 1).saturating_sub(EVENTS_MAX as u64))
     }
 
     /// Returns an entry in wire format; `None` if the log does not contain it.
@@ -135,34 +135,36 @@ impl EventLog {
         kind: EventKind,
     ) -> Result<(u64, Bytes), AppendError> {
         let event_number = self.last_number + 1;
-        let packed = to_bytes(&Event {
+        let entry_bytes = to_bytes(&Event {
             number: event_number,
             at,
             host,
             kind,
         })
         .map_err(AppendError::Encode)?;
-        if packed.len() > EVENT_BYTES_MAX {
-            return Err(AppendError::TooLong(packed.len()));
+        if entry_bytes.len() > EVENT_BYTES_MAX {
+            return Err(AppendError::TooLong(entry_bytes.len()));
         }
         if self
             .blocks
             .back()
-            .is_none_or(|block| block.bytes.len() + packed.len() > BLOCK_BYTES_MAX)
+            .is_none_or(|block| block.bytes.len() + entry_bytes.len() > BLOCK_BYTES_MAX)
         {
             self.blocks.push_back(EventBlock::new(event_number));
         }
         self.blocks
             .back_mut()
             .expect("there is one")
-            .push_entry(&packed);
-        self.packed_bytes += packed.len();
+            .push_entry(&entry_bytes);
+        self.packed_bytes += entry_bytes.len();
         self.last_number = event_number;
         self.drop_old_blocks();
-        Ok((event_number, packed.into()))
+        Ok((event_number, entry_bytes.into()))
     }
 
-    /// Drops the oldest blocks whose entries all exceed the limits of the log.
+    /// Drops the oldest blocks: those whose entries all exceed the limit on the number of entries,
+    /// and further blocks while the log exceeds [`EVENTS_BYTES_MAX`]. The newest block always
+    /// remains.
     fn drop_old_blocks(&mut self) {
         let oldest_number = self.oldest_number();
         while self.blocks.get(1).is_some_and(|second_block| {
@@ -210,7 +212,9 @@ impl Machine {
         }
     }
 
-    /// Master: appends an entry and sends it to all subscribers.
+    /// Master: appends an entry and sends it to all subscribers. Before that, updates the
+    /// checkpoint state of the jobs that the event concerns, for example after the end of a task or
+    /// a tasker.
     pub(super) fn append_event(&mut self, host: HostId, at: Micros, kind: EventKind) {
         // False if tasks end because their host, or the whole virtual machine, shuts down.
         let is_spontaneous = self.shutdown.is_none() && !self.is_leaving(host);
@@ -249,8 +253,8 @@ impl Machine {
     /// Returns the message by which a subscriber receives an entry; `None` if the log has dropped
     /// the entry or the task is not subscribed.
     pub(super) fn event_for_subscriber(&self, dst: Tid, event_number: u64) -> Option<ToTask> {
-        let packed = self.master.as_ref()?.events.packed_entry(event_number)?;
-        self.subscriber_message(dst, Bytes::copy_from_slice(packed))
+        let entry_bytes = self.master.as_ref()?.events.packed_entry(event_number)?;
+        self.subscriber_message(dst, Bytes::copy_from_slice(entry_bytes))
     }
 
     fn subscriber_message(&self, dst: Tid, body: Bytes) -> Option<ToTask> {

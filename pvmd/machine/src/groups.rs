@@ -162,11 +162,12 @@ impl Groups {
             frozen_size: u32::try_from(group.frozen_size).unwrap_or(u32::MAX),
             members: group.members.iter().map(saved_member).collect(),
         };
-        let has_some = |group: &SavedGroup| group.members.iter().any(|tid| *tid != Tid::NONE);
+        let has_saved_member =
+            |group: &SavedGroup| group.members.iter().any(|tid| *tid != Tid::NONE);
         self.groups
             .iter()
             .map(saved_group)
-            .filter(has_some)
+            .filter(has_saved_member)
             .collect()
     }
 
@@ -188,10 +189,12 @@ impl Groups {
     /// Returns the names of the saved groups that already exist. A restart could not assign the
     /// saved instance numbers in these groups again.
     pub(super) fn existing_names(&self, saved_groups: &[SavedGroup]) -> Vec<String> {
-        let existing = saved_groups
+        let existing_groups = saved_groups
             .iter()
             .filter(|group| self.groups.contains_key(&group.name[..]));
-        existing.map(|group| display_name(&group.name)).collect()
+        existing_groups
+            .map(|group| display_name(&group.name))
+            .collect()
     }
 
     /// Creates saved groups again. A group that already exists is not changed.
@@ -373,8 +376,8 @@ impl Groups {
         }
     }
 
-    /// Removes a member from a group. `end_reason` describes how the member ended; `None` if it
-    /// left the group by request.
+    /// Removes a member from a group. `end_reason` describes how the member ended; `None` if the
+    /// member left the group by request.
     fn remove_from_group(&mut self, tid: Tid, name: &GroupName, end_reason: Option<&str>) {
         let Some(group) = self.groups.get_mut(name) else {
             return;
@@ -400,7 +403,9 @@ impl Groups {
         }
     }
 
-    /// Updates a barrier or a freeze after a member was removed.
+    /// Updates a barrier or a freeze after the member `tid` was removed from the group. The barrier
+    /// or freeze completes if enough members wait, and fails if too few members remain or the
+    /// frozen group is broken.
     fn update_rendezvous(
         &mut self,
         tid: Tid,
@@ -475,7 +480,8 @@ impl Groups {
         Ok(GroupReply::Number(tid.raw()))
     }
 
-    /// Adds a member to a barrier or a freeze, and completes it if enough members wait.
+    /// Adds a member to a barrier or a freeze, and completes the barrier or freeze if enough
+    /// members wait.
     fn enter_rendezvous(
         &mut self,
         kind: RendezvousKind,
@@ -519,25 +525,25 @@ impl Groups {
             }
             _ => {}
         }
-        let all_members = kind == RendezvousKind::Barrier && count == ALL_MEMBERS;
+        let awaits_all_members = kind == RendezvousKind::Barrier && count == ALL_MEMBERS;
         let member_count = group.instances.len();
-        let valid_count = if all_members {
+        let valid_count = if awaits_all_members {
             Some(member_count)
         } else {
             usize::try_from(count).ok().filter(|count| *count > 0)
         };
-        let mismatch = |reason: String| {
+        let mismatch_error = |reason: String| {
             (
                 PvmError::Mismatch,
                 format!("group {}: {reason}", display_name(&name)),
             )
         };
-        let required =
-            valid_count.ok_or_else(|| mismatch(format!("{count} members cannot meet")))?;
+        let required_member_count =
+            valid_count.ok_or_else(|| mismatch_error(format!("{count} members cannot meet")))?;
         let group = self.groups.get_mut(&name).expect("just found");
         let rendezvous = group.rendezvous(kind).get_or_insert(Rendezvous {
-            required_count: required,
-            includes_all_members: all_members,
+            required_count: required_member_count,
+            includes_all_members: awaits_all_members,
             waiting_requests: BTreeMap::new(),
         });
         if rendezvous.waiting_requests.contains_key(&tid) {
@@ -546,11 +552,11 @@ impl Groups {
                 format!("{tid} waits in group {} already", display_name(&name)),
             ));
         }
-        if rendezvous.required_count != required
-            && !(all_members && rendezvous.includes_all_members)
+        if rendezvous.required_count != required_member_count
+            && !(awaits_all_members && rendezvous.includes_all_members)
         {
-            return Err(mismatch(format!(
-                "{} members are waited for, not {required}",
+            return Err(mismatch_error(format!(
+                "{} members are waited for, not {required_member_count}",
                 rendezvous.required_count
             )));
         }
@@ -621,7 +627,7 @@ impl Machine {
         self.send_group_replies();
         if is_join {
             // The exit notice of the task arrives on another channel and may have overtaken this
-            // request.
+            // request. The watch makes the task's host report an exit that has already happened.
             self.call_host_of_task(
                 tid,
                 HostRequest::Watch { tid, watcher: tid },

@@ -57,8 +57,8 @@ const QUIESCE_TIMEOUT: Micros = Micros::from_millis(25);
 /// Time limit for a suspended task to quiesce before it is stopped. The limit is longer than for a
 /// guest, because nobody waits until the task has stopped.
 pub(super) const SUSPEND_QUIESCE_TIMEOUT: Micros = Micros::from_millis(200);
-/// Time limit for a task that was stopped before it had quiesced: it may run for this time to
-/// quiesce for a migration.
+/// Time for which a task that was stopped before it had quiesced may run again, to quiesce for a
+/// migration.
 const RESUME_TO_QUIESCE_TIMEOUT: Micros = Micros::from_millis(200);
 /// Part of [`RESUME_TO_QUIESCE_TIMEOUT`] during which only the library's threads run, so that a
 /// computing program does not delay them.
@@ -150,7 +150,7 @@ impl Task {
 
 impl Machine {
     /// Returns the time at which a task of this host must be stopped even if it has not quiesced;
-    /// `None` if it need not be paused.
+    /// `None` if the task need not be paused.
     fn pause_deadline(&self, task: &Task) -> Option<Micros> {
         let owner_deadline = self
             .owner_control
@@ -206,8 +206,8 @@ impl Machine {
         self.reply(sender, id, Reply::Done);
     }
 
-    /// Puts a directive into force: resumes the guests, or pauses them and sets a timer for their
-    /// eviction.
+    /// Puts a directive into force: resumes the guests, or pauses the guests and sets a timer for
+    /// their eviction.
     pub(super) fn apply_directive(&mut self, sender: Tid, directive: GuestDirective) {
         let is_from_watcher = self
             .tasks
@@ -371,8 +371,9 @@ impl Machine {
 
     // ---- Eviction of guests
 
-    /// Asks guests to exit if their eviction is due and the owner requests that they are killed. If
-    /// the owner requests that they migrate, the resource manager migrates them.
+    /// Asks guests to exit if their eviction is due and the owner's directive requires that guests
+    /// are killed. If the directive requires that guests migrate, the resource manager migrates
+    /// them.
     pub(super) fn evict_guests(&mut self) {
         let unix_time = self.unix_time;
         let must_evict =
@@ -484,7 +485,7 @@ impl Machine {
         self.stop_after_quiesce(tid, is_quiescing);
     }
 
-    /// Stops a task: immediately, or at the end of its quiesce timeout if it is quiescing.
+    /// Stops a task: immediately, or at the end of its quiesce timeout if the task is quiescing.
     fn stop_after_quiesce(&mut self, tid: Tid, is_quiescing: bool) {
         let deadline = self
             .tasks
@@ -505,7 +506,7 @@ impl Machine {
         tid: Tid,
         waiting_migration: Option<(MigrationId, Vec<PathBuf>)>,
     ) {
-        let (migration, tokens) = waiting_migration.unwrap_or_else(|| {
+        let (migration, resume_token_paths) = waiting_migration.unwrap_or_else(|| {
             self.owner_control.last_pause_number += 1;
             let id = MigrationId(
                 PAUSE_ID_BIT
@@ -528,12 +529,13 @@ impl Machine {
             conn,
             message: ToTask::Quiesce {
                 migration,
-                token_paths: tokens,
+                token_paths: resume_token_paths,
             },
         });
     }
 
-    /// Resumes a paused task, unless a migration controls it.
+    /// Ends the pause of a task. If a migration controls the task, the task stays stopped and gets
+    /// no resume token.
     pub(super) fn resume_guest(&mut self, tid: Tid) {
         let is_migrating = self.controlling_migration(tid).is_some();
         let Some(task) = self.tasks.get_mut(tid) else {
@@ -638,7 +640,7 @@ impl Machine {
     }
 
     /// Sets the pause state of a task that has arrived from another host. `resume_id` is the id
-    /// under which the task's library is quiesced; `None` if it is not quiesced.
+    /// under which the task's library is quiesced; `None` if the library is not quiesced.
     pub(super) fn adopt_arrived_guest(&mut self, tid: Tid, resume_id: Option<MigrationId>) {
         let Some(task) = self.tasks.get_mut(tid) else {
             return;
@@ -657,7 +659,8 @@ impl Machine {
         }
     }
 
-    /// Resumes a quiesced library whose program must exit, so that it can report its link states.
+    /// Resumes a quiesced library whose program must exit, so that the library can report its link
+    /// states.
     pub(super) fn resume_to_exit(&mut self, tid: Tid) {
         let Some(pause) = self.tasks.get_mut(tid).and_then(|task| task.pause.as_mut()) else {
             return;
@@ -689,7 +692,7 @@ impl Machine {
 
     // ---- Migration of paused guests
 
-    /// Delivers the items that were held back for a task, unless it is paused.
+    /// Delivers the items that were held back for a task, unless the task is paused.
     pub(super) fn release_inbox(&mut self, tid: Tid) {
         if let Some(task) = self.tasks.get_mut(tid).filter(|task| task.pause.is_none()) {
             task.holds_items = false;
@@ -720,7 +723,7 @@ impl Machine {
         &mut self,
         id: MigrationId,
         tid: Tid,
-        tokens: &[PathBuf],
+        resume_token_paths: &[PathBuf],
     ) -> bool {
         let must_pause = self.must_pause(tid);
         let Some(task) = self.tasks.get_mut(tid) else {
@@ -729,7 +732,7 @@ impl Machine {
         let Some(pause) = &mut task.pause else {
             return false;
         };
-        pause.pending_migration = Some((id, tokens.to_vec()));
+        pause.pending_migration = Some((id, resume_token_paths.to_vec()));
         if task.is_quiesced() {
             self.pass_to_source(id, SourceEvent::Quiesced);
         } else if must_pause {
@@ -753,10 +756,10 @@ impl Machine {
     /// paths of the migration's resume tokens are written into the task's memory.
     pub(super) fn stop_for_migration(&mut self, id: MigrationId, tid: Tid) {
         let memory_write = self.tasks.get(tid).and_then(|task| {
-            let (migration, tokens) = task.pause.as_ref()?.pending_migration.clone()?;
+            let (migration, resume_token_paths) = task.pause.as_ref()?.pending_migration.clone()?;
             let bytes = Redirect {
                 migration,
-                token_paths: tokens,
+                token_paths: resume_token_paths,
             }
             .encode();
             Some(bytes.map(|bytes| MemoryWrite {

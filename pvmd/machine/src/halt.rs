@@ -37,7 +37,7 @@ pub(super) struct ShutdownState {
 
 impl Machine {
     /// Handles a request to stop this daemon that comes from outside the virtual machine, for
-    /// example a signal. On the master it ends the virtual machine.
+    /// example a signal. On the master the request ends the virtual machine.
     pub(super) fn handle_stop_request(&mut self, why: &str) {
         if self.master.is_some() {
             self.halt_vm(why)
@@ -46,7 +46,8 @@ impl Machine {
         }
     }
 
-    /// Master: ends the virtual machine.
+    /// Master: ends the virtual machine. Orders all other hosts to halt, abandons the start of
+    /// further daemons, and begins the shutdown of this daemon.
     pub(super) fn halt_vm(&mut self, why: &str) {
         if self.shutdown.is_some() {
             return;
@@ -68,7 +69,7 @@ impl Machine {
         self.begin_stop(why, awaited_hosts);
     }
 
-    /// Shuts this daemon down in an orderly way.
+    /// Begins an orderly shutdown of this daemon, unless a shutdown is already in progress.
     pub(super) fn shut_down_orderly(&mut self, why: &str) {
         if self.shutdown.is_none() {
             self.log(format!("this daemon ends: {why}"));
@@ -135,7 +136,8 @@ impl Machine {
         }
     }
 
-    /// Continues the shutdown when the daemon waits for no task and no host any more.
+    /// Continues the shutdown when this daemon no longer waits for a task. A slave reports to the
+    /// master that its tasks have ended. The master exits when it waits for no host either.
     pub(super) fn advance_stop(&mut self) {
         let has_tasks = !self.tasker_has_ended && !self.spawned_processes().is_empty();
         let Some(shutdown) = &mut self.shutdown else {
@@ -154,7 +156,9 @@ impl Machine {
         }
     }
 
-    /// Handles the report of a host that all its tasks have ended and that it shuts down.
+    /// Master: handles the report of a host that all its tasks have ended and that it shuts down.
+    /// If the virtual machine is not being halted, lets the host exit and removes it from the host
+    /// table.
     pub(super) fn handle_host_leaving(&mut self, host: HostId, why: &str) {
         if self.master.is_none() {
             return;

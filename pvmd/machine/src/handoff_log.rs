@@ -2,10 +2,10 @@
 //! can continue them.
 //!
 //! 1. The library sends the state of each link ([`LinkState`]) and repeats all frames that its
-//!    peers have not acknowledged. From then on all its frames pass through this daemon.
+//!    peers have not acknowledged. From then on all frames of the process pass through this daemon.
 //! 2. The daemon keeps a copy of everything that the process sends, and forwards only complete
-//!    messages. So the peers and the log agree at any moment at which the process may exit, even in
-//!    the middle of a message.
+//!    messages. This makes the peers and the log agree at any moment at which the process may exit,
+//!    even in the middle of a message.
 //! 3. Items for the task wait in its inbox. Only replies are still delivered to the old process.
 //! 4. The next process receives the recorded state and frames as its [`ProcessHandoff`], followed
 //!    by the items that waited.
@@ -29,7 +29,8 @@ pub(super) struct HandoffLog {
     partial_messages: Vec<Bytes>,
     /// Notifications that wait for the last messages of peers.
     deferred_notifications: Vec<(SendWatermark, Message)>,
-    /// Frames of complete messages that the process has sent and no peer is known to have received.
+    /// Frames of complete messages that the process has sent and that no peer has acknowledged, as
+    /// far as this daemon knows.
     unacknowledged_frames: Vec<Bytes>,
     /// First fragments of a message whose last fragment has not arrived, by receiver.
     incomplete_messages: BTreeMap<Tid, Vec<Bytes>>,
@@ -152,9 +153,9 @@ impl Machine {
         &mut self,
         tid: Tid,
         migration: MigrationId,
-        link_states: (u16, Vec<LinkState>, Vec<(SendWatermark, Message)>),
+        handoff_state: (u16, Vec<LinkState>, Vec<(SendWatermark, Message)>),
     ) {
-        let (incarnation, link_list, deferred_notifications) = link_states;
+        let (incarnation, link_list, deferred_notifications) = handoff_state;
         let Some(task) = self.tasks.get_mut(tid) else {
             return;
         };

@@ -93,8 +93,8 @@ impl Machine {
             HostMsg::Rm { rm } => self.handle_master_rm(rm),
             HostMsg::Tracer { tracer } => self.set_tracer(tracer),
             HostMsg::EndTasks {
-                exempt_tasks: except,
-            } => self.end_tasks(&except),
+                exempt_tasks: surviving_tasks,
+            } => self.end_tasks(&surviving_tasks),
             HostMsg::MigrationOrder { migration, order } => {
                 self.handle_migration_order(migration, order)
             }
@@ -222,8 +222,9 @@ impl Machine {
         }
     }
 
-    /// Handles the loss of a host: the session has ended, or the host was silent for the duration
-    /// of the lease.
+    /// Handles the loss of a host: its session has ended, or the host was silent for the duration
+    /// of the lease. The master rolls back the jobs that had tasks on the host and removes the host
+    /// from the table. A slave shuts down if the master is lost.
     pub(super) fn handle_host_lost(&mut self, host: HostId, why: &str) {
         self.fail_requests_to(host);
         if self.master.is_some() {

@@ -217,7 +217,9 @@ impl Machine {
         );
     }
 
-    /// Starts the daemons of the hosts that these lines describe, and adds them to the table.
+    /// Starts the daemons of the hosts that these lines describe. The hosts are added to the table
+    /// when all starts have ended. An invalid line, or a host that cannot be added, gets an error
+    /// as its result.
     pub(super) fn add_hosts(&mut self, lines: &[String], requester: AddRequester) {
         let is_shutting_down = self.shutdown.is_some();
         let changes = self.host_changes();
@@ -258,7 +260,8 @@ impl Machine {
         self.advance_add_request(request_number);
     }
 
-    /// Returns the plan of a start attempt whose daemon has not started yet.
+    /// Returns the plan of a start attempt; `None` if the daemon has already started or the attempt
+    /// has ended.
     pub(super) fn plan_of_start(&self, start: StartId) -> Option<HostPlan> {
         let attempts = &self.master.as_ref()?.host_changes.start_attempts;
         attempts
@@ -296,13 +299,13 @@ impl Machine {
     ) -> (StartId, HostPlan) {
         let now = self.now;
         let changes = self.host_changes();
-        let open_manual_starts = changes
+        let open_manual_start_count = changes
             .start_attempts
             .values()
             .filter(|s| s.plan.is_manual() && s.started_host.is_none())
             .count() as u64;
         let timeout = if plan.is_manual() {
-            Micros(MANUAL_START_TIMEOUT.0 * (open_manual_starts + 1))
+            Micros(MANUAL_START_TIMEOUT.0 * (open_manual_start_count + 1))
         } else {
             START_TIMEOUT
         };
@@ -345,7 +348,8 @@ impl Machine {
         self.record_event(EventKind::HostRefused { name, why: reason });
     }
 
-    /// Handles the result of an attempt to start a daemon.
+    /// Handles the result of an attempt to start a daemon. After a success the daemon must
+    /// establish its session within [`CONNECT_TIMEOUT`].
     pub(super) fn handle_host_started(
         &mut self,
         start: StartId,
@@ -367,7 +371,9 @@ impl Machine {
         }
     }
 
-    /// Handles a new session with a host.
+    /// Handles a new session with a host: repeats what may have been lost with the previous
+    /// session, and continues the start of a new daemon. The master ends the session of a host that
+    /// is not being added.
     pub(super) fn handle_host_connected(&mut self, host: HostId) {
         self.resend_requests_to(host);
         self.repeat_forwarded_items(host);
@@ -407,7 +413,7 @@ impl Machine {
             return;
         }
         let Some(StartAttempt {
-            request_number: request,
+            request_number,
             slot,
             plan,
             started_host: Some(started_host),
@@ -424,15 +430,15 @@ impl Machine {
             dsig: started_host.dsig,
             addresses: started_host.addresses,
         };
-        if let Some(add_request) = changes.add_requests.get_mut(&request) {
+        if let Some(add_request) = changes.add_requests.get_mut(&request_number) {
             add_request.attempt_count -= 1;
             add_request.ready_hosts.push(JoiningHost {
-                request_number: request,
+                request_number,
                 slot,
                 entry,
             });
         }
-        self.advance_add_request(request);
+        self.advance_add_request(request_number);
     }
 
     /// Removes a start attempt that has failed, and records the error as the result for its host.
@@ -445,12 +451,12 @@ impl Machine {
                 host: attempt.plan.id,
             });
         }
-        if let Some(add) = self
+        if let Some(add_request) = self
             .host_changes()
             .add_requests
             .get_mut(&attempt.request_number)
         {
-            add.attempt_count -= 1;
+            add_request.attempt_count -= 1;
         }
         self.record_add_failure(attempt.request_number, attempt.slot, error, reason);
         self.advance_add_request(attempt.request_number);
@@ -486,7 +492,8 @@ impl Machine {
         self.fail_start(start, PvmError::CantStart, reason);
     }
 
-    /// Continues a request to add hosts when all its start attempts have ended.
+    /// Continues a request to add hosts when all its start attempts have ended: adds the started
+    /// hosts with the next table change. When each host has a result, replies to the requester.
     fn advance_add_request(&mut self, request_number: u64) {
         let changes = self.host_changes();
         let is_not_first = changes.host_file_start.is_some()
@@ -775,7 +782,7 @@ impl Machine {
             self.retry_stuck_jobs();
         }
         for JoiningHost {
-            request_number: request,
+            request_number,
             slot,
             entry,
         } in change.added_hosts
@@ -785,13 +792,13 @@ impl Machine {
                 host: entry.id,
                 name: entry.name.clone(),
             });
-            if let Some(add_request) = self.host_changes().add_requests.get_mut(&request) {
+            if let Some(add_request) = self.host_changes().add_requests.get_mut(&request_number) {
                 add_request.results[slot] = Some(AddedHost {
                     result: Ok(entry),
                     reason: String::new(),
                 });
             }
-            self.advance_add_request(request);
+            self.advance_add_request(request_number);
         }
         self.begin_table_change();
     }
@@ -827,7 +834,8 @@ impl Machine {
         }
     }
 
-    /// Master: removes a host that was lost or has shut down.
+    /// Master: removes a host that was lost or has shut down. If its daemon was being started or
+    /// added, the start fails. A table change in progress continues without the host.
     pub(super) fn remove_lost_host(&mut self, host: HostId, why: &str) {
         if self.is_leaving(host) {
             return self.finish_removal(host);
@@ -877,19 +885,19 @@ impl Machine {
             .flat_map(|a| a.ready_hosts.extract_if(.., |j| j.entry.id == host));
         let dropped_hosts: Vec<JoiningHost> = pending_hosts.chain(ready_hosts).collect();
         for JoiningHost {
-            request_number: request,
+            request_number,
             slot,
             ..
         } in dropped_hosts
         {
             self.outputs.push_back(Output::Disconnect { host });
             self.record_add_failure(
-                request,
+                request_number,
                 slot,
                 PvmError::CantStart,
                 format!("its daemon was lost: {why}"),
             );
-            self.advance_add_request(request);
+            self.advance_add_request(request_number);
         }
     }
 

@@ -39,7 +39,7 @@ pub enum LogSubject {
     Migration(MigrationId),
     /// A checkpoint, by its name in the store.
     Checkpoint(String),
-    /// A job, by the task id of its root task.
+    /// A job, by the tid of its first task.
     Job(Tid),
 }
 
@@ -70,7 +70,8 @@ impl Descriptors {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct StartId(pub u64);
 
-/// Immediate access to the host of the daemon for the time in which an event is handled.
+/// Access of the machine to its host while the machine handles an event. Each call returns its
+/// result immediately.
 pub trait World {
     /// Returns the absolute path of an executable regular file. A `name` with a `/` is a path
     /// relative to `dir` or to the daemon's working directory; any other name is searched for in
@@ -100,7 +101,7 @@ pub struct HostPlan {
     pub name: String,
     /// Name or address to contact (`ip=`), by default `name`.
     pub contact: String,
-    /// Login name (`lo=`); `None` if it is that of the user.
+    /// Login name (`lo=`); `None` for the user's own login name.
     pub login: Option<String>,
     /// Command that starts the daemon on that host (`dx=`); `None` for the default command.
     pub command: Option<String>,
@@ -376,12 +377,12 @@ pub enum Output {
         start: StartId,
         plan: HostPlan,
     },
-    /// Prepare these starts for a hoster: the daemons that it starts will request their
+    /// Prepare these starts for a hoster. The daemons that the hoster starts will request their
     /// certificates from this daemon. → [`Event::HostsPrepared`]
     PrepareHosts {
         plans: Vec<(StartId, HostPlan)>,
     },
-    /// Interpret the line that a hoster got from a daemon that it started. → [`Event::HostStarted`]
+    /// Interpret the output line of a daemon that a hoster has started. → [`Event::HostStarted`]
     HosterReported {
         start: StartId,
         /// Output line of the daemon, or the name of an error.
@@ -402,8 +403,8 @@ pub enum Output {
         signal: i32,
     },
     /// Send the images of a migration to the target while the tasker is still writing them.
-    /// [`Output::SendImages`] marks the images as complete. Only if the transfer fails before: →
-    /// [`Event::ImagesSent`], at the target [`Event::ImagesReceived`]
+    /// [`Output::SendImages`] marks the images as complete. If the transfer fails before that
+    /// output: → [`Event::ImagesSent`], at the target [`Event::ImagesReceived`]
     SendImagesEarly {
         migration: MigrationId,
         target: HostId,
@@ -582,7 +583,7 @@ pub enum Output {
         tid: Tid,
         id: RequestId,
     },
-    /// Append to the durable record of committed migrations, and sync it to disk. →
+    /// Append to the durable record of committed migrations, and sync the record to disk. →
     /// [`Event::MigrationRecorded`]
     RecordMigration {
         migration: MigrationId,

@@ -142,8 +142,9 @@ enum Timer {
     /// The time limit for a task's library to report its link states for this migration has passed.
     /// Without the link states the daemon does not ask the program to exit.
     HandoffTimeout(Tid, MigrationId),
-    /// A program was asked to exit for this migration, which was aborted, and the time in which it
-    /// may still exit and be started again has passed. Any later exit of the program ends the task.
+    /// A program was asked to exit for this migration, which was aborted, and the time in which the
+    /// program may still exit and be started again has passed. Any later exit of the program ends
+    /// the task.
     LateExitTimeout(Tid, MigrationId),
     /// The time limit of a dump to wait for exit notices of other tasks has passed. The id is that
     /// of the dumped task's part of a snapshot.
@@ -210,8 +211,8 @@ pub struct Machine {
     pending_execs: VecDeque<spawn::ExecJob>,
     world_calls: restart_engine::WorldCalls,
     tasker_has_ended: bool,
-    /// `Ok` if the tasker pauses guests by the cgroup freezer, otherwise the reason why it cannot;
-    /// `None` until the tasker has reported it.
+    /// `Ok` if the tasker pauses guests by the cgroup freezer, otherwise the reason why the tasker
+    /// cannot use the freezer; `None` until the tasker has reported this.
     freezer_support: Option<Result<(), FreezerUnavailable>>,
     rm_state: rm::RmState,
     service_tasks: service_tasks::ServiceTasks,
@@ -341,10 +342,10 @@ impl Machine {
             Event::TaskControl { conn, message } => self.handle_task_control(conn, message),
             Event::TaskRoute {
                 conn,
-                dst: to,
+                dst,
                 message,
                 descriptors,
-            } => self.forward_route_message(conn, to, message, descriptors),
+            } => self.forward_route_message(conn, dst, message, descriptors),
             Event::TaskLink { conn, frame } => self.handle_link_frame(conn, frame),
             Event::TaskClosed {
                 conn,
@@ -408,7 +409,7 @@ impl Machine {
     }
 
     /// Passes the end of an outgoing transfer to the checkpoint part, the checkpoint copy, or the
-    /// migration that it belongs to.
+    /// migration whose images were sent.
     fn handle_images_sent(&mut self, migration: MigrationId, result: Result<(), Failure>) {
         if self.migrations.uploading_parts.contains(&migration) {
             self.handle_part_uploaded(migration, result);
@@ -422,7 +423,7 @@ impl Machine {
     }
 
     /// Passes the end of an incoming transfer, with its number of bytes, to the checkpoint part,
-    /// the checkpoint copy, or the migration that it belongs to.
+    /// the checkpoint copy, or the migration whose images were received.
     fn handle_images_received(&mut self, migration: MigrationId, result: Result<u64, Failure>) {
         if self.is_snapshot_part(migration) {
             self.handle_part_received(migration, result.map(|_| ()));
@@ -484,8 +485,9 @@ impl Machine {
         }
     }
 
-    /// Ends all tasks that the tasker had started, because they died with it. No task can be
-    /// started on this host until there is a new tasker.
+    /// Handles the end of the tasker. Ends all tasks that the tasker had started, because these
+    /// tasks died with the tasker, and fails the migrations to this host. No task can be started on
+    /// this host until there is a new tasker.
     fn handle_tasker_exit(&mut self, why: &str) {
         self.tasker_has_ended = true;
         if self.shutdown.is_none() {
@@ -569,7 +571,7 @@ impl Machine {
         master.checkpoints.restarts.on_timer(now);
     }
 
-    /// Returns the next effect to carry out, or `None`.
+    /// Returns the next effect to carry out; `None` if there is none.
     pub fn next_output(&mut self) -> Option<Output> {
         self.outputs.pop_front()
     }

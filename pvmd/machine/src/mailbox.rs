@@ -175,11 +175,11 @@ impl Mailbox {
     }
 
     fn matching_classes(&self, pattern: &str) -> Vec<MailboxClass> {
-        let matching = self
+        let selected_classes = self
             .classes
             .iter()
             .filter(|(name, _)| matches_pattern(name, pattern));
-        matching
+        selected_classes
             .map(|(name, class)| MailboxClass {
                 name: name.clone(),
                 entries: class
@@ -192,13 +192,13 @@ impl Mailbox {
 
     /// Returns one line per entry, for the daemon's log.
     pub(super) fn log_lines(&self) -> Vec<String> {
-        let class = |(name, entries): (&String, &BTreeMap<i32, MailboxEntry>)| {
-            let entry = |(index, e): (&i32, &MailboxEntry)| {
+        let class_lines = |(name, entries): (&String, &BTreeMap<i32, MailboxEntry>)| {
+            let entry_line = |(index, e): (&i32, &MailboxEntry)| {
                 format!("{name} {index} owner {} flags {:#x}", e.owner, e.flags)
             };
-            entries.iter().map(entry).collect::<Vec<_>>()
+            entries.iter().map(entry_line).collect::<Vec<_>>()
         };
-        self.classes.iter().flat_map(class).collect()
+        self.classes.iter().flat_map(class_lines).collect()
     }
 
     /// Returns the owners of all entries of a class.
@@ -261,8 +261,8 @@ impl Mailbox {
     /// another owner. Entries without an owner do not conflict: the saved tasks themselves may have
     /// stored them.
     pub(super) fn conflicting_entries(&self, saved_entries: &[SavedMailboxEntry]) -> Vec<String> {
-        let conflicting = saved_entries.iter().filter(|entry| self.is_conflict(entry));
-        conflicting
+        let conflicts = saved_entries.iter().filter(|entry| self.is_conflict(entry));
+        conflicts
             .map(|entry| format!("{} {}", entry.name, entry.index))
             .collect()
     }
@@ -331,7 +331,7 @@ impl Mailbox {
     }
 
     /// Removes persistent entries without an owner. `survivors` lists the tasks that a reset does
-    /// not end; if it is given, the persistent entries of all other tasks are removed, too.
+    /// not end; if this list is given, the persistent entries of all other tasks are removed, too.
     pub(super) fn remove_for_reset(&mut self, survivors: Option<&[Tid]>) {
         self.retain_entries(|_, _, entry| {
             let owner_is_ended =
@@ -354,14 +354,14 @@ impl Mailbox {
         &mut self,
         mut must_retain: impl FnMut(&str, i32, &mut MailboxEntry) -> bool,
     ) {
-        let (mut entries, mut bytes) = (0, 0);
+        let (mut remaining_entry_count, mut bytes) = (0, 0);
         for (name, class) in &mut self.classes {
             class.retain(|index, entry| must_retain(name, *index, entry));
-            entries += class.len();
+            remaining_entry_count += class.len();
             bytes += class.values().map(|e| e.message.body.len()).sum::<usize>();
         }
         self.classes.retain(|_, class| !class.is_empty());
-        (self.entry_count, self.stored_bytes) = (entries, bytes);
+        (self.entry_count, self.stored_bytes) = (remaining_entry_count, bytes);
     }
 }
 
@@ -432,7 +432,8 @@ impl Machine {
         }
     }
 
-    /// Stores the entries of tasks that are restarted from a checkpoint. Only the master does this.
+    /// Stores the entries of tasks that are restarted from a checkpoint, and answers the requests
+    /// that wait for these entries. Only the master does this.
     pub(super) fn restore_mailbox(&mut self, saved_entries: Vec<SavedMailboxEntry>) {
         let Some(master) = &mut self.master else {
             return;
@@ -509,8 +510,8 @@ mod tests {
         }
     }
 
-    /// The owner of an entry can replace it. Another task can replace it only if it is
-    /// overwritable.
+    /// The owner of an entry can replace it. Another task can replace the entry only if the entry
+    /// is overwritable.
     #[test]
     fn only_overwritable_entries_yield_to_others() {
         let (a, b) = (Tid::from_raw(0x40001), Tid::from_raw(0x40002));

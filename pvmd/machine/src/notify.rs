@@ -39,7 +39,7 @@ impl Machine {
             subjects,
             ctx,
             tag,
-            is_cancellation: cancel,
+            is_cancellation,
         } = request;
         let watch = |subject: NotifySubject| PendingNotification { subject, ctx, tag };
         let watches: Vec<PendingNotification> = match subjects {
@@ -62,13 +62,13 @@ impl Machine {
                 self.set_host_add_notify(
                     tid,
                     watch(NotifySubject::HostAdd {
-                        remaining_messages: if cancel { 0 } else { count },
+                        remaining_messages: if is_cancellation { 0 } else { count },
                     }),
                 );
                 return self.reply(tid, id, Reply::Done);
             }
         };
-        if cancel {
+        if is_cancellation {
             watches
                 .iter()
                 .for_each(|watch| self.cancel_notify(tid, watch));
@@ -149,8 +149,8 @@ impl Machine {
         }
     }
 
-    /// Sends a task the notifications that it requested of the exit of `tid`. `watermark` is the
-    /// watermark of the dead task's link to the watcher.
+    /// Sends the task `watcher` all notifications of the exit of `tid` that the watcher has
+    /// requested. `watermark` is the watermark of the dead task's link to the watcher.
     pub(super) fn notify_watcher_of_exit(
         &mut self,
         watcher: Tid,
@@ -201,18 +201,19 @@ impl Machine {
     }
 
     /// Sends a message from this daemon. The receiver's library delivers it only after everything
-    /// that `exited` has sent, up to the watermark `watermark`.
+    /// that `exited_task` has sent, up to the watermark `watermark`.
     pub(super) fn send_after_last_messages(
         &mut self,
         message: Message,
-        exited: Tid,
+        exited_task: Tid,
         watermark: Option<SendWatermark>,
     ) {
         let watcher = message.dst;
         // Without a known watermark the position 1 is used: daemons do not see the frames on a
-        // direct route between the two tasks, but the receiver's library knows its position.
+        // direct route between the two tasks, but the receiver's library knows the position of the
+        // link.
         let watermark = watermark.unwrap_or(SendWatermark {
-            peer: exited,
+            peer: exited_task,
             end_seq: 1,
         });
         self.deliver(
@@ -224,14 +225,17 @@ impl Machine {
         );
         self.set_timer(
             LAST_MESSAGES_TIMEOUT,
-            Timer::LastMessagesTimeout { watcher, exited },
+            Timer::LastMessagesTimeout {
+                watcher,
+                exited: exited_task,
+            },
         );
     }
 
     /// Handles the end of the time limit for the last messages of a dead task: the watcher must no
     /// longer wait for them.
-    pub(super) fn handle_last_messages_timeout(&mut self, watcher: Tid, exited: Tid) {
-        self.deliver(watcher, ToTask::PeerGone { tid: exited });
+    pub(super) fn handle_last_messages_timeout(&mut self, watcher: Tid, exited_task: Tid) {
+        self.deliver(watcher, ToTask::PeerGone { tid: exited_task });
     }
 
     fn send_tid_notification(&mut self, watcher: Tid, watch: &PendingNotification) {
@@ -284,7 +288,7 @@ impl Machine {
         }
     }
 
-    /// Sends the notifications of new hosts.
+    /// Sends the notifications of new hosts to all tasks of this host that requested them.
     pub(super) fn notify_hosts_added(&mut self, added_hosts: &[HostId]) {
         let tids: Vec<Tid> = self.tasks.live_tasks.keys().copied().collect();
         for tid in tids {

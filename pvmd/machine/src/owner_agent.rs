@@ -44,16 +44,16 @@ pub(super) struct OwnerAgents {
 }
 
 impl OwnerAgents {
-    /// Records a directive. `from_watcher` is true if the sender is this host's load watcher, which
-    /// takes all owners into account; the limits of an ended agent then expire.
+    /// Records a directive. `is_from_watcher` is true if the sender is this host's load watcher,
+    /// which takes all owners into account; the limits of an ended agent then expire.
     pub(super) fn record_directive(
         &mut self,
         sender: Tid,
         directive: &GuestDirective,
-        from_watcher: bool,
+        is_from_watcher: bool,
     ) {
         self.directives.insert(sender, directive.clone());
-        if from_watcher {
+        if is_from_watcher {
             self.remaining_limits = None;
         }
     }
@@ -77,7 +77,9 @@ impl Machine {
         self.tasks.live_tasks.values().any(is_running_watcher)
     }
 
-    /// Handles the end of a task that may have been an owner agent.
+    /// Handles the end of a task that may have been an owner agent. If the agent's directive paused
+    /// the guests and another agent has sent a directive, that agent's directive is applied.
+    /// Otherwise the last directive stays in force for [`OWNER_AGENT_TIMEOUT`].
     pub(super) fn handle_owner_agent_end(&mut self, tid: Tid) {
         let Some(directive) = self.owner_control.owner_agents.directives.remove(&tid) else {
             return;
@@ -89,8 +91,8 @@ impl Machine {
         if !self.owner_control.is_directive_sender(tid) {
             return;
         }
-        // The ended agent's directive had replaced the directive of another agent. That directive
-        // applies again.
+        // The ended agent's directive had replaced the directive of another agent. The other
+        // agent's directive applies again.
         if let Some((sender, directive)) = self.owner_control.owner_agents.directives.pop_last() {
             return self.apply_directive(sender, directive);
         }
@@ -188,7 +190,7 @@ impl Machine {
         self.set_timer(OWNER_AGENT_TIMEOUT, Timer::WatcherRestart);
     }
 
-    /// Reports that a load watcher could not be started.
+    /// Reports that a load watcher could not be started, if this was not reported before.
     pub(super) fn handle_watcher_start_failure(&mut self, error: PvmError) {
         if !std::mem::replace(
             &mut self.owner_control.owner_agents.is_failure_reported,

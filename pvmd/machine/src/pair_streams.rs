@@ -47,7 +47,7 @@ const LANE_IDLE_TIMEOUT: Duration = Duration::from_secs(30);
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct LaneId(pub u32);
 
-/// A position on a lane: the number of frames that precede it on the lane.
+/// A position on a lane: the number of frames that precede the position on the lane.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LanePosition {
     pub lane: LaneId,
@@ -683,22 +683,23 @@ mod tests {
         session.check_order();
     }
 
-    /// The number of lanes is limited. Lanes end when they are idle or their task ends.
+    /// The number of lanes is limited. Lanes end when they are idle, or when one of their tasks
+    /// ends.
     #[test]
     fn lanes_are_limited_and_end_when_unused() {
         let (mut sender, now) = (FenceSender::default(), Instant::now());
         let ends = |n: usize| (task(n as i32), task(-1));
-        let is_lane = |sender: &mut FenceSender, n| {
+        let gets_lane = |sender: &mut FenceSender, n| {
             (0..=MAIN_STREAM_FRAMES_MAX)
                 .map(|_| sender.choose_stream(ends(n), now))
                 .any(|choice| choice != StreamChoice::Main)
         };
         let lane_count = (0..2 * LANES_MAX)
-            .filter(|n| is_lane(&mut sender, *n))
+            .filter(|n| gets_lane(&mut sender, *n))
             .count();
         assert_eq!(lane_count, LANES_MAX);
         assert_eq!(sender.end_lanes(now, Some(task(0))).len(), 1);
-        assert!(is_lane(&mut sender, 2 * LANES_MAX));
+        assert!(gets_lane(&mut sender, 2 * LANES_MAX));
         assert_eq!(
             sender.end_lanes(now + LANE_IDLE_TIMEOUT, None).len(),
             LANES_MAX

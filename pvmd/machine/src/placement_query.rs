@@ -133,8 +133,8 @@ impl Machine {
         );
     }
 
-    /// Handles the properties of the task, or the reason why it cannot migrate at all. `result` is
-    /// `None` if the host of the task is lost.
+    /// Handles the properties of the task, or the reason why it cannot migrate at all. Requests the
+    /// verdicts of the candidate hosts. `result` is `None` if the host of the task is lost.
     pub(super) fn handle_query_facts(
         &mut self,
         query_number: u64,
@@ -262,7 +262,8 @@ impl Machine {
 
     // ---- requests of other daemons about this host and its tasks
 
-    /// Inspects a task of this host for a query.
+    /// Inspects a task of this host for a query. The result is sent to the requester, immediately
+    /// or when the tasker has inspected the task.
     pub(super) fn inspect_for_query(&mut self, reply_to: ReplyAddress, tid: Tid) {
         let departing_source = self
             .migrations

@@ -137,7 +137,8 @@ impl Machine {
         self.advance_arrival(tid);
     }
 
-    /// Handles the reconnection of a library that had quiesced.
+    /// Handles the reconnection of a library that had quiesced, either of an arriving task or of a
+    /// task of this host. Any other connection is refused.
     pub(super) fn reconnect_library(&mut self, conn: ConnId, tid: Tid, migration: MigrationId) {
         if let Some(arrival) = self
             .migrations
@@ -201,7 +202,7 @@ impl Machine {
         if !self.locations.update(location) {
             return;
         }
-        // A task whose exit is known has a location again if it was restarted.
+        // If an exit of the task is known, it is void, because the task was restarted.
         self.tasks.known_exits.forget_exit(tid);
         let own_host = self.config.host;
         if tid.birth_host() == Some(own_host) {
@@ -325,7 +326,8 @@ impl Machine {
         self.now + self.config.lease + self.config.lease
     }
 
-    /// Forwards an item for a task that has migrated away to its target.
+    /// Forwards an item to the target of a task that has migrated away. An item that the session
+    /// may lose and nobody retransmits is also retained.
     pub(super) fn forward_item(
         &mut self,
         dst: Tid,
@@ -333,7 +335,7 @@ impl Machine {
         migration: MigrationId,
         item: PendingItem,
     ) {
-        let certain_at = self.delivery_certain_at();
+        let delivery_time = self.delivery_certain_at();
         let transfer = self
             .migrations
             .unconfirmed_transfers
@@ -346,7 +348,7 @@ impl Machine {
         });
         if let Some(open_transfer) = transfer {
             open_transfer.items.push(item.clone());
-            open_transfer.retained_until = open_transfer.retained_until.map(|_| certain_at);
+            open_transfer.retained_until = open_transfer.retained_until.map(|_| delivery_time);
         }
         self.outputs.push_back(Output::SendData {
             host: target,
@@ -373,17 +375,17 @@ impl Machine {
     }
 
     /// Handles a new session with a daemon. If there was an earlier session, repeats the messages
-    /// that may have been lost with it.
+    /// that may have been lost with the earlier session.
     pub(super) fn repeat_forwarded_items(&mut self, host: HostId) {
         if self.migrations.known_hosts.insert(host) {
             return;
         }
-        let (now, certain_at) = (self.now, Some(self.delivery_certain_at()));
+        let (now, delivery_time) = (self.now, Some(self.delivery_certain_at()));
         for (dst, transfer) in &mut self.migrations.unconfirmed_transfers {
             if transfer.target != host || !transfer.is_needed(now) {
                 continue;
             }
-            transfer.retained_until = certain_at;
+            transfer.retained_until = delivery_time;
             let (dst, migration, record) = (*dst, transfer.migration, transfer.record.clone());
             let mut send = |message| self.outputs.push_back(Output::SendData { host, message });
             send(DataMsg::Record {
@@ -447,7 +449,7 @@ impl Machine {
                 host: target,
                 message: DataMsg::ForwardingComplete { dst, migration },
             });
-            let certain_at = self.delivery_certain_at();
+            let delivery_time = self.delivery_certain_at();
             let transfer = self
                 .migrations
                 .unconfirmed_transfers
@@ -455,12 +457,13 @@ impl Machine {
                 .filter(|transfer| transfer.migration == migration);
             if let Some(transfer) = transfer {
                 (transfer.is_complete, transfer.retained_until) =
-                    (true, transfer.retained_until.map(|_| certain_at));
+                    (true, transfer.retained_until.map(|_| delivery_time));
             }
         }
     }
 
-    /// Handles the record of an arriving task.
+    /// Handles the record of an arriving task. A complete record starts the sequence of forwarded
+    /// items. For a restart engine the first record takes the place of the images.
     pub(super) fn handle_record(
         &mut self,
         tid: Tid,
@@ -618,7 +621,9 @@ impl Machine {
         self.start_queued_migration(tid);
     }
 
-    /// Handles the removal of a host from the host table.
+    /// Handles the removal of a host from the host table. Forgets what was forwarded to the host,
+    /// no longer waits for its messages, and completes the arrival of the tasks whose source was
+    /// the host.
     pub(super) fn forget_migration_host(&mut self, host: HostId) {
         self.notify_coordinators_of_lost_host(host);
         self.migrations
@@ -727,7 +732,7 @@ impl ArrivingTask {
             .get_or_insert((KILLED_STATUS, Usage::default()));
     }
 
-    /// Returns a minimal record, for a task whose source was lost before it sent a record.
+    /// Returns a minimal record, for a task whose source was lost before the record arrived.
     fn minimal_record(tid: Tid) -> TaskRecord {
         let task = Task::new(tid, Tid::NONE, ConnectionPhase::Detached);
         TaskRecord {

@@ -135,7 +135,7 @@ impl Machine {
         }
     }
 
-    /// Queries the clock of the host of a daemon's tid.
+    /// Queries the clock of the host whose daemon has the tid `daemon_tid`.
     fn query_host_clock(&mut self, tid: Tid, id: RequestId, daemon_tid: Tid) {
         let host = daemon_tid
             .birth_host()
@@ -157,7 +157,7 @@ impl Machine {
         &mut self,
         (tid, id): (Tid, RequestId),
         subject: Tid,
-        suspend: bool,
+        must_suspend: bool,
         cause: Option<SuspendCause>,
     ) {
         let cause = cause
@@ -165,7 +165,7 @@ impl Machine {
             .with_truncated_reason();
         let order = SuspendOrder {
             tid: subject,
-            suspend,
+            suspend: must_suspend,
             cause,
         };
         self.call_host_of_task(
@@ -202,24 +202,24 @@ impl Machine {
                 job,
                 schedule,
                 end_job,
-                wait_for_end: wait,
-            } => self.handle_checkpoint_request((tid, id), job, schedule, end_job, wait),
+                wait_for_end: must_wait,
+            } => self.handle_checkpoint_request((tid, id), job, schedule, end_job, must_wait),
             Request::ListCheckpoints => self.outputs.push_back(Output::ListCheckpoints { tid, id }),
             Request::Restart {
                 checkpoint,
                 host_names,
-                wait_for_end: wait,
-            } => self.handle_restart_request((tid, id), checkpoint, host_names, wait),
+                wait_for_end: must_wait,
+            } => self.handle_restart_request((tid, id), checkpoint, host_names, must_wait),
             Request::RemoveCheckpoints {
                 selection,
                 include_foreign,
             } => self.handle_removal_request(tid, id, selection, include_foreign),
             Request::Migrate {
                 tid: task,
-                target: to,
+                target: target_name,
                 cause,
-                wait_for_end: wait,
-            } => self.begin_migration(tid, id, task, &to, cause, wait),
+                wait_for_end: must_wait,
+            } => self.begin_migration(tid, id, task, &target_name, cause, must_wait),
             Request::Events {
                 first_number,
                 events_max: limit,
@@ -238,7 +238,9 @@ impl Machine {
                 self.reply(tid, id, Reply::Done);
             }
             Request::ServeTracer(settings) => self.toggle_tracer(tid, id, settings),
-            Request::Reset { kill_tasks: kill } => self.reset_vm(tid, id, kill),
+            Request::Reset {
+                kill_tasks: ends_tasks,
+            } => self.reset_vm(tid, id, ends_tasks),
             Request::Halt => {
                 self.reply(tid, id, Reply::Done);
                 self.halt_vm(&format!("requested by {tid}"));
@@ -433,14 +435,14 @@ impl Machine {
     /// Requests the spawned tasks of this host to exit, except pinned tasks and those in
     /// `survivors`.
     pub(super) fn end_tasks(&mut self, survivors: &[Tid]) {
-        let ended_tasks: Vec<Tid> = self
+        let exiting_tasks: Vec<Tid> = self
             .tasks
             .live_tasks
             .values()
             .filter(|t| t.is_spawned() && !t.pinned && !survivors.contains(&t.tid))
             .map(|t| t.tid)
             .collect();
-        for tid in ended_tasks {
+        for tid in exiting_tasks {
             if !self.signal_without_process(tid, SIGTERM) {
                 self.send_to_tasker(ToTasker::Signal {
                     tid,

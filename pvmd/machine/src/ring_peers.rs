@@ -25,8 +25,8 @@ pub(super) const RING_PEERS_MAX: usize = 8192;
 pub(super) struct RingPeers {
     /// Ring peers by task. Each pair is recorded under both tasks.
     peers_by_task: BTreeMap<Tid, BTreeSet<Tid>>,
-    /// For each task of this host: the tasks of any host that have offered it a direct route
-    /// without an answer so far.
+    /// For each task of this host: the tasks of any host whose offers of a direct route the task
+    /// has not answered.
     direct_offers: BTreeMap<Tid, BTreeSet<Tid>>,
 }
 
@@ -47,8 +47,8 @@ impl RingPeers {
         self.peers_by_task.entry(b).or_default().insert(a);
     }
 
-    /// Removes a task. Returns the tasks that shared rings with it, and the tasks whose offers of a
-    /// direct route it has not answered.
+    /// Removes the task `tid`. Returns the tasks that shared rings with the removed task, and the
+    /// tasks whose offers of a direct route the removed task has not answered.
     pub(super) fn remove_task(&mut self, tid: Tid) -> BTreeSet<Tid> {
         let mut affected_tasks = self.peers_by_task.remove(&tid).unwrap_or_default();
         for ring_peer in &affected_tasks {
@@ -126,13 +126,14 @@ impl Machine {
                 },
             );
         }
-        let receiver = self
+        let receiver_conn = self
             .tasks
             .get(dst)
             .filter(|t| dst != src && !t.holds_items)
             .and_then(Task::conn);
         let has_all_descriptors = route_message.fd_count() == descriptors.count();
-        match receiver.filter(|_| has_all_descriptors && self.ring_peers.can_share_rings(src, dst))
+        match receiver_conn
+            .filter(|_| has_all_descriptors && self.ring_peers.can_share_rings(src, dst))
         {
             Some(conn) => {
                 self.ring_peers.add_pair(src, dst);
@@ -176,30 +177,30 @@ impl Machine {
         }
     }
 
-    /// Handles the end or the departure of a task: notifies the tasks that share rings with it, and
-    /// those whose offers of a direct route it has not answered.
+    /// Handles the end or the departure of the task `tid`. Notifies the tasks that share rings with
+    /// `tid`, and the tasks whose offers of a direct route `tid` has not answered.
     pub(super) fn end_peer_routes(&mut self, tid: Tid) {
         for affected_task in self.ring_peers.remove_task(tid) {
             self.deliver(affected_task, ToTask::PeerGone { tid });
         }
     }
 
-    /// Delivers a frame or an item on a task's connection. Only this function decides whether a
-    /// route message is marked as coming from the same host.
+    /// Delivers a frame or an item on a task's connection, and records an offer of a direct route.
+    /// Only this function decides whether a route message is marked as coming from the same host.
     pub(super) fn deliver_now(&mut self, conn: ConnId, mut item: PendingItem) {
         if let PendingItem::Control(ToTask::Route {
-            sender: from,
+            sender,
             same_host,
             message,
         }) = &mut item
         {
             *same_host = match message {
                 // A task that is still arriving will be able to use rings soon.
-                RouteMsg::RingRefuse { .. } => self.is_alive(*from),
-                _ => self.tasks.get(*from).is_some(),
+                RouteMsg::RingRefuse { .. } => self.is_alive(*sender),
+                _ => self.tasks.get(*sender).is_some(),
             };
             if let (RouteMsg::DirectOffer { .. }, Some(tid)) = (message, self.conns.task_of(conn)) {
-                self.ring_peers.add_direct_offer(tid, *from);
+                self.ring_peers.add_direct_offer(tid, *sender);
             }
         }
         self.outputs.push_back(delivery_output(conn, item));
@@ -207,13 +208,13 @@ impl Machine {
 }
 
 /// Returns the task that must be notified if this item cannot be delivered because the receiver has
-/// ended.
+/// ended; `None` if no task must be notified.
 pub(super) fn sender_of(item: &PendingItem) -> Option<Tid> {
     match item {
         PendingItem::Frame(frame) => {
             sempa_proto::link::LinkFrame::decode(frame.clone()).map(|frame| frame.src)
         }
-        PendingItem::Control(ToTask::Route { sender: from, .. }) => Some(*from),
+        PendingItem::Control(ToTask::Route { sender, .. }) => Some(*sender),
         PendingItem::Control(_) => None,
     }
 }

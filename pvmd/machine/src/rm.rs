@@ -53,8 +53,9 @@ pub(super) struct RmState {
     /// The resource manager that is registered with this daemon.
     own_rm: Option<RmInfo>,
     /// The resource manager that is registered with the master, if it serves this host when no
-    /// resource manager is registered with this daemon. If it serves all requests and not only
-    /// spawns, it serves only hosts that join after its registration, as in PVM.
+    /// resource manager is registered with this daemon. A resource manager that serves all
+    /// requests, and not only spawns, serves only hosts that join after its registration, as in
+    /// PVM.
     pub(super) vm_wide_rm: Option<RmInfo>,
     /// The resource manager that is registered with the master, even if it does not serve this
     /// host.
@@ -88,7 +89,8 @@ impl RmState {
 }
 
 impl Machine {
-    /// Registers a task as the resource manager of this daemon.
+    /// Registers a task as the resource manager of this daemon, in place of any earlier one. The
+    /// reply contains the tid of the previous resource manager.
     pub(super) fn register_rm(&mut self, tid: Tid, id: RequestId, services: RmServices) {
         let previous_rm = self.rm_state.current().map_or(Tid::NONE, |rm| rm.tid);
         self.reply(tid, id, Reply::Rm { previous_rm });
@@ -143,8 +145,8 @@ impl Machine {
     }
 
     /// Notifies the connected tasks of a change of their resource manager. A death is always
-    /// reported. A new resource manager is reported only if it serves only spawns: if it serves all
-    /// requests, it serves the tasks that connect from now on, as in PVM.
+    /// reported. A new resource manager is reported only if it serves only spawns. A new resource
+    /// manager that serves all requests serves the tasks that connect from now on, as in PVM.
     fn notify_tasks_of_rm(&mut self, is_death: bool) {
         let rm = self.rm_state.current();
         if !is_death && rm.is_some_and(|rm| rm.services.vm_requests) {
@@ -244,8 +246,8 @@ impl Machine {
         }
     }
 
-    /// Handles a task's message to the address of a daemon: handles it here if it is for this
-    /// daemon, or sends it to the daemon's host.
+    /// Handles a task's message to the address of a daemon. A message to this daemon is handled
+    /// here; a message to another daemon is sent to that daemon's host.
     pub(super) fn forward_to_daemon(&mut self, message: Message) {
         let host = if message.dst == Tid::MY_DAEMON {
             Some(self.config.host)
@@ -395,9 +397,9 @@ impl Machine {
         self.queue_exec(Tid::NONE, request, ExecRequester::Startup);
     }
 
-    /// Handles the end of a task that may be the resource manager started by this daemon. A crashed
-    /// resource manager is restarted, unless it has crashed too often. After an intended exit it is
-    /// not restarted.
+    /// Handles the end of a task that may be the resource manager that this daemon has started. A
+    /// crashed resource manager is restarted, unless it has crashed too often. After an intended
+    /// exit it is not restarted.
     pub(super) fn handle_rm_command_end(&mut self, task: &Task, status: i32) {
         let command = self
             .config
@@ -441,7 +443,7 @@ impl Machine {
         self.log_line(LogLevel::Info, None, text);
     }
 
-    /// Adds a line to the daemon's log that reports a fault of another process or a loss.
+    /// Adds a warning to the daemon's log: a fault of another process, or a loss.
     pub(super) fn log_warning(&mut self, text: String) {
         self.log_line(LogLevel::Warning, None, text);
     }

@@ -60,7 +60,8 @@ pub(super) struct RmBatch {
     pub(super) batched_item_count: usize,
 }
 
-/// True for events about a single task. Only such events may be batched.
+/// True for the events that spawns by a placement lease cause: the placement, the start and the end
+/// of tasks. Only these events may be batched.
 pub(super) fn is_batchable(kind: &EventKind) -> bool {
     matches!(
         kind,

@@ -26,7 +26,8 @@ pub(super) struct Locations {
 }
 
 impl Locations {
-    /// Returns the host that is the task's location, as far as this daemon knows.
+    /// Returns the host that is the task's location, as far as this daemon knows; `None` if the tid
+    /// names no host.
     pub(super) fn host_of(&self, tid: Tid) -> Option<HostId> {
         self.locations_by_tid
             .get(&tid)
@@ -71,7 +72,8 @@ impl Locations {
 }
 
 impl Machine {
-    /// Returns the host that is the task's location, as far as this daemon knows.
+    /// Returns the host that is the task's location, as far as this daemon knows; `None` if the tid
+    /// names no host.
     pub(super) fn location(&self, tid: Tid) -> Option<HostId> {
         self.locations.host_of(tid)
     }
@@ -223,8 +225,8 @@ impl Machine {
                 dst,
                 migration,
                 record,
-                is_final: complete,
-            } => self.handle_record(dst, migration, *record, complete),
+                is_final,
+            } => self.handle_record(dst, migration, *record, is_final),
             DataMsg::Forwarded {
                 dst,
                 migration,
@@ -250,8 +252,8 @@ impl Machine {
             .collect()
     }
 
-    /// Notifies the tasks of this host that have sent to `tid` or share rings with it that `tid`
-    /// has migrated.
+    /// Notifies the tasks of this host of the migration of `tid`, if they have sent messages to
+    /// `tid` or share rings with `tid`.
     pub(super) fn notify_peers_of_migration(&mut self, tid: Tid) {
         let mut peers = self.ring_peers.remove_task(tid);
         let senders = self

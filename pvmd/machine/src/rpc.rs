@@ -245,7 +245,7 @@ impl Machine {
             } => self.handle_copy_request(reply_to.host, migration, checkpoint),
             HostRequest::Clock => Reply::Clock(self.unix_time),
             HostRequest::FreeContext { owner, ctx } => match self.context_owners.get(&ctx) {
-                Some(holder) if *holder == owner => {
+                Some(current_owner) if *current_owner == owner => {
                     self.context_owners.remove(&ctx);
                     Reply::Done
                 }
@@ -293,7 +293,8 @@ impl Machine {
         }
     }
 
-    /// Removes the request of a reply and continues according to its purpose.
+    /// Handles a reply: removes the request, and continues as the purpose of the request requires.
+    /// If the task of the request has migrated, the request is sent to the task's host.
     pub(super) fn handle_host_reply(
         &mut self,
         replying_host: HostId,
@@ -304,10 +305,10 @@ impl Machine {
             return;
         };
         match (host_reply, open_request.purpose) {
-            (HostReply::MigratedTo(host), caller) => self.send_host_request(
+            (HostReply::MigratedTo(host), purpose) => self.send_host_request(
                 host,
                 open_request.request,
-                caller,
+                purpose,
                 open_request.hop_count + 1,
             ),
             (HostReply::Reply(reply), RpcPurpose::Task { tid, id }) => self.reply(tid, id, reply),
@@ -317,11 +318,10 @@ impl Machine {
             (
                 HostReply::Inventory { tasks, contexts },
                 RpcPurpose::Inventory {
-                    inventory_number: inventory,
-                    ..
+                    inventory_number, ..
                 },
             ) => {
-                self.handle_inventory(inventory, Ok(Inventory::new(tasks, contexts)));
+                self.handle_inventory(inventory_number, Ok(Inventory::new(tasks, contexts)));
             }
             (HostReply::Reply(reply), RpcPurpose::StoreCopy { migration }) => {
                 self.handle_copy_reply(migration, Some(reply))
@@ -330,30 +330,25 @@ impl Machine {
             (
                 HostReply::Reply(Reply::Spawned(results)),
                 RpcPurpose::Spawn {
-                    spawn_number: spawn,
-                    part_number: part,
+                    spawn_number,
+                    part_number,
                 },
             ) => {
-                self.handle_part_spawned(spawn, part, Ok(results));
+                self.handle_part_spawned(spawn_number, part_number, Ok(results));
             }
             (
                 HostReply::Watched {
-                    has_ended: gone,
+                    has_ended,
                     watermark,
                 },
                 RpcPurpose::Watch { watcher },
             ) => {
-                if let (true, HostRequest::Watch { tid, .. }) = (gone, &open_request.request) {
+                if let (true, HostRequest::Watch { tid, .. }) = (has_ended, &open_request.request) {
                     self.notify_watcher_of_exit(watcher, *tid, watermark);
                 }
             }
-            (
-                HostReply::Watched {
-                    has_ended: gone, ..
-                },
-                RpcPurpose::GroupMember { tid },
-            ) => {
-                if gone {
+            (HostReply::Watched { has_ended, .. }, RpcPurpose::GroupMember { tid }) => {
+                if has_ended {
                     self.remove_ended_member(tid);
                 }
             }
@@ -369,17 +364,17 @@ impl Machine {
             ) => {
                 self.handle_query_verdict(query, host, Some((verdict, engine)));
             }
-            (_, caller) => {
+            (_, purpose) => {
                 self.log_warning(format!(
                     "{replying_host} sent a reply that does not fit the request"
                 ));
-                self.fail_host_request(open_request.request, caller);
+                self.fail_host_request(open_request.request, purpose);
             }
         }
     }
 
-    /// Removes and returns the request of a reply. Returns `None` if there is no such request or if
-    /// it was sent to another host; then the request stays open.
+    /// Removes and returns the request of a reply. Returns `None` if there is no such request, or
+    /// if the request was sent to another host; the request to the other host stays open.
     fn take_open_request(&mut self, replying_host: HostId, id: RequestId) -> Option<OpenRequest> {
         let receiving_host = self.rpcs.open_requests.get(&id)?.host;
         if receiving_host != replying_host {
@@ -392,7 +387,8 @@ impl Machine {
         self.rpcs.open_requests.remove(&id)
     }
 
-    /// Completes a request whose receiver is lost or does not answer.
+    /// Completes a request that gets no valid reply, for example because its receiver is lost. The
+    /// requester gets the result for a lost host.
     fn fail_host_request(&mut self, request: HostRequest, purpose: RpcPurpose) {
         match purpose {
             RpcPurpose::Task { tid, id } => {
@@ -411,15 +407,15 @@ impl Machine {
             }
             RpcPurpose::TaskList(query) => self.add_to_task_list(query, Vec::new()),
             RpcPurpose::Inventory {
-                inventory_number: inventory,
+                inventory_number,
                 host,
-            } => self.handle_inventory(inventory, Err(host)),
+            } => self.handle_inventory(inventory_number, Err(host)),
             RpcPurpose::StoreCopy { migration } => self.handle_copy_reply(migration, None),
             RpcPurpose::Ignored => {}
             RpcPurpose::Spawn {
-                spawn_number: spawn,
-                part_number: part,
-            } => self.handle_part_spawned(spawn, part, Err(PvmError::HostFail)),
+                spawn_number,
+                part_number,
+            } => self.handle_part_spawned(spawn_number, part_number, Err(PvmError::HostFail)),
             RpcPurpose::GroupMember { tid } => self.remove_ended_member(tid),
             RpcPurpose::Inspection(query) => self.handle_query_facts(query, self.config.host, None),
             RpcPurpose::Verdict {
@@ -438,9 +434,10 @@ impl Machine {
     /// a broken session stay open: tasks of that host are reported as ended when the table changes,
     /// after the loss of the host itself.
     pub(super) fn fail_requests_to(&mut self, host: HostId) {
-        let in_table = self.table.get(host).is_some();
-        let lost_requests =
-            |p: &OpenRequest| p.host == host && !(in_table && p.purpose.survives_broken_session());
+        let is_in_table = self.table.get(host).is_some();
+        let lost_requests = |p: &OpenRequest| {
+            p.host == host && !(is_in_table && p.purpose.survives_broken_session())
+        };
         let lost_requests: Vec<RequestId> = self
             .rpcs
             .open_requests
@@ -455,7 +452,7 @@ impl Machine {
         }
     }
 
-    /// Resends requests after a session was established, if they survive a broken session.
+    /// Called when a session was established. Resends the requests that survive a broken session.
     pub(super) fn resend_requests_to(&mut self, host: HostId) {
         let surviving_requests: Vec<(RequestId, HostRequest)> = self
             .rpcs

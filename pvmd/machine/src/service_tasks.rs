@@ -121,7 +121,7 @@ impl Machine {
         self.set_tracer(tracer);
     }
 
-    /// Notifies a joining host of the tracer, if there is one (master only).
+    /// Sends the tracer to a host that has connected, if there is a tracer (master only).
     pub(super) fn send_tracer_to(&mut self, host: sempa_proto::HostId) {
         if self.master.is_some() && self.service_tasks.tracer.is_some() {
             let tracer = self.service_tasks.tracer.clone();
@@ -144,20 +144,21 @@ impl Machine {
     }
 
     /// Sets the tracer as the destination of output and of trace records that have no destination.
-    pub(super) fn apply_tracer_sinks(&self, output: &mut Sink, trace: &mut Sink) {
+    pub(super) fn apply_tracer_sinks(&self, output_sink: &mut Sink, trace_sink: &mut Sink) {
         let Some(tracer) = &self.service_tasks.tracer else {
             return;
         };
-        if !output.tid.is_task() {
-            *output = tracer.output_sink();
+        if !output_sink.tid.is_task() {
+            *output_sink = tracer.output_sink();
         }
-        if !trace.tid.is_task() {
-            *trace = tracer.trace_sink();
+        if !trace_sink.tid.is_task() {
+            *trace_sink = tracer.trace_sink();
         }
     }
 
-    /// Handles the end of a task that may have provided a service. A tasker's tasks end with it.
-    /// This daemon provides the services of a hoster or tasker itself again.
+    /// Handles the end of a task that may have provided a service. The tasks that a tasker has
+    /// started end with the tasker. This daemon provides the services of a hoster or tasker itself
+    /// again. The end of the tracer is announced to all hosts.
     pub(super) fn handle_service_task_end(&mut self, tid: Tid) {
         for service in [Service::Hoster, Service::Tasker] {
             let (registered_task, flag) = self.service_tasks.registration(service);

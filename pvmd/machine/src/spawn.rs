@@ -231,14 +231,14 @@ impl Machine {
             indices
                 .iter()
                 .for_each(|index| blocks.entry(lease.hosts[*index]).or_default().push(*index));
-            let (available_blocks, unavailable): (TaskPositionsByHost, TaskPositionsByHost) =
+            let (available_blocks, unavailable_blocks): (TaskPositionsByHost, TaskPositionsByHost) =
                 blocks
                     .into_iter()
                     .partition(|(host, _)| self.table.get(*host).is_some());
             return self.request_task_starts(
                 spawn_number,
                 available_blocks,
-                unavailable
+                unavailable_blocks
                     .into_iter()
                     .flat_map(|(_, next_block)| next_block),
                 error_without_host,
@@ -247,11 +247,11 @@ impl Machine {
         let mut hosts = self.permitted_hosts(&spawn.request);
         hosts.retain(|host| !spawn.excluded_hosts.contains(host));
         let previous_host = self.spawns.last_host.unwrap_or(self.config.host);
-        let start = hosts
+        let start_position = hosts
             .iter()
             .position(|host| *host > previous_host)
             .unwrap_or(0);
-        hosts.rotate_left(start);
+        hosts.rotate_left(start_position);
         hosts.truncate(indices.len());
         if hosts.is_empty() {
             return self.request_task_starts(spawn_number, Vec::new(), indices, error_without_host);
@@ -260,12 +260,13 @@ impl Machine {
         if !spawn.request.names_one_host() {
             self.spawns.last_host = hosts.last().copied();
         }
-        let (block_len, larger_blocks) = (indices.len() / hosts.len(), indices.len() % hosts.len());
+        let (block_len, larger_block_count) =
+            (indices.len() / hosts.len(), indices.len() % hosts.len());
         let mut remaining_indices = indices.into_iter();
         let mut next_block = |n: usize| {
             remaining_indices
                 .by_ref()
-                .take(block_len + usize::from(n < larger_blocks))
+                .take(block_len + usize::from(n < larger_block_count))
                 .collect()
         };
         let blocks = hosts
@@ -325,7 +326,9 @@ impl Machine {
         }
     }
 
-    /// Handles the results of one part, or the loss of the part's host.
+    /// Handles the results of one part, or the loss of the part's host. Tasks that the host did not
+    /// start because it is lost, or because its owner refuses them, are assigned to other hosts if
+    /// the request permits this.
     pub(super) fn handle_part_spawned(
         &mut self,
         spawn_number: u64,
@@ -384,12 +387,12 @@ impl Machine {
             return;
         };
         let results: SpawnResults = results.into_iter().flatten().collect();
-        let (mut output, mut trace) = (request.output_sink, request.trace_sink);
-        self.apply_tracer_sinks(&mut output, &mut trace);
+        let (mut output_sink, mut trace_sink) = (request.output_sink, request.trace_sink);
+        self.apply_tracer_sinks(&mut output_sink, &mut trace_sink);
         for child in results.iter().flatten() {
             let parent = visible_parent(tid, request.flags);
-            self.report_output_requested(*child, parent, output);
-            self.trace_task_request(trace, *child, parent);
+            self.report_output_requested(*child, parent, output_sink);
+            self.trace_task_request(trace_sink, *child, parent);
         }
         let leased_tasks = lease.map(
             |LeasedSpawn {
@@ -446,7 +449,7 @@ impl Machine {
         let launch = restart_engine::launch_info_of(&job.request);
         let permitted_count = self.permitted_count(&job);
         let program = if let Err(why) = &launch {
-            // The daemon does not check a request of the resource manager before it is queued.
+            // A request of the resource manager is queued without this check.
             self.log_warning_and_record(format!("{} was not started: {why}", job.request.program));
             Err(PvmError::BadParam)
         } else if self.tasker_has_ended || self.shutdown.is_some() {
@@ -525,7 +528,7 @@ impl Machine {
         }
     }
 
-    /// Returns the number of tasks of this job that the owner of this host permits at present.
+    /// Returns the number of tasks of this request that the owner of this host permits at present.
     fn permitted_count(&self, job: &ExecJob) -> usize {
         match job.is_service() {
             true => usize::MAX,
@@ -588,11 +591,11 @@ impl Machine {
             .filter(|_| !matches!(job.requester, ExecRequester::Startup));
         task.tasker = tasker;
         task.flags = if tasker.is_some() { 0 } else { TASK_FORKED };
-        let is_rm_request = match job.requester {
+        let requesting_rm = match job.requester {
             ExecRequester::Rm { rm, .. } => Some(rm),
             _ => None,
         };
-        task.exit_rm = is_rm_request;
+        task.exit_rm = requesting_rm;
         let parent = task.parent;
         match tasker {
             Some(tasker) => {
@@ -615,9 +618,9 @@ impl Machine {
         }
         self.trace_task_start(&task);
         self.tasks.insert(task);
-        if is_rm_request.is_some() {
+        if requesting_rm.is_some() {
             // The daemon of the spawner does not know a task that a resource manager starts, so it
-            // cannot report the task.
+            // cannot report the task to the collector.
             self.report_output_requested(tid, parent, request.output_sink);
         }
         self.report_output_started(tid, parent, request.output_sink);
@@ -693,7 +696,8 @@ impl Machine {
 /// must not inherit it.
 const SPAWN_TOKEN_VARIABLE: &[u8] = b"PVMEPID";
 
-/// Returns the parent that a child may know: `parent`, or [`Tid::NONE`] if the spawn has no parent.
+/// Returns the parent that a child may know: `parent`, or the code [`PvmError::ParentNotSet`] as a
+/// tid if the spawn has no parent.
 fn visible_parent(parent: Tid, flags: i32) -> Tid {
     if flags & SPAWN_NO_PARENT != 0 {
         Tid::from_raw(PvmError::ParentNotSet.code())
@@ -709,9 +713,9 @@ pub(super) fn find_program(
     request: &SpawnRequest,
 ) -> Result<(std::path::PathBuf, Vec<Vec<u8>>), PvmError> {
     use std::os::unix::ffi::OsStrExt;
-    let bytes = |path: &Path| path.as_os_str().as_bytes().to_vec();
+    let path_bytes = |path: &Path| path.as_os_str().as_bytes().to_vec();
     let path = world.find_program(&request.program, split_place(&request.where_arg).1)?;
-    let mut argv = vec![bytes(&path)];
+    let mut argv = vec![path_bytes(&path)];
     argv.extend(request.args.iter().cloned());
     if request.flags & SPAWN_DEBUG == 0 {
         return Ok((path, argv));
@@ -725,6 +729,6 @@ pub(super) fn find_program(
         |d| String::from_utf8_lossy(&d).into_owned(),
     );
     let debugger = world.find_program(&debugger, None)?;
-    argv.insert(0, bytes(&debugger));
+    argv.insert(0, path_bytes(&debugger));
     Ok((debugger, argv))
 }

@@ -39,14 +39,15 @@ pub(super) struct TaskSuspension {
 
 impl TaskSuspension {
     /// Replaces the suspensions of a task. Returns `None` if `suspensions` is empty. The time of
-    /// the result is that of `previous`, or `now` if the task was not suspended.
+    /// the result is that of `previous_suspension`, or `now` if the task was not suspended.
     pub(super) fn update(
-        previous: Option<Self>,
+        previous_suspension: Option<Self>,
         now: Micros,
         suspensions: Suspensions,
     ) -> Option<Self> {
         suspensions.is_suspended().then_some(Self {
-            suspended_at: previous.map_or(now, |previous| previous.suspended_at),
+            suspended_at: previous_suspension
+                .map_or(now, |previous_suspension| previous_suspension.suspended_at),
             suspensions,
         })
     }

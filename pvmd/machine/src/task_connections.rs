@@ -45,7 +45,8 @@ pub(super) struct TaskConnections {
 }
 
 impl TaskConnections {
-    /// Returns the task that the connection is bound to; `None` if it is not bound to a task.
+    /// Returns the task that the connection is bound to; `None` if the connection is not bound to a
+    /// task.
     pub(super) fn task_of(&self, conn: ConnId) -> Option<Tid> {
         match self.states.get(&conn) {
             Some(ConnState::Task(tid)) => Some(*tid),
@@ -53,7 +54,7 @@ impl TaskConnections {
         }
     }
 
-    /// Marks the connection as retired: all further input from it is ignored.
+    /// Marks the connection as retired: all further input from the connection is ignored.
     pub(super) fn retire(&mut self, conn: ConnId) {
         if let Some(state) = self.states.get_mut(&conn) {
             *state = ConnState::Retired;
@@ -64,8 +65,8 @@ impl TaskConnections {
         self.states.insert(conn, ConnState::Task(tid));
     }
 
-    /// Registers the connection of a migrated task whose record has not arrived yet. The arrival of
-    /// the record binds it to the task.
+    /// Registers the connection of a migrated task whose record has not arrived yet. When the
+    /// record arrives, the connection is bound to the task.
     pub(super) fn await_record(&mut self, conn: ConnId, tid: Tid) {
         self.states.insert(conn, ConnState::AwaitingRecord(tid));
     }
@@ -146,10 +147,9 @@ impl Machine {
             ToDaemon::ExitCancelled {
                 migration: exit_migration,
             } => self.handle_exit_cancelled(tid, exit_migration),
-            ToDaemon::Route {
-                receiver: to,
-                message,
-            } => self.forward_route_message(conn, to, message, Descriptors::default()),
+            ToDaemon::Route { receiver, message } => {
+                self.forward_route_message(conn, receiver, message, Descriptors::default())
+            }
         }
     }
 

@@ -16,8 +16,8 @@ use sempa_proto::trace::{
 };
 use std::collections::{BTreeSet, VecDeque};
 
-/// Largest number of tracers that are remembered to have received the item table. A forgotten
-/// tracer receives the table again.
+/// Largest number of tracers for which the daemon remembers that they have received the item table.
+/// A forgotten tracer receives the table again.
 const INFORMED_TRACERS_MAX: usize = 1024;
 
 /// The tracers that have received the item table.
@@ -30,7 +30,7 @@ pub(super) struct InformedTracers {
 
 impl Machine {
     /// Sends a tracer the item table, which must precede all records. Has no effect if the tracer
-    /// has received it.
+    /// has received the table.
     fn send_item_table(&mut self, sink: Sink) {
         if !self.informed_tracers.tracers.insert(sink.tid) {
             return;
@@ -72,14 +72,14 @@ impl Machine {
     /// Sends the record of a task's start.
     pub(super) fn trace_task_start(&mut self, task: &Task) {
         // PVM uses −1 for an unknown value and a dash for a task without a name.
-        let or_unknown = |n: i32| if n == 0 { -1 } else { n };
+        let value_or_minus_one = |n: i32| if n == 0 { -1 } else { n };
         let name = if task.name.is_empty() {
             "-"
         } else {
             task.name.as_str()
         };
         let items = vec![
-            int_item("PT", or_unknown(task.parent.raw())),
+            int_item("PT", value_or_minus_one(task.parent.raw())),
             int_item("TF", task.flags),
             text_item("TN", name),
         ];

@@ -1,10 +1,10 @@
 //! The task table of this host: the state of each task, allocation of tids, and the end of tasks.
 //!
-//! A task ends in two ways. It may leave the virtual machine (`pvm_exit`, or its socket closes)
-//! while its process continues; a spawned task then stays in the table until its process exits.
-//! When the process exits, the daemon first reads the data that the process has written to its
-//! socket, then ends the task and notifies all hosts. The notification follows everything that the
-//! task has sent.
+//! A task may leave the virtual machine (`pvm_exit`, or its socket closes) while its process
+//! continues. A spawned task then stays in the table until its process exits. When the process
+//! exits, the daemon first reads the data that the process has written to its socket. Then the
+//! daemon ends the task and notifies all hosts. The notification follows everything that the task
+//! has sent.
 
 use super::checkpoints::KnownExits;
 use super::guests::Pause;
@@ -165,7 +165,8 @@ pub(super) struct Task {
     pub(super) earlier_usage: Usage,
     pub(super) notifications: Vec<PendingNotification>,
     /// Wait status and usage of the task's process; `None` while the process runs. The task ends
-    /// when its socket is drained, or when the coordinator of its migration decides.
+    /// when its socket is drained, or when the coordinator of its migration decides that the task
+    /// has ended.
     pub(super) exit_report: Option<(i32, Usage)>,
     /// The migration that is transferring the task's images. If the process exits on this host, the
     /// coordinator decides whether the task has ended.
@@ -278,7 +279,7 @@ impl Task {
     }
 
     /// If the task has settled ([`Task::has_settled`]), removes and returns the part of a
-    /// checkpoint that has waited for it.
+    /// checkpoint that has waited for the task to settle.
     pub(super) fn take_settled_part(&mut self) -> Option<MigrationId> {
         if self.has_settled() {
             self.settling_part.take()
@@ -372,7 +373,8 @@ impl Tasks {
         self.exited_watermarks.push_back((tid, watermarks));
     }
 
-    /// Returns the watermark of an ended task's link to a peer; `None` if it is not remembered.
+    /// Returns the watermark of an ended task's link to a peer; `None` if the watermark is not
+    /// remembered.
     pub(super) fn exited_watermark(&self, tid: Tid, peer: Tid) -> Option<SendWatermark> {
         let watermarks = &self
             .exited_watermarks
@@ -405,7 +407,7 @@ impl Machine {
     /// Lists the tasks of this host, or only the task `selected_tid`, for `pvm_tasks`.
     pub(super) fn list_tasks(&self, selected_tid: Option<Tid>) -> Vec<TaskInfo> {
         let task_info =
-            |task: &Task, migrating: bool, is_stopped: bool, suspended: bool| TaskInfo {
+            |task: &Task, is_migrating: bool, is_stopped: bool, is_suspended: bool| TaskInfo {
                 tid: task.tid,
                 parent: task.parent,
                 host: self.config.host,
@@ -413,9 +415,9 @@ impl Machine {
                 name: task.name.clone(),
                 pid: task.pid,
                 uid: self.config.uid,
-                migrating,
+                migrating: is_migrating,
                 paused: is_stopped && self.owner_control.pauses_guests(),
-                suspended,
+                suspended: is_suspended,
             };
         let is_selected = |tid: Tid| selected_tid.is_none_or(|selected_tid| selected_tid == tid);
         let local_tasks = self
@@ -429,9 +431,9 @@ impl Machine {
                     .sources
                     .values()
                     .find(|s| s.migration().tid == t.tid);
-                let migrating = source.is_some_and(Source::is_departing)
+                let is_migrating = source.is_some_and(Source::is_departing)
                     || (t.holds_items && (t.pause.is_none() || source.is_some()));
-                task_info(t, migrating, t.pause.is_some(), t.suspension.is_some())
+                task_info(t, is_migrating, t.pause.is_some(), t.suspension.is_some())
             });
         let arriving_tasks = self
             .migrations
@@ -540,8 +542,8 @@ impl Machine {
         self.remove_from_services(tid);
     }
 
-    /// Handles the exit of a spawned task's process. The daemon may not yet have read everything
-    /// that the process has written to its socket.
+    /// Handles the exit of a spawned task's process. If the process was connected, the daemon may
+    /// not have read everything that the process has written to its socket, so the task ends later.
     pub(super) fn handle_process_exit(&mut self, tid: Tid, status: i32, usage: Usage) {
         if let Some(arrival) = self.migrations.arrivals.get_mut(&tid).filter(|a| a.has_run) {
             arrival.exit_report = Some((status, usage));
@@ -631,7 +633,9 @@ impl Machine {
         self.advance_stop();
     }
 
-    /// Handles the end of a task of any host.
+    /// Handles the end of a task of any host: sends the requested notifications to the tasks of
+    /// this host, frees the contexts of the ended task, and removes the ended task from all
+    /// services.
     pub(super) fn handle_task_end(&mut self, tid: Tid, watermarks: &[SendWatermark]) {
         self.handle_exit_notice(tid);
         self.notify_watchers_of_exit(tid, watermarks);

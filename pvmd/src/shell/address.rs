@@ -3,29 +3,30 @@
 
 use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
 
-/// Maximum number of announced addresses; a slave must be able to announce all of its addresses
+/// Maximum number of announced addresses. A slave must be able to announce all of its addresses
 /// within the length limit of its reply line.
 pub(crate) const ADDRESSES_MAX: usize = 5;
 
-/// Returns the addresses to announce with this port, most useful first.
+/// Returns the addresses to announce with the port `port`, most useful first, at most
+/// [`ADDRESSES_MAX`].
 ///
-/// If `announced` (the value of `SEMPA_ADDRESS`) is set, only its addresses are returned. Otherwise
-/// the `preferred` addresses are first, followed by all other interface addresses. A loopback
-/// address is returned only if there is no other address.
+/// If `configured_list` (the value of `SEMPA_ADDRESS`) is set, only the addresses in it are
+/// returned. Otherwise the `preferred_ips` addresses are first, followed by all other interface
+/// addresses. A loopback address is returned only if there is no other address.
 ///
 /// # Errors
-/// One sentence if `announced` contains a word that is not an address.
+/// One sentence if `configured_list` contains a word that is not an address.
 pub(crate) fn addresses_to_announce(
-    announced: Option<&str>,
-    preferred: &[IpAddr],
+    configured_list: Option<&str>,
+    preferred_ips: &[IpAddr],
     port: u16,
 ) -> Result<Vec<SocketAddr>, String> {
-    if let Some(list) = announced {
+    if let Some(address_list) = configured_list {
         let parse_ip = |word: &str| {
             word.parse::<IpAddr>()
                 .map_err(|_| format!("SEMPA_ADDRESS: {word:?} is not an IP address"))
         };
-        let words = list
+        let words = address_list
             .split(',')
             .map(str::trim)
             .filter(|word| !word.is_empty());
@@ -36,7 +37,7 @@ pub(crate) fn addresses_to_announce(
             .take(ADDRESSES_MAX)
             .collect());
     }
-    let mut ips: Vec<IpAddr> = preferred
+    let mut ips: Vec<IpAddr> = preferred_ips
         .iter()
         .copied()
         .filter(|ip| !ip.is_loopback())
@@ -63,8 +64,8 @@ pub(crate) fn addresses_to_announce(
         .collect())
 }
 
-/// Returns the addresses of all interfaces that are up. Link-local addresses are omitted, because
-/// they are ambiguous without an interface.
+/// Returns the addresses of all interfaces that are up. Link-local addresses are omitted, because a
+/// link-local address is ambiguous without an interface.
 fn interface_addresses() -> Vec<IpAddr> {
     let Ok(interfaces) = nix::ifaddrs::getifaddrs() else {
         return Vec::new();
@@ -93,14 +94,15 @@ pub(crate) fn resolve(name: &str) -> Vec<IpAddr> {
 }
 
 /// Returns the client's and the server's address of the ssh session that started this process.
-/// `variable` is the value of `SSH_CONNECTION` (client address, client port, server address, server
-/// port; sshd(8)). Returns `None` if it is not set or malformed.
-pub(crate) fn ssh_session_addresses(variable: Option<&str>) -> Option<(IpAddr, IpAddr)> {
-    let words: Vec<&str> = variable?.split_whitespace().collect();
+/// `ssh_connection` is the value of `SSH_CONNECTION` (client address, client port, server address,
+/// server port; sshd(8)). Returns `None` if the variable is not set or malformed.
+pub(crate) fn ssh_session_addresses(ssh_connection: Option<&str>) -> Option<(IpAddr, IpAddr)> {
+    let words: Vec<&str> = ssh_connection?.split_whitespace().collect();
     let [client_ip, _, server_ip, _] = words[..] else {
         return None;
     };
-    // A scoped address (`%eth0`) does not parse. Its scope would be valid on the other host only.
+    // A scoped address (`%eth0`) is refused by the parser. The scope would be valid on the other
+    // host only.
     Some((client_ip.parse().ok()?, server_ip.parse().ok()?))
 }
 

@@ -85,7 +85,7 @@ pub struct BenchReceiver {
 
 impl BenchReceiver {
     /// Decodes `chunks` of the pair stream. Returns the next item for the state machine, or `None`
-    /// if no item is complete or it cannot be decoded.
+    /// if no item is complete or an item cannot be decoded.
     pub fn receive(&mut self, chunks: &[Bytes]) -> Option<DataMsg> {
         chunks.iter().for_each(|chunk| self.decoder.push(chunk));
         let frame = self.decoder.next_frame().ok()??;

@@ -10,7 +10,7 @@ use tokio::runtime::Handle;
 use tokio::sync::watch;
 use tokio::time::timeout;
 
-/// A bidirectional stream. At most one thread may read and one thread may write at a time.
+/// A bidirectional stream. At most one thread may read and at most one thread may write at a time.
 #[derive(Debug)]
 pub(super) struct BlockingStream {
     send_half: Mutex<SendStream>,
@@ -56,11 +56,11 @@ impl BlockingStream {
     }
 
     fn block_on<T>(&self, operation: impl Future<Output = io::Result<T>>) -> io::Result<T> {
-        let mut abort_receiver = self.is_aborted.subscribe();
+        let mut abort_flag = self.is_aborted.subscribe();
         self.runtime.block_on(async {
             tokio::select! {
                 biased;
-                _ = abort_receiver.wait_for(|abort_receiver| *abort_receiver) => Err(io::Error::new(ErrorKind::ConnectionAborted, "the transfer was \
+                _ = abort_flag.wait_for(|abort_flag| *abort_flag) => Err(io::Error::new(ErrorKind::ConnectionAborted, "the transfer was \
                                                                                                   aborted")),
                 operation = timeout(STALL_TIMEOUT, operation) => operation.unwrap_or_else(|_| Err(ErrorKind::TimedOut.into())),
             }

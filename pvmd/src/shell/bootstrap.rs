@@ -14,7 +14,8 @@ pub(crate) const BOOTSTRAP_BYTES_MAX: usize = 64 << 10;
 const DAEMON_PROTOCOL_VERSION: u32 = 3000 + sempa_proto::WIRE_VERSION as u32;
 /// First word of an error reply.
 const ERROR_PREFIX: &str = "sempa-error:";
-/// Maximum length of a slave's reply line; the example hosters read only 255 characters of it.
+/// Maximum length of a slave's reply line. The example hosters of PVM read only 255 characters of
+/// the line.
 pub(crate) const REPLY_BYTES_MAX: usize = 255;
 
 /// The bootstrap line, which the master writes as JSON.
@@ -33,7 +34,8 @@ pub(crate) struct Bootstrap {
     pub(crate) key: String,
     /// Addresses at which the master listens.
     pub(crate) masters: Vec<SocketAddr>,
-    /// The master's library folder. The new host uses this path if the folder exists there, too.
+    /// The master's library folder. The new host uses the same path if the folder exists there,
+    /// too.
     pub(crate) library: Option<String>,
     /// Search path for executables (`ep=`), not expanded.
     pub(crate) search_path: Option<String>,
@@ -58,7 +60,7 @@ pub(crate) struct BrokenCertificate;
 impl Bootstrap {
     pub(crate) const VERSION: u32 = DAEMON_PROTOCOL_VERSION;
 
-    /// Returns the credentials in the line.
+    /// Decodes the credentials in the line and returns them.
     ///
     /// # Errors
     /// A credential is not hexadecimal.
@@ -89,11 +91,11 @@ impl Bootstrap {
         struct Version {
             ddpro: u32,
         }
-        let malformed = |e: serde_json::Error| Refusal {
+        let malformed_refusal = |e: serde_json::Error| Refusal {
             error: PvmError::CantStart,
             text: format!("standard input did not bring the line that a master sends: {e}"),
         };
-        let version: Version = serde_json::from_str(line).map_err(malformed)?;
+        let version: Version = serde_json::from_str(line).map_err(malformed_refusal)?;
         if version.ddpro != DAEMON_PROTOCOL_VERSION {
             let text = format!(
                 "the master uses protocol version {}, this daemon {DAEMON_PROTOCOL_VERSION}: install one version",
@@ -104,7 +106,7 @@ impl Bootstrap {
                 text,
             });
         }
-        serde_json::from_str(line).map_err(malformed)
+        serde_json::from_str(line).map_err(malformed_refusal)
     }
 }
 
@@ -125,12 +127,13 @@ pub(crate) struct Refusal {
     pub(crate) text: String,
 }
 
-/// Formats a reply as a line without newline. The line begins as PVM's does, because hosters
-/// written for PVM look for this beginning.
+/// Formats a reply as a line without newline. The line begins as PVM's reply does, because hosters
+/// written for PVM look for this beginning. Addresses that would make the line too long are
+/// omitted.
 pub(crate) fn reply_line(reply: &Result<ReadyReply, Refusal>) -> String {
     match reply {
-        Ok(ready) => {
-            let hex_address = match ready.addresses.first() {
+        Ok(ready_reply) => {
+            let hex_address = match ready_reply.addresses.first() {
                 Some(SocketAddr::V4(v4)) => {
                     format!("{:08x}:{:04x}", u32::from(*v4.ip()), v4.port())
                 }
@@ -139,10 +142,10 @@ pub(crate) fn reply_line(reply: &Result<ReadyReply, Refusal>) -> String {
             };
             let mut line = format!(
                 "ddpro<{DAEMON_PROTOCOL_VERSION}> arch<{}> ip<{hex_address}> mtu<4080> dsig<{}>",
-                ready.arch, ready.dsig
+                ready_reply.arch, ready_reply.dsig
             );
             let mut address_list = String::new();
-            for address in &ready.addresses {
+            for address in &ready_reply.addresses {
                 let address_text = address.to_string();
                 if line.len() + address_list.len() + address_text.len() + " sempa<,>".len()
                     > REPLY_BYTES_MAX
@@ -163,8 +166,9 @@ pub(crate) fn reply_line(reply: &Result<ReadyReply, Refusal>) -> String {
     }
 }
 
-/// Parses a line of a slave's output. Returns `None` if the line is not a reply, like a greeting of
-/// the login shell.
+/// Parses a line of a slave's output. Returns the reply; a malformed reply or a reply of another
+/// version is returned as a refusal. Returns `None` if the line is not a reply, for example a
+/// greeting of the login shell.
 pub(crate) fn parse_reply(line: &str) -> Option<Result<ReadyReply, Refusal>> {
     if let Some(rest) = line.strip_prefix(ERROR_PREFIX) {
         let (code, text) = rest.trim().split_once(' ')?;
@@ -181,22 +185,22 @@ pub(crate) fn parse_reply(line: &str) -> Option<Result<ReadyReply, Refusal>> {
     if !line.starts_with("ddpro<") {
         return None;
     }
-    let field = |name: &str| {
+    let field_value = |name: &str| {
         let start = line.find(&format!("{name}<"))? + name.len() + 1;
         line[start..].split_once('>').map(|(value, _)| value)
     };
     let parse_ready = || {
-        let addresses = field("sempa")?
+        let addresses = field_value("sempa")?
             .split(',')
             .filter_map(|a| a.parse().ok())
             .collect();
         Some(ReadyReply {
-            arch: field("arch")?.to_string(),
-            dsig: field("dsig")?.parse().ok()?,
+            arch: field_value("arch")?.to_string(),
+            dsig: field_value("dsig")?.parse().ok()?,
             addresses,
         })
     };
-    let version = field("ddpro").unwrap_or_default();
+    let version = field_value("ddpro").unwrap_or_default();
     if version != DAEMON_PROTOCOL_VERSION.to_string() {
         let text = format!(
             "the daemon there is of version {version}, this one of version {DAEMON_PROTOCOL_VERSION}: install one version"
@@ -206,11 +210,11 @@ pub(crate) fn parse_reply(line: &str) -> Option<Result<ReadyReply, Refusal>> {
             text,
         }));
     }
-    let malformed = || Refusal {
+    let malformed_refusal = || Refusal {
         error: PvmError::CantStart,
         text: format!("the daemon there answered {line:?}"),
     };
-    Some(parse_ready().ok_or_else(malformed))
+    Some(parse_ready().ok_or_else(malformed_refusal))
 }
 
 /// Returns the host for which the line was written.
@@ -266,10 +270,11 @@ mod tests {
         };
         let line = bootstrap.to_line();
         assert_eq!(line.matches('\n').count(), 1);
-        let parsed = Bootstrap::parse(line.trim_end()).unwrap_or_else(|r| panic!("{}", r.text));
+        let parsed_bootstrap =
+            Bootstrap::parse(line.trim_end()).unwrap_or_else(|r| panic!("{}", r.text));
         assert!(
-            parsed == bootstrap
-                && parsed
+            parsed_bootstrap == bootstrap
+                && parsed_bootstrap
                     .credentials()
                     .expect("hexadecimal")
                     .authority_certificate
@@ -281,17 +286,17 @@ mod tests {
             Some(PvmError::BadVersion)
         );
 
-        let ready = ReadyReply {
+        let ready_reply = ReadyReply {
             arch: "LINUX64".into(),
             dsig: 4230209,
             addresses: vec!["10.0.0.2:77".parse().expect("an address")],
         };
-        let line = reply_line(&Ok(ready.clone()));
+        let line = reply_line(&Ok(ready_reply.clone()));
         let expected_start = format!(
             "ddpro<{DAEMON_PROTOCOL_VERSION}> arch<LINUX64> ip<0a000002:004d> mtu<4080> dsig<4230209>"
         );
         assert!(line.starts_with(&expected_start), "{line}");
-        assert_eq!(parse_reply(&line), Some(Ok(ready)));
+        assert_eq!(parse_reply(&line), Some(Ok(ready_reply)));
         let refusal = Refusal {
             error: PvmError::DupHost,
             text: "one runs here".into(),
@@ -302,8 +307,8 @@ mod tests {
         );
     }
 
-    /// A greeting yields no reply. A PVM 3 reply is refused because of its version. A list of
-    /// addresses that is too long is truncated.
+    /// A greeting yields no reply. A reply of PVM 3 is refused because of its version. A reply
+    /// whose list of addresses is too long is truncated.
     #[test]
     fn unrelated_and_old_lines_are_not_replies() {
         assert_eq!(parse_reply("Welcome to this machine"), None);

@@ -1,10 +1,10 @@
 //! Connects two hosts for a bulk transfer: by TCP ([`super::bulk_tcp`]), or by a stream of their
 //! session where TCP is blocked.
 //!
-//! The session always exists but needs more processor time per byte. If the connecting end detects
-//! that TCP is blocked, it opens a session stream instead. It then uses session streams with this
-//! host for [`TCP_RETRY_INTERVAL`]. The listening end accepts the first TCP connection or session
-//! stream that arrives.
+//! The session always exists, but a session stream needs more processor time per byte than TCP. If
+//! the connecting end detects that TCP is blocked, it opens a session stream instead. The
+//! connecting end then uses session streams with this host for [`TCP_RETRY_INTERVAL`]. The
+//! listening end accepts the first TCP connection or session stream that arrives.
 
 use super::bulk_tcp::{
     BulkListener, ConnectionEnd, ConnectionKeys, ConnectionOffer, Transport, connect,
@@ -21,7 +21,7 @@ use std::time::{Duration, Instant};
 use tokio::sync::oneshot;
 use tokio::time::timeout;
 
-/// Time for which no TCP connection to a host is attempted after TCP to this host was blocked.
+/// Time for which no TCP connection to a host is attempted after the host was not reachable by TCP.
 const TCP_RETRY_INTERVAL: Duration = Duration::from_secs(600);
 /// Time limit for the other end to accept a session stream.
 const ACCEPT_TIMEOUT: Duration = Duration::from_secs(5);
@@ -33,8 +33,8 @@ type StreamPair = (SendStream, RecvStream);
 #[derive(Debug, Default)]
 struct FallbackState {
     /// Transfers for which the connecting end may open a session stream. The key is the migration
-    /// and the content. The value is the connecting host and the sender that passes on the stream.
-    /// Each entry is removed with its [`ExpectedTransfer`].
+    /// and the content. The value is the connecting host and the sender that passes the session
+    /// stream to the [`ExpectedTransfer`]. Each entry is removed with its [`ExpectedTransfer`].
     expected_streams: HashMap<(MigrationId, BulkContent), (HostId, oneshot::Sender<StreamPair>)>,
     /// Hosts that were not reachable by TCP, each with the time of the last attempt.
     tcp_blocked_at: HashMap<HostId, Instant>,
@@ -70,26 +70,27 @@ impl BulkFallbacks {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Permits the host `from` to open a session stream for the transfer. Must be called before
-    /// `from` is notified of the transfer.
+    /// Permits the host `from` to open a session stream for the transfer, and returns the transfer,
+    /// which receives the stream. Must be called before `from` is notified of the transfer.
     pub(super) fn expect_stream(
         &self,
         from: HostId,
         migration: MigrationId,
         content: BulkContent,
     ) -> ExpectedTransfer {
-        let (stream_sender, streams) = oneshot::channel();
+        let (stream_sender, stream_receiver) = oneshot::channel();
         self.lock()
             .expected_streams
             .insert((migration, content), (from, stream_sender));
         ExpectedTransfer {
             fallbacks: self.clone(),
             key: (migration, content),
-            streams,
+            streams: stream_receiver,
         }
     }
 
-    /// Handles a session stream that the host `from` has opened.
+    /// Handles a session stream that the host `from` has opened: passes the stream to the transfer
+    /// that expects it, or refuses the stream and logs the refusal.
     pub(crate) fn on_stream(
         &self,
         from: HostId,
@@ -104,10 +105,10 @@ impl BulkFallbacks {
                 // that they are closed.
                 let _ = stream_sender.send(streams);
             }
-            other => {
-                state
-                    .expected_streams
-                    .extend(other.map(|waits| ((migration, content), waits)));
+            other_entry => {
+                state.expected_streams.extend(
+                    other_entry.map(|host_and_sender| ((migration, content), host_and_sender)),
+                );
                 drop(state);
                 tracing::warn!(
                     "refused a stream of {from} for {content:?} of {migration}: it is not expected"
@@ -116,7 +117,7 @@ impl BulkFallbacks {
         }
     }
 
-    /// Records that TCP does not reach `host`. Returns true if the host was not marked already.
+    /// Records that TCP does not reach `host`. Returns true if `host` was not marked already.
     pub(super) fn mark_tcp_blocked(&self, host: HostId) -> bool {
         self.lock()
             .tcp_blocked_at
@@ -133,7 +134,7 @@ impl BulkFallbacks {
     }
 
     /// At the connecting end: connects to the listener. If TCP is blocked, opens a session stream
-    /// instead.
+    /// instead. Returns this end of the connection.
     pub(super) async fn connect(
         &self,
         (context, session): (&SessionContext, &Connection),
@@ -158,9 +159,9 @@ impl BulkFallbacks {
             )
             .await
             .map_err(io::Error::other)?;
-            let mut reply = ACCEPT_REPLY;
+            let mut accept_reply = ACCEPT_REPLY;
             receive_stream
-                .read_exact(&mut reply)
+                .read_exact(&mut accept_reply)
                 .await
                 .map_err(io::Error::other)?;
             Ok::<_, io::Error>((send_stream, receive_stream))
@@ -178,17 +179,20 @@ impl BulkFallbacks {
         // The session stream may also fail because the transfer has ended. Therefore the error
         // reports both attempts.
         let (send_stream, receive_stream) = stream_result.map_err(|e| match &blocked_reason {
-            Some(why) => io::Error::new(e.kind(), format!("{why}; nor by the session: {e}")),
+            Some(blocked_error) => io::Error::new(
+                e.kind(),
+                format!("{blocked_error}; nor by the session: {e}"),
+            ),
             None => e,
         })?;
-        // Two transfers of one migration may both detect that TCP is blocked; only the first one
-        // logs a line.
-        if let Some(why) = blocked_reason
+        // Two transfers of one migration may both detect that TCP is blocked; only the first of
+        // these transfers logs a line.
+        if let Some(blocked_error) = blocked_reason
             && self.mark_tcp_blocked(host)
         {
             let minutes = TCP_RETRY_INTERVAL.as_secs() / 60;
             tracing::warn!(
-                "{migration}: TCP does not reach {host} ({why}): transfers use the session for {minutes} minutes"
+                "{migration}: TCP does not reach {host} ({blocked_error}): transfers use the session for {minutes} minutes"
             );
         }
         Ok(end_over_stream(
@@ -200,7 +204,8 @@ impl BulkFallbacks {
 }
 
 impl ExpectedTransfer {
-    /// At the listening end: waits for the TCP connection or the session stream.
+    /// At the listening end: waits for the TCP connection or the session stream, whichever arrives
+    /// first. Returns this end of the connection.
     pub(super) async fn accept(
         mut self,
         session: &Connection,
@@ -212,7 +217,7 @@ impl ExpectedTransfer {
         let session_keys =
             ConnectionKeys::derive(session, migration, listener.offer(), Transport::Session)?;
         tokio::select! {
-            accepted = listener.accept(tcp_keys) => accepted,
+            tcp_result = listener.accept(tcp_keys) => tcp_result,
             Ok((mut send_stream, receive_stream)) = &mut self.streams => {
                 send_stream.write_all(&ACCEPT_REPLY).await.map_err(io::Error::other)?;
                 Ok(end_over_stream(send_stream, receive_stream, session_keys.for_listener()))

@@ -5,13 +5,14 @@
 //! datagrams of a few kilobytes. Where TCP is blocked, a stream of the session is used instead
 //! ([`super::bulk_fallback`]).
 //!
-//! - There is no handshake. Both ends derive keys for the connection from their session (RFC 5705,
-//!   RFC 8446 7.5), in which each end has proved which host of this virtual machine it is.
+//! - There is no handshake. Both ends derive the keys of the connection from their session (RFC
+//!   5705, RFC 8446 7.5). In the session, each end has proved which host of this virtual machine it
+//!   is.
 //! - Data is sent in records: length, content, tag of AES-256-GCM. The record number is the nonce,
-//!   so no record can be altered, omitted, repeated or reordered without detection. The reader must
-//!   know which record is the last.
-//! - The first record of the connecting end is empty. It proves that the connecting end has the
-//!   keys.
+//!   so a record that was altered, omitted, repeated or reordered is detected. The reader must know
+//!   which record is the last.
+//! - The first record of the connecting end is empty. The record proves that the connecting end has
+//!   the keys.
 
 use super::blocking_stream::BlockingStream;
 use super::limits::STALL_TIMEOUT;
@@ -39,14 +40,14 @@ const RECORD_HEAD_BYTES: usize = 4;
 const TAG_BYTES: usize = 16;
 const SALT_BYTES: usize = 32;
 const KEY_BYTES: usize = 32;
-/// Time limit for the connecting end to connect, by TCP or by the session, and to prove that it has
-/// the keys.
+/// Time limit for the connecting end to connect and to prove that it has the keys, by TCP or by the
+/// session.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
-/// Time limit for the TCP handshake; TCP is considered blocked after it. A lost segment is
-/// retransmitted after one second.
+/// Time limit for the TCP handshake. If the limit is reached, TCP is considered blocked. The limit
+/// permits one retransmission, because a lost segment is retransmitted after one second.
 const TCP_CONNECT_TIMEOUT: Duration = Duration::from_millis(2500);
-/// Maximum number of accepted connections that have not yet proved that they have the keys; further
-/// connections wait.
+/// Maximum number of accepted connections that have not yet proved that they have the keys. Further
+/// connections wait until one of these is accepted or closed.
 const UNPROVEN_CONNECTIONS_MAX: usize = 8;
 
 /// The port of the listener, and the salt that makes the keys of its connection unique.
@@ -84,8 +85,8 @@ pub(super) struct ConnectionKeys {
 }
 
 impl ConnectionKeys {
-    /// Derives keys that only the two ends of `session` can derive and that no other connection
-    /// has.
+    /// Derives keys that only the two ends of `session` can derive and that differ from the keys of
+    /// all other connections.
     pub(super) fn derive(
         session: &quinn::Connection,
         migration: MigrationId,
@@ -102,10 +103,10 @@ impl ConnectionKeys {
     }
 
     fn from_bytes(bytes: &[u8; 2 * KEY_BYTES]) -> io::Result<Self> {
-        let (out, back) = bytes.split_at(KEY_BYTES);
+        let (listener_bytes, connector_bytes) = bytes.split_at(KEY_BYTES);
         Ok(Self {
-            listener_key: DirectionKey::new(out)?,
-            connector_key: DirectionKey::new(back)?,
+            listener_key: DirectionKey::new(listener_bytes)?,
+            connector_key: DirectionKey::new(connector_bytes)?,
         })
     }
 
@@ -142,7 +143,8 @@ impl DirectionKey {
         })
     }
 
-    /// Returns the number of the next record as its nonce; each nonce is returned once.
+    /// Returns the number of the next record as a nonce and counts the record. No nonce is returned
+    /// twice.
     fn nonce(&mut self) -> Nonce {
         let mut nonce = [0; NONCE_LEN];
         nonce[NONCE_LEN - 8..].copy_from_slice(&self.record_count.to_be_bytes());
@@ -153,16 +155,16 @@ impl DirectionKey {
     /// Completes a record in place: encrypts its content and writes its length field and its tag.
     fn seal(&mut self, record: &mut [u8]) -> io::Result<()> {
         let content = record.len() - RECORD_HEAD_BYTES - TAG_BYTES;
-        let head = u32::try_from(content)
+        let length_bytes = u32::try_from(content)
             .map_err(io::Error::other)?
             .to_le_bytes();
         let (length_field, content_and_tag) = record.split_at_mut(RECORD_HEAD_BYTES);
-        length_field.copy_from_slice(&head);
+        length_field.copy_from_slice(&length_bytes);
         let (content, tag) = content_and_tag.split_at_mut(content);
         let nonce = self.nonce();
-        let sealed_tag = self
-            .key
-            .seal_in_place_separate_tag(nonce, Aad::from(head), content);
+        let sealed_tag =
+            self.key
+                .seal_in_place_separate_tag(nonce, Aad::from(length_bytes), content);
         tag.copy_from_slice(
             sealed_tag
                 .map_err(|_| io::Error::other("the cipher failed"))?
@@ -171,10 +173,11 @@ impl DirectionKey {
         Ok(())
     }
 
-    /// Decrypts the content of a record in place and returns it. `body` is the content and its tag.
+    /// Decrypts the content of a record in place and returns the content. `body` is the content and
+    /// its tag.
     ///
     /// # Errors
-    /// The tag does not match: the record was not made with this key and number.
+    /// The tag does not match: the record was not made with this key and record number.
     fn open<'a>(
         &mut self,
         head: [u8; RECORD_HEAD_BYTES],
@@ -226,8 +229,8 @@ impl<W: Write> RecordWriter<W> {
     }
 
     /// Sends a record that consists of `prefix` and of `length` bytes that `fill` writes;
-    /// [`super::zeros`] packs these bytes. Calls `before_send` with the size of the record before
-    /// it is sent, and returns that size.
+    /// [`super::zeros`] packs these bytes. Calls `before_send` with the size of the packed record
+    /// before sending the record. Returns the size.
     ///
     /// # Errors
     /// As [`RecordWriter::send`].
@@ -239,14 +242,14 @@ impl<W: Write> RecordWriter<W> {
         before_send: impl FnOnce(usize),
     ) -> Result<io::Result<usize>, E> {
         let packed_start = RECORD_HEAD_BYTES + prefix.len();
-        let end = packed_start + zeros::PART_HEAD_BYTES + length;
+        let unpacked_end = packed_start + zeros::PART_HEAD_BYTES + length;
         assert!(
-            end - RECORD_HEAD_BYTES <= CONTENT_BYTES_MAX,
+            unpacked_end - RECORD_HEAD_BYTES <= CONTENT_BYTES_MAX,
             "senders split their data"
         );
         self.buffer[RECORD_HEAD_BYTES..packed_start].copy_from_slice(prefix);
-        fill(&mut self.buffer[packed_start + zeros::PART_HEAD_BYTES..end])?;
-        let packed_bytes = zeros::pack(&mut self.buffer[packed_start..end]);
+        fill(&mut self.buffer[packed_start + zeros::PART_HEAD_BYTES..unpacked_end])?;
+        let packed_bytes = zeros::pack(&mut self.buffer[packed_start..unpacked_end]);
         let record = &mut self.buffer[..packed_start + packed_bytes + TAG_BYTES];
         before_send(record.len());
         Ok(self
@@ -282,7 +285,7 @@ impl<R: Read> RecordReader<R> {
     /// Waits for the next record and returns its content.
     ///
     /// # Errors
-    /// The stream has ended or failed, or the other end has not made the record.
+    /// The stream has ended or failed, or the record was not made by the other end.
     pub(super) fn wait_for_record(&mut self) -> io::Result<&[u8]> {
         let mut head = [0; RECORD_HEAD_BYTES];
         self.stream.read_exact(&mut head)?;
@@ -305,14 +308,14 @@ pub(super) enum BulkConnection {
     Stream(Arc<BlockingStream>),
 }
 
-/// One end of a transfer's connection: its writer, its reader, and a handle that aborts both.
+/// One end of a transfer's connection: the writer, the reader, and a handle that aborts both.
 pub(super) type ConnectionEnd = (
     RecordWriter<BulkConnection>,
     RecordReader<BulkConnection>,
     BulkConnection,
 );
 
-/// Returns this host's end of a session stream. The first key encrypts, the second decrypts.
+/// Returns this host's end of a session stream. The first key encrypts, the second key decrypts.
 pub(super) fn end_over_stream(
     send_stream: quinn::SendStream,
     receive_stream: quinn::RecvStream,
@@ -371,7 +374,8 @@ impl Write for BulkConnection {
     }
 }
 
-/// Replaces the kernel's error for an expired timeout ("try again") by a readable error.
+/// Replaces the kernel's error for an expired timeout ("try again") by an error that gives the
+/// duration of the timeout.
 fn describe_timeout(e: io::Error) -> io::Error {
     match e.kind() {
         ErrorKind::WouldBlock | ErrorKind::TimedOut => io::Error::new(
@@ -389,7 +393,8 @@ pub(super) struct BulkListener {
 }
 
 impl BulkListener {
-    /// Listens on a free port, for IPv4 and IPv6 if this host has both.
+    /// Listens on a free port, for IPv4 and IPv6 if this host has both, and creates the offer for
+    /// the connecting end.
     pub(super) async fn open() -> io::Result<Self> {
         let socket = match TcpListener::bind((Ipv6Addr::UNSPECIFIED, 0)).await {
             Ok(socket) => socket,
@@ -411,20 +416,22 @@ impl BulkListener {
         &self.offer
     }
 
-    /// Waits for a connection that proves that it has the keys. Connections that fail to prove this
-    /// are closed. At most [`UNPROVEN_CONNECTIONS_MAX`] connections are checked at once.
+    /// Waits for a connection that proves that it has the keys, and returns the listening end of
+    /// this connection. Connections that fail to prove this are closed. At most
+    /// [`UNPROVEN_CONNECTIONS_MAX`] connections are checked at once.
     pub(super) async fn accept(self, mut keys: ConnectionKeys) -> io::Result<ConnectionEnd> {
-        let accept_proven = async {
+        let proven_stream = async {
             let mut unproven_connections = JoinSet::new();
             loop {
                 tokio::select! {
-                    connected = self.socket.accept(), if unproven_connections.len() < UNPROVEN_CONNECTIONS_MAX => {
-                        unproven_connections.spawn(timeout(CONNECT_TIMEOUT, read_first_record(connected?.0)));
+                    accept_result = self.socket.accept(), if unproven_connections.len() < UNPROVEN_CONNECTIONS_MAX => {
+                        unproven_connections.spawn(timeout(CONNECT_TIMEOUT, read_first_record(accept_result?.0)));
                     }
                     Some(proof_result) = unproven_connections.join_next() => {
                         let Ok(Ok(Ok((stream, mut record)))) = proof_result else { continue };
-                        // A failed proof must not advance the record counter. Reusing the nonce is
-                        // safe, because it is used only for decryption.
+                        // A failed proof must not advance the record counter. Using the nonce for
+                        // several connections is safe, because the nonce is used only for
+                        // decryption.
                         keys.connector_key.record_count = 0;
                         let (head, tag) = record.split_first_chunk_mut::<RECORD_HEAD_BYTES>().expect("it is longer");
                         if keys.connector_key.open(*head, tag).is_ok() {
@@ -441,7 +448,7 @@ impl BulkListener {
             )
         };
         let connection = BulkConnection::new(
-            timeout(CONNECT_TIMEOUT, accept_proven)
+            timeout(CONNECT_TIMEOUT, proven_stream)
                 .await
                 .map_err(timeout_error)??,
         )?;
@@ -469,21 +476,22 @@ pub(super) struct ConnectError {
     pub(super) is_blocked: bool,
 }
 
-/// Connects to the sender of a transfer at the address `sender_ip`.
+/// Connects to the sender of a transfer at the address `sender_ip`. Returns the connecting end of
+/// the connection, after proving that this end has the keys.
 pub(super) async fn connect(
     sender_ip: IpAddr,
     offer: &ConnectionOffer,
     keys: ConnectionKeys,
 ) -> Result<ConnectionEnd, ConnectError> {
-    let blocked_error = |why| ConnectError {
-        error: why,
+    let blocked_error = |error| ConnectError {
+        error,
         is_blocked: true,
     };
-    let other_error = |why| ConnectError {
-        error: why,
+    let other_error = |error| ConnectError {
+        error,
         is_blocked: false,
     };
-    let connecting = TcpStream::connect(SocketAddr::new(sender_ip.to_canonical(), offer.port));
+    let stream_future = TcpStream::connect(SocketAddr::new(sender_ip.to_canonical(), offer.port));
     let timeout_error = |_| {
         blocked_error(io::Error::new(
             ErrorKind::TimedOut,
@@ -491,7 +499,7 @@ pub(super) async fn connect(
         ))
     };
     let connection = BulkConnection::new(
-        timeout(TCP_CONNECT_TIMEOUT, connecting)
+        timeout(TCP_CONNECT_TIMEOUT, stream_future)
             .await
             .map_err(timeout_error)?
             .map_err(blocked_error)?,
@@ -512,14 +520,14 @@ mod tests {
     use super::*;
     use tokio::io::AsyncWriteExt;
 
-    /// Connections without the keys are not accepted, and do not prevent the connection with the
-    /// keys from being accepted.
+    /// Connections without the keys are not accepted, and do not prevent the listener from
+    /// accepting the connection with the keys.
     #[tokio::test(flavor = "multi_thread")]
     async fn unauthenticated_peers_neither_enter_nor_block() {
         let listener = BulkListener::open().await.expect("a port");
         let offer = listener.offer().clone();
         let ip = IpAddr::from(Ipv4Addr::LOCALHOST);
-        let accepting = tokio::spawn(listener.accept(ConnectionKeys::for_test(1)));
+        let accept_task = tokio::spawn(listener.accept(ConnectionKeys::for_test(1)));
         let mut unauthenticated_peers = Vec::new();
         for bytes in [
             &b""[..],
@@ -536,25 +544,28 @@ mod tests {
                 .expect("there is room");
             unauthenticated_peers.push(unauthenticated_peer);
         }
-        // The first connection has the keys of another transfer, the second one has the expected
-        // keys.
+        // The first connection has the keys of another transfer, the second connection has the
+        // expected keys.
         let wrong_key_end = connect(ip, &offer, ConnectionKeys::for_test(2))
             .await
             .expect("somebody listens");
         let (_, mut reader, connection) = connect(ip, &offer, ConnectionKeys::for_test(1))
             .await
             .expect("somebody listens");
-        let (mut writer, _, _) = accepting.await.expect("no panic").expect("it has the keys");
+        let (mut writer, _, _) = accept_task
+            .await
+            .expect("no panic")
+            .expect("it has the keys");
         let send_result = writer.send(5, |buffer| {
             buffer.copy_from_slice(b"words");
             Ok::<(), Infallible>(())
         });
         let Ok(send_result) = send_result;
         send_result.expect("it listens");
-        let received = tokio::task::spawn_blocking(move || {
+        let read_task = tokio::task::spawn_blocking(move || {
             reader.wait_for_record().expect("a record").to_vec()
         });
-        assert_eq!(received.await.expect("no panic"), b"words");
+        assert_eq!(read_task.await.expect("no panic"), b"words");
         drop((wrong_key_end, connection));
     }
 
@@ -563,37 +574,39 @@ mod tests {
     async fn abort_ends_blocked_reads_and_writes() {
         let listener = BulkListener::open().await.expect("a port");
         let offer = listener.offer().clone();
-        let accepting = tokio::spawn(listener.accept(ConnectionKeys::for_test(1)));
+        let accept_task = tokio::spawn(listener.accept(ConnectionKeys::for_test(1)));
         let ip = IpAddr::from(Ipv4Addr::LOCALHOST);
         let (mut writer, mut reader, connection) = connect(ip, &offer, ConnectionKeys::for_test(1))
             .await
             .expect("somebody listens");
-        let (_idle_writer, _idle_reader, _) =
-            accepting.await.expect("no panic").expect("it has the keys");
-        let reads = tokio::task::spawn_blocking(move || {
+        let (_idle_writer, _idle_reader, _) = accept_task
+            .await
+            .expect("no panic")
+            .expect("it has the keys");
+        let read_task = tokio::task::spawn_blocking(move || {
             reader
                 .wait_for_record()
                 .map(<[u8]>::len)
                 .map_err(|e| e.kind())
         });
-        let writes = tokio::task::spawn_blocking(move || {
+        let write_task = tokio::task::spawn_blocking(move || {
             loop {
-                let Ok(sent) = writer.send(CONTENT_BYTES_MAX, |_| Ok::<(), Infallible>(()));
-                if sent.is_err() {
+                let Ok(send_result) = writer.send(CONTENT_BYTES_MAX, |_| Ok::<(), Infallible>(()));
+                if send_result.is_err() {
                     return;
                 }
             }
         });
         connection.abort();
-        let results = async {
+        let task_results = async {
             (
-                reads.await.expect("no panic"),
-                writes.await.expect("no panic"),
+                read_task.await.expect("no panic"),
+                write_task.await.expect("no panic"),
             )
         };
-        let (read, ()) = timeout(Duration::from_secs(30), results)
+        let (read_result, ()) = timeout(Duration::from_secs(30), task_results)
             .await
             .expect("both have ended");
-        assert!(read.is_err());
+        assert!(read_result.is_err());
     }
 }

@@ -1,7 +1,7 @@
 //! Copies a checkpoint from the master's store to the store of another host.
 //!
-//! The sender decrypts the data of the checkpoint and sends it through a connection that has its
-//! own keys ([`super::bulk_tcp`]). The receiving host encrypts the data with the key of its own
+//! The sender decrypts the data of the checkpoint and sends the data through a connection that has
+//! its own keys ([`super::bulk_tcp`]). The receiving host encrypts the data with the key of its own
 //! store; no store needs the key of another store. The copy becomes visible only when all of its
 //! data is on the disk.
 
@@ -22,15 +22,17 @@ use std::io::{self, ErrorKind, Read, Write};
 /// Maximum number of bytes of checkpoint data in one record.
 const PIECE_BYTES_MAX: usize = 256 << 10;
 
-/// Records that mark the structure of a copy. The data of the checkpoint is sent between them.
+/// Records that mark the structure of a copy. The data of the checkpoint is sent between these
+/// records.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
 enum CopyMark {
-    /// First record of a copy. `made` is the time at which the checkpoint was begun (since 1970),
-    /// `bytes` is its size in the master's store.
+    /// First record of a copy. `started` is the time at which the checkpoint was begun (since
+    /// 1970), `bytes` is the size of the checkpoint in the master's store.
     Checkpoint { started: Micros, bytes: u64 },
-    /// The part of the task `tid` begins. Its images have `images_bytes` bytes when unpacked.
+    /// The part of the task `tid` begins. The images of the task have `images_bytes` bytes when
+    /// unpacked.
     Part { tid: Tid, images_bytes: u64 },
-    /// The checkpoint's metadata begins; it follows all parts.
+    /// The checkpoint's metadata begins. The metadata follows all parts.
     Meta,
     /// The current part or the metadata is complete and consists of `bytes` bytes.
     End { bytes: u64 },
@@ -98,8 +100,8 @@ fn send_pieces<W: Write>(
     })
 }
 
-/// Receives a checkpoint. `create_draft` creates the draft from the checkpoint's start time and its
-/// size in bytes. Returns the number of bytes received.
+/// Receives a checkpoint and completes the copy in the store. `create_draft` creates the draft from
+/// the checkpoint's start time and its size in bytes. Returns the number of bytes received.
 pub(super) fn receive_checkpoint<R: Read>(
     reader: &mut RecordReader<R>,
     create_draft: impl FnOnce(Micros, u64) -> Result<CheckpointDraft, StoreError>,
@@ -163,7 +165,7 @@ fn next_record<R: Read>(reader: &mut RecordReader<R>) -> io::Result<ReceivedReco
     }
 }
 
-/// Passes the pieces up to the end mark to `write_piece` and returns their total length.
+/// Passes the pieces up to the end mark to `write_piece` and returns their total length in bytes.
 fn receive_pieces<R: Read>(
     reader: &mut RecordReader<R>,
     write_piece: &mut dyn FnMut(&[u8]) -> io::Result<()>,
@@ -216,14 +218,16 @@ mod tests {
     fn create_checkpoint(dir: &Path, store: &CheckpointStore) -> CheckpointId {
         let draft = store.begin(JOB, Micros::from_secs(5)).expect("room");
         for tid in [0x40001, 0x80001] {
-            let images = dir.join(format!("images-{tid}"));
-            std::fs::create_dir(&images).expect("made");
+            let images_dir = dir.join(format!("images-{tid}"));
+            std::fs::create_dir(&images_dir).expect("made");
             let content: Vec<u8> = (0..900_000)
                 .map(|i: u32| (i.wrapping_mul(2_654_435_761) >> 24) as u8)
                 .collect();
-            std::fs::write(images.join("pages-1.img"), content).expect("written");
-            std::fs::write(images.join("zeros"), [0; 50_000]).expect("written");
-            draft.add_task(Tid::from_raw(tid), &images).expect("added");
+            std::fs::write(images_dir.join("pages-1.img"), content).expect("written");
+            std::fs::write(images_dir.join("zeros"), [0; 50_000]).expect("written");
+            draft
+                .add_task(Tid::from_raw(tid), &images_dir)
+                .expect("added");
         }
         draft.finish(&[7; 600_000]).expect("complete").id
     }
@@ -257,39 +261,45 @@ mod tests {
 
     #[test]
     fn copied_checkpoint_equals_the_original() {
-        let scratch = tempfile::tempdir().expect("a directory");
+        let scratch_dir = tempfile::tempdir().expect("a directory");
         let (source_store, target_store) = (
-            create_store(scratch.path(), "here"),
-            create_store(scratch.path(), "there"),
+            create_store(scratch_dir.path(), "here"),
+            create_store(scratch_dir.path(), "there"),
         );
-        let id = create_checkpoint(scratch.path(), &source_store);
+        let id = create_checkpoint(scratch_dir.path(), &source_store);
         receive_into(&send_to_bytes(&source_store, id), &target_store, id).expect("received");
-        let (original, copy) = (
+        let (original_checkpoint, copied_checkpoint) = (
             source_store.open_checkpoint(&id).expect("there"),
             target_store.open_checkpoint(&id).expect("there"),
         );
         assert_eq!(
             (
-                original.description(),
-                &original.info().vm,
-                original.info().started_at
+                original_checkpoint.description(),
+                &original_checkpoint.info().vm,
+                original_checkpoint.info().started_at
             ),
-            (copy.description(), &copy.info().vm, copy.info().started_at)
+            (
+                copied_checkpoint.description(),
+                &copied_checkpoint.info().vm,
+                copied_checkpoint.info().started_at
+            )
         );
-        for tid in original.info().parts.iter().map(|part| part.tid) {
-            let unpacked = scratch.path().join(format!("unpacked-{tid}"));
-            copy.unpack_task(tid, &unpacked).expect("unpacked");
-            for file in ["pages-1.img", "zeros"] {
+        for tid in original_checkpoint.info().parts.iter().map(|part| part.tid) {
+            let unpacked_dir = scratch_dir.path().join(format!("unpacked-{tid}"));
+            copied_checkpoint
+                .unpack_task(tid, &unpacked_dir)
+                .expect("unpacked");
+            for file_name in ["pages-1.img", "zeros"] {
                 let original_content = std::fs::read(
-                    scratch
+                    scratch_dir
                         .path()
                         .join(format!("images-{}", tid.raw()))
-                        .join(file),
+                        .join(file_name),
                 )
                 .expect("there");
                 assert!(
-                    std::fs::read(unpacked.join(file)).expect("there") == original_content,
-                    "{tid}: {file}"
+                    std::fs::read(unpacked_dir.join(file_name)).expect("there") == original_content,
+                    "{tid}: {file_name}"
                 );
             }
         }
@@ -306,12 +316,12 @@ mod tests {
     /// A truncated or altered copy creates no visible checkpoint in the store.
     #[test]
     fn truncated_or_altered_copy_is_not_visible() {
-        let scratch = tempfile::tempdir().expect("a directory");
+        let scratch_dir = tempfile::tempdir().expect("a directory");
         let (source_store, target_store) = (
-            create_store(scratch.path(), "here"),
-            create_store(scratch.path(), "there"),
+            create_store(scratch_dir.path(), "here"),
+            create_store(scratch_dir.path(), "there"),
         );
-        let id = create_checkpoint(scratch.path(), &source_store);
+        let id = create_checkpoint(scratch_dir.path(), &source_store);
         let copy_bytes = send_to_bytes(&source_store, id);
         for offset in [0, 1, 30, 5_000, copy_bytes.len() / 2, copy_bytes.len() - 1] {
             let truncation_error =
@@ -326,7 +336,7 @@ mod tests {
         }
         assert_eq!(target_store.list_checkpoints().expect("listed").0, []);
         assert_eq!(
-            std::fs::read_dir(scratch.path().join("there/store"))
+            std::fs::read_dir(scratch_dir.path().join("there/store"))
                 .expect("there")
                 .count(),
             1,

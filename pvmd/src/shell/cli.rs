@@ -68,7 +68,7 @@ struct MaskError(ParseIntError);
 
 fn parse_mask(text: &str) -> Result<u32, MaskError> {
     let mask = match text.strip_prefix("0x").or_else(|| text.strip_prefix("0X")) {
-        Some(hex) => u32::from_str_radix(hex, 16),
+        Some(hex_digits) => u32::from_str_radix(hex_digits, 16),
         None if text.starts_with('0') => u32::from_str_radix(text, 8),
         None => text.parse(),
     };
@@ -105,10 +105,10 @@ fn run_master(arguments: Arguments) -> anyhow::Result<()> {
         .context("cannot find this host's name")?
         .to_string_lossy()
         .into_owned();
-    let mut preferred = Vec::new();
+    let mut preferred_addresses = Vec::new();
     if let Some(name) = &arguments.name {
-        preferred = address::resolve(name);
-        if preferred.is_empty() {
+        preferred_addresses = address::resolve(name);
+        if preferred_addresses.is_empty() {
             bail!(
                 "-n{name}: this name has no address; use a name by which other hosts can reach this host"
             );
@@ -116,9 +116,9 @@ fn run_master(arguments: Arguments) -> anyhow::Result<()> {
     }
     let name = arguments.name.unwrap_or(machine_name);
     let plan = master_plan(&hostfile_lines, &name);
-    if preferred.is_empty() && plan.contact != name {
-        preferred = address::resolve(&plan.contact);
-        if preferred.is_empty() {
+    if preferred_addresses.is_empty() && plan.contact != name {
+        preferred_addresses = address::resolve(&plan.contact);
+        if preferred_addresses.is_empty() {
             let contact = plan.contact;
             bail!(
                 "ip={contact} on this host's line of the host file has no address; give one that other hosts can reach"
@@ -140,7 +140,7 @@ fn run_master(arguments: Arguments) -> anyhow::Result<()> {
             debugger: plan.debugger,
         },
         lease,
-        preferred_addresses: preferred,
+        preferred_addresses,
         role: Role::Master { hostfile_lines },
     };
     daemon::run_daemon(setup, |ready_daemon| {
@@ -157,7 +157,7 @@ fn configured_lease() -> anyhow::Result<Duration> {
         return Ok(LEASE_DEFAULT);
     };
     match text.parse() {
-        Ok(ms) if LEASE_MS_RANGE.contains(&ms) => Ok(Duration::from_millis(ms)),
+        Ok(lease_ms) if LEASE_MS_RANGE.contains(&lease_ms) => Ok(Duration::from_millis(lease_ms)),
         _ => bail!(
             "SEMPA_LEASE_MS={text:?} is not a number of milliseconds from {} to {}",
             LEASE_MS_RANGE.start(),
@@ -168,8 +168,8 @@ fn configured_lease() -> anyhow::Result<Duration> {
 
 fn read_hostfile(path: &Path) -> anyhow::Result<Vec<String>> {
     let error_context = || format!("cannot read the host file {}", path.display());
-    let meta = std::fs::metadata(path).with_context(error_context)?;
-    if !meta.is_file() || meta.len() > HOSTFILE_BYTES_MAX {
+    let file_metadata = std::fs::metadata(path).with_context(error_context)?;
+    if !file_metadata.is_file() || file_metadata.len() > HOSTFILE_BYTES_MAX {
         bail!(
             "{}: it is not a file of at most {HOSTFILE_BYTES_MAX} bytes",
             error_context()

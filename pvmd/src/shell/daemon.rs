@@ -1,5 +1,5 @@
-//! Assembles a daemon (certificates, sockets, state machine, loop), runs it, and releases its
-//! resources at its end.
+//! Assembles a daemon (certificates, sockets, state machine, loop), runs the daemon, and releases
+//! its resources at its end.
 //!
 //! Master and slave differ in the source of their settings ([`super::cli`], [`super::slave`]) and
 //! in how they report that they are ready.
@@ -43,8 +43,8 @@ use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::mpsc;
 
 /// Idle time after which a blocking (disk) thread ends. Work is distributed to all idle threads in
-/// turn: with tokio's default of ten seconds, one checkpoint per second would prevent every thread
-/// from ending.
+/// turn. With tokio's default idle time of ten seconds, one checkpoint per second would prevent
+/// every thread from ending.
 const DISK_THREAD_KEEP_ALIVE: Duration = Duration::from_secs(2);
 /// Number of arenas of the memory allocator: one for the daemon's main thread, and one for all
 /// threads that read and write files.
@@ -100,7 +100,7 @@ const NEEDED_CAPABILITIES: CapabilitySet = CapabilitySet::empty()
 /// Runs a daemon until it ends. `announce` is called once the daemon is ready.
 ///
 /// # Errors
-/// The daemon cannot be set up. All files that it had created on the host are then removed.
+/// The daemon cannot be set up. All files that the daemon had created on the host are then removed.
 pub(crate) fn run_daemon(
     setup: DaemonSetup,
     announce: impl FnOnce(ReadyDaemon) -> anyhow::Result<()>,
@@ -124,9 +124,9 @@ pub(crate) fn run_daemon(
     allocator::limit_arenas(HEAP_ARENA_COUNT);
     allocator::retain_freed_bytes(HEAP_RETAINED_BYTES);
     sempa_socket::request_short_slice();
-    // A single thread runs the loop and all streams. It forwards a received message without waking
-    // another thread; waking one would cost more than all other work on the message. Disk access
-    // uses blocking threads.
+    // A single thread runs the loop and all streams. This thread forwards a received message
+    // without waking another thread; waking a thread would cost more than all other work on the
+    // message. Disk access uses blocking threads.
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .thread_keep_alive(DISK_THREAD_KEEP_ALIVE)
@@ -162,8 +162,8 @@ async fn assemble_and_run(
     let files_limit = raise_files_limit().context("cannot raise the limit of open files")?;
     let signals = catch_signals()?;
     let RoleParts {
-        hostfile_lines: hostfile,
-        master_addresses: masters,
+        hostfile_lines,
+        master_addresses,
         credentials,
         authority,
     } = RoleParts::for_role(role, &paths, host)?;
@@ -192,7 +192,7 @@ async fn assemble_and_run(
             )
         })?;
     let programs_dir = programs_folder().context("cannot find the folder of this program")?;
-    let starter = authority.map(|authority| {
+    let starter_settings = authority.map(|authority| {
         starter_settings(
             authority,
             &paths,
@@ -202,9 +202,9 @@ async fn assemble_and_run(
             files_limit,
         )
     });
-    let store_location = StoreSettings::from_env(env_var);
+    let store_settings = StoreSettings::from_env(env_var);
     let reserved_ids = if is_master {
-        reserved_task_ids(&store_location, paths.vm_name())
+        reserved_task_ids(&store_settings, paths.vm_name())
     } else {
         BTreeMap::new()
     };
@@ -225,20 +225,20 @@ async fn assemble_and_run(
         },
         server_commands: server_commands(is_master)?,
         paths: paths.clone(),
-        hostfile_lines: hostfile,
+        hostfile_lines,
         reserved_ids_max: reserved_ids,
-        copy_policy: store_location
+        copy_policy: store_settings
             .as_ref()
-            .map(|at| at.copies().clone())
+            .map(|settings| settings.copies().clone())
             .unwrap_or_default(),
     };
     log_startup(&name, &addresses, &runtime_dir);
     tokio::spawn(task_listener::accept_tasks(listener, uid, inputs.clone()));
-    if !masters.is_empty() {
-        net.keep_connected(HostId::MASTER, masters);
+    if !master_addresses.is_empty() {
+        net.keep_connected(HostId::MASTER, master_addresses);
     }
     let bulk_fallbacks = BulkFallbacks::new();
-    let parts = DaemonParts {
+    let daemon_parts = DaemonParts {
         machine: Machine::new(config, Micros(0)),
         environment: HostEnvironment::new(environment_settings, &paths, uid),
         inputs: input_queue,
@@ -257,9 +257,9 @@ async fn assemble_and_run(
             bulk_fallbacks.clone(),
         ),
         bulk_fallbacks,
-        host_starter: HostStarter::new(starter, inputs.clone()),
+        host_starter: HostStarter::new(starter_settings, inputs.clone()),
         program_state: ProgramStateFiles::new(paths.clone(), inputs.clone()),
-        checkpoints: CheckpointService::new(paths.clone(), store_location, inputs.clone()),
+        checkpoints: CheckpointService::new(paths.clone(), store_settings, inputs.clone()),
         migration_files: MigrationFiles::new(&paths, inputs),
         failpoints: Failpoints::from_environment(),
         log,
@@ -272,31 +272,31 @@ async fn assemble_and_run(
     tracing::info!("ready");
     // The driver is spawned like the tasks that serve the streams. If `block_on` ran the driver
     // itself, each wake-up would need a system call.
-    tokio::spawn(Driver::new(parts, started_at, is_master).run_loop(signals))
+    tokio::spawn(Driver::new(daemon_parts, started_at, is_master).run_loop(signals))
         .await
         .context("the daemon's loop has failed")?;
     Ok(())
 }
 
-/// Returns, for each host, the highest task number in stored checkpoints; task numbers up to it
-/// must not be assigned again.
+/// Returns the highest task number in stored checkpoints for each host. No task number up to this
+/// number may be assigned again.
 ///
-/// If the store is unreadable, no task number is reserved: starting tasks is more important than
-/// checkpoints that cannot be read.
+/// If the store is unreadable, logs a warning and reserves no task number: starting tasks is more
+/// important than checkpoints that cannot be read.
 fn reserved_task_ids(
     settings: &Result<StoreSettings, StoreSettingsError>,
     vm: &str,
 ) -> BTreeMap<HostId, u32> {
-    let settings_result = settings.as_ref().map_err(|why| why.to_string());
+    let settings_result = settings.as_ref().map_err(|reason| reason.to_string());
     let highest_ids = settings_result.and_then(|valid_settings| {
         valid_settings
             .highest_task_ids(vm, unix_time())
-            .map_err(|why| why.to_string())
+            .map_err(|reason| reason.to_string())
     });
-    highest_ids.unwrap_or_else(|why| {
+    highest_ids.unwrap_or_else(|reason| {
         tracing :: warn!(
             "the store of checkpoints cannot be read, so tasks may get tids that are in it; a job that has one of them can be restarted \
-             when that task has ended: {why}");
+             when that task has ended: {reason}");
         BTreeMap::new()
     })
 }
@@ -313,25 +313,23 @@ struct RoleParts {
 impl RoleParts {
     fn for_role(role: Role, paths: &RuntimePaths, host: HostId) -> anyhow::Result<Self> {
         Ok(match role {
-            Role::Master {
-                hostfile_lines: hostfile,
-            } => {
+            Role::Master { hostfile_lines } => {
                 let authority = Authority::new(paths.vm_name())?;
-                let identity = authority.issue(host)?;
+                let credentials = authority.issue(host)?;
                 Self {
-                    hostfile_lines: hostfile,
+                    hostfile_lines,
                     master_addresses: Vec::new(),
-                    credentials: identity,
+                    credentials,
                     authority: Some(Arc::new(authority)),
                 }
             }
             Role::Slave {
-                credentials: identity,
-                master_addresses: masters,
+                credentials,
+                master_addresses,
             } => Self {
                 hostfile_lines: Vec::new(),
-                master_addresses: masters,
-                credentials: identity,
+                master_addresses,
+                credentials,
                 authority: None,
             },
         })
@@ -387,8 +385,8 @@ fn starter_settings(
     }
 }
 
-/// Returns the commands in `PVM_TASKER` and, on the master, in `PVM_TRACER` and `PVM_HOSTER`, in
-/// PVM's order.
+/// Returns the commands of the servers in the environment: `PVM_TASKER` and, on the master,
+/// `PVM_TRACER` and `PVM_HOSTER`, in PVM's order. Each command is split into words.
 fn server_commands(is_master: bool) -> anyhow::Result<Vec<Vec<String>>> {
     let names: &[&str] = if is_master {
         &["PVM_TASKER", "PVM_TRACER", "PVM_HOSTER"]
@@ -413,8 +411,8 @@ fn command_from_env(name: &str) -> anyhow::Result<Option<Vec<String>>> {
     Ok(Some(words).filter(|words| !words.is_empty()))
 }
 
-/// Catches the termination signals. For each signal, the receiver yields the reason for which the
-/// daemon ends.
+/// Catches the termination signals. Returns a receiver that yields, for each signal, the reason for
+/// which the daemon ends. SIGHUP is not caught if the daemon was started with SIGHUP ignored.
 fn catch_signals() -> anyhow::Result<mpsc::Receiver<String>> {
     let (sender, receiver) = mpsc::channel(8);
     let mut named_signals = vec![

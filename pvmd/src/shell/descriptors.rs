@@ -1,4 +1,4 @@
-//! Frames of a task's socket, and the file descriptors that some of them carry.
+//! Frames of a task's socket, and the file descriptors that some of these frames carry.
 //!
 //! A frame that carries descriptors is written by a separate call, with the descriptors attached to
 //! the frame's first byte. The kernel never merges two sets of descriptors in one read. Therefore a
@@ -16,8 +16,8 @@ use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
 use std::os::unix::net::UnixStream;
 use thiserror::Error;
 
-/// Maximum number of received descriptors of one connection whose frame is still incomplete: those
-/// of a partly received frame and of the frame after it.
+/// Maximum number of received descriptors of one connection whose frame is still incomplete. The
+/// limit suffices for the descriptors of a partly received frame and of the next frame.
 const DESCRIPTORS_PENDING_MAX: usize = 2 * ROUTE_FDS_MAX;
 /// Buffer space reserved for a read.
 const READ_SPACE_BYTES: usize = 256 << 10;
@@ -31,8 +31,8 @@ pub(crate) struct TaskFrameReader {
     received_fds: PendingFds,
 }
 
-/// Why no frame can be read from a task's socket. Earlier frames were processed. The stream is
-/// unusable after the error.
+/// Reason why no frame can be read from a task's socket. Earlier frames were processed. The stream
+/// is unusable after the error.
 #[derive(Debug, Error)]
 pub(crate) enum ReadFrameError {
     #[error(transparent)]
@@ -48,7 +48,8 @@ pub(crate) enum ReadFrameError {
 }
 
 impl TaskFrameReader {
-    /// Waits for the next frame and returns it, or `None` at the end of the stream.
+    /// Waits for the next frame and returns the frame, or `None` at the end of the stream or if the
+    /// stream is unreadable.
     ///
     /// # Errors
     /// The bytes are not a frame, or the descriptors do not match the frames.
@@ -60,8 +61,9 @@ impl TaskFrameReader {
             if let Some(frame) = self.decoder.next_frame().map_err(ReadFrameError::Decode)? {
                 return Ok(Some(frame));
             }
-            let pending_fds = self.received_fds.len();
-            if pending_fds > DESCRIPTORS_PENDING_MAX || (pending_fds > 0 && self.decoder.is_empty())
+            let pending_fd_count = self.received_fds.len();
+            if pending_fd_count > DESCRIPTORS_PENDING_MAX
+                || (pending_fd_count > 0 && self.decoder.is_empty())
             {
                 return Err(ReadFrameError::UnannouncedDescriptors);
             }
@@ -76,7 +78,7 @@ impl TaskFrameReader {
                 Err(e) if e.kind() == io::ErrorKind::InvalidData => {
                     return Err(ReadFrameError::Read(e));
                 }
-                // An unreadable stream is treated like a closed one, because an incomplete frame
+                // An unreadable stream is treated like a closed stream, because an incomplete frame
                 // never takes effect.
                 Err(_) => return Ok(None),
             }
@@ -84,7 +86,7 @@ impl TaskFrameReader {
     }
 
     /// Returns the descriptors of the frame that [`TaskFrameReader::next_frame`] returned last.
-    /// This frame announces `announced` descriptors.
+    /// This frame announces `announced_count` descriptors.
     ///
     /// Returns no descriptors if the kernel has dropped them because this daemon has reached its
     /// limit of open files.
@@ -93,13 +95,13 @@ impl TaskFrameReader {
     /// The task has sent fewer descriptors than announced.
     pub(crate) fn take_descriptors(
         &mut self,
-        announced: usize,
+        announced_count: usize,
     ) -> Result<Descriptors, ReadFrameError> {
-        match self.received_fds.take_message_fds(announced) {
-            MessageFds::All(all) => Ok(Descriptors::new(all)),
+        match self.received_fds.take_message_fds(announced_count) {
+            MessageFds::All(fds) => Ok(Descriptors::new(fds)),
             MessageFds::Lost => Ok(Descriptors::default()),
             MessageFds::Missing => Err(ReadFrameError::MissingDescriptors {
-                announced,
+                announced: announced_count,
                 received: self.received_fds.len(),
             }),
         }
@@ -123,7 +125,7 @@ pub(crate) async fn send_with_descriptors(
         .collect();
     let control = [ControlMessage::ScmRights(&raw_fds)];
     let flags = MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_NOSIGNAL;
-    let send = |socket: &UnixStream| match sendmsg::<()>(
+    let send_frame = |socket: &UnixStream| match sendmsg::<()>(
         socket.as_raw_fd(),
         &[IoSlice::new(frame)],
         &control,
@@ -131,7 +133,7 @@ pub(crate) async fn send_with_descriptors(
         None,
     ) {
         Err(Errno::ETOOMANYREFS) => Ok(frame.len()),
-        sent => Ok(sent?),
+        send_result => Ok(send_result?),
     };
-    socket.write_with(send).await
+    socket.write_with(send_frame).await
 }

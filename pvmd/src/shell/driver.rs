@@ -1,7 +1,7 @@
 //! The daemon's loop. No other code accesses the state machine.
 //!
-//! All inputs come from one queue. The loop executes the state machine's outputs in their order. It
-//! never waits for a peer or a disk.
+//! All inputs come from one queue. The loop executes the state machine's outputs in their order.
+//! The loop never waits for a peer or a disk.
 
 use super::bulk_fallback::BulkFallbacks;
 use super::checkpoints::{CheckpointService, part_writer};
@@ -36,15 +36,14 @@ use std::time::{Duration, Instant};
 use tokio::sync::mpsc;
 use tokio::time::{MissedTickBehavior, interval, sleep_until};
 
-/// Time limit for the state machine to stop in order. After it, the daemon and its tasks end
+/// Time limit for the state machine to stop in order. After this time, the daemon and its tasks end
 /// immediately.
 const STOP_TIMEOUT: Duration = Duration::from_secs(30);
 /// Time limit for a slave's first session with its master.
 const MASTER_SESSION_TIMEOUT: Duration = Duration::from_secs(30);
 /// Time limit for tasks and hosts to receive the data that was sent to them last.
 const FINAL_SEND_TIMEOUT: Duration = Duration::from_secs(3);
-/// Time limit for a slave's process to exit after its last message. The master waits twice this
-/// time.
+/// Time limit for a slave's process to exit after its last message. The master waits twice as long.
 const SLAVE_EXIT_TIMEOUT: Duration = Duration::from_millis(60);
 /// Maximum number of inputs that the loop handles before it reads its clock and the runtime serves
 /// the streams.
@@ -54,7 +53,8 @@ const HEAP_TRIM_INTERVAL: Duration = Duration::from_secs(5);
 /// Interval at which queues and sessions are checked.
 const TICK_INTERVAL: Duration = Duration::from_secs(1);
 
-/// A connected task, with the data by which the daemon detects that the task does not read.
+/// A connected task, with the data by which the daemon detects that the task does not read from its
+/// socket.
 struct ConnectedTask {
     connection: TaskConnection,
     sent_item_count: usize,
@@ -100,11 +100,11 @@ impl Driver {
     /// Creates the driver of a daemon whose clock starts at `started_at`.
     pub(crate) fn new(parts: DaemonParts, started_at: Instant, is_master: bool) -> Self {
         let master_deadline = (!is_master).then(|| Instant::now() + MASTER_SESSION_TIMEOUT);
-        let (tasks, reply_spinner) = (HashMap::new(), ReplySpinner::new());
+        let (connected_tasks, reply_spinner) = (HashMap::new(), ReplySpinner::new());
         Self {
             parts,
             is_master,
-            tasks,
+            tasks: connected_tasks,
             started_at,
             reply_spinner,
             last_heap_trim_at: started_at,
@@ -118,8 +118,8 @@ impl Driver {
         Micros(u64::try_from(self.started_at.elapsed().as_micros()).unwrap_or(u64::MAX))
     }
 
-    /// Runs until the state machine emits [`Output::Shutdown`], then shuts down all components in
-    /// order.
+    /// Runs the loop until the state machine emits [`Output::Shutdown`] or a second stop request or
+    /// a time limit ends it. Then shuts down all components in order.
     ///
     /// `signals` delivers reasons to stop; the second reason ends the daemon immediately.
     pub(crate) async fn run_loop(mut self, mut signals: mpsc::Receiver<String>) {
@@ -133,7 +133,7 @@ impl Driver {
             (Box::pin(sleep_until(far_future().into())), None);
         while !self.is_stopped {
             let wakeup = self.parts.machine.next_wakeup_time();
-            if wakeup.is_some_and(|instant| instant <= self.now()) {
+            if wakeup.is_some_and(|wakeup_at| wakeup_at <= self.now()) {
                 self.process_event(Event::Wake);
                 // Inputs are still served if the state machine repeatedly requests an immediate
                 // wakeup.
@@ -143,11 +143,11 @@ impl Driver {
             // are forwarded.
             let wakeup = self.parts.machine.next_wakeup_time();
             if wakeup != wake_timer_at {
-                let instant =
-                    wakeup.map(|instant| self.started_at + Duration::from_micros(instant.0));
+                let wakeup_at =
+                    wakeup.map(|wakeup_at| self.started_at + Duration::from_micros(wakeup_at.0));
                 wake_timer
                     .as_mut()
-                    .reset(instant.unwrap_or_else(far_future).into());
+                    .reset(wakeup_at.unwrap_or_else(far_future).into());
                 wake_timer_at = wakeup;
             }
             while self.reply_spinner.should_spin(Instant::now()) && self.parts.inputs.is_empty() {
@@ -186,7 +186,8 @@ impl Driver {
         self.process_event(Event::Stop { why: reason });
     }
 
-    /// Handles the input `first` and inputs queued after it, at most [`INPUT_BATCH_MAX`] in total.
+    /// Handles the input `first` and the inputs that are queued after it, at most
+    /// [`INPUT_BATCH_MAX`] inputs in total.
     fn handle_inputs(&mut self, first: Input) {
         self.handle_input(first);
         for _ in 1..INPUT_BATCH_MAX {
@@ -220,29 +221,29 @@ impl Driver {
             Input::Event(event) => self.handle_event_input(event),
             Input::Net(NetInput::Control {
                 host,
-                session_number: number,
+                session_number,
                 message,
             }) => {
-                if self.parts.sessions.is_current(host, number) {
+                if self.parts.sessions.is_current(host, session_number) {
                     self.process_event(Event::HostControl { host, message });
                 }
             }
             Input::Net(NetInput::Data {
                 host,
-                session_number: number,
+                session_number,
                 item,
             }) => {
-                self.parts.sessions.accept_data(host, number, item);
-                while let Some(message) = self.parts.sessions.next_data(host, number) {
+                self.parts.sessions.accept_data(host, session_number, item);
+                while let Some(message) = self.parts.sessions.next_data(host, session_number) {
                     self.reply_spinner.on_reply(&message, Instant::now());
                     self.process_event(Event::HostData { host, message });
                 }
             }
-            Input::Net(NetInput::ImagesAnnounced(announced)) => {
-                self.parts.image_transfers.on_announcement(announced)
+            Input::Net(NetInput::ImagesAnnounced(announcement)) => {
+                self.parts.image_transfers.on_announcement(announcement)
             }
-            Input::Net(NetInput::MemoryAnnounced(announced)) => {
-                self.parts.memory_transfers.on_announcement(announced)
+            Input::Net(NetInput::MemoryAnnounced(announcement)) => {
+                self.parts.memory_transfers.on_announcement(announcement)
             }
             Input::Net(NetInput::FallbackStream {
                 host,
@@ -284,8 +285,8 @@ impl Driver {
             Event::TaskerEnded { why } => {
                 tracing::error!("{why}");
                 self.parts.runtime_dir.undo_file_transfers();
-                // Must happen before the state machine handles the event: its next requests are for
-                // the new tasker.
+                // Must happen before the state machine handles the event: the next requests of the
+                // state machine are for the new tasker.
                 self.parts.tasker.on_exit();
                 false
             }
@@ -296,13 +297,14 @@ impl Driver {
         }
     }
 
-    /// Passes an event to the state machine and executes its outputs.
+    /// Passes an event to the state machine and executes the outputs of the state machine.
     fn process_event(&mut self, event: Event) {
         self.pass_to_machine(event);
         self.execute_outputs();
     }
 
-    /// Passes an event to the state machine. The caller must execute the outputs.
+    /// Passes an event to the state machine. The caller must execute the outputs of the state
+    /// machine.
     fn pass_to_machine(&mut self, event: Event) {
         let now = self.now();
         self.parts
@@ -369,37 +371,44 @@ impl Driver {
             }
             Output::SendImagesEarly {
                 migration,
-                target: to,
-            } => {
-                self.parts
-                    .image_transfers
-                    .start_streaming(migration, to, &mut self.parts.sessions)
-            }
+                target: target_host,
+            } => self.parts.image_transfers.start_streaming(
+                migration,
+                target_host,
+                &mut self.parts.sessions,
+            ),
             Output::SendImages {
                 migration,
-                target: to,
-            } => self
-                .parts
-                .image_transfers
-                .send_images(migration, to, &mut self.parts.sessions),
+                target: target_host,
+            } => self.parts.image_transfers.send_images(
+                migration,
+                target_host,
+                &mut self.parts.sessions,
+            ),
             Output::ExpectImages {
                 migration,
-                source: from,
+                source: source_host,
             } => {
                 self.parts.runtime_dir.ensure_image_dir();
-                self.parts.image_transfers.expect_images(migration, from);
+                self.parts
+                    .image_transfers
+                    .expect_images(migration, source_host);
             }
             Output::ServeMemory {
                 migration,
-                target: to,
+                target: target_host,
+            } => self.parts.memory_transfers.send_memory(
+                migration,
+                target_host,
+                &mut self.parts.sessions,
+            ),
+            Output::FetchMemory {
+                migration,
+                source: source_host,
             } => self
                 .parts
                 .memory_transfers
-                .send_memory(migration, to, &mut self.parts.sessions),
-            Output::FetchMemory {
-                migration,
-                source: from,
-            } => self.parts.memory_transfers.expect_memory(migration, from),
+                .expect_memory(migration, source_host),
             Output::DropImages { migration } => {
                 drop(self.parts.image_transfers.drop_images(migration));
                 self.parts.memory_transfers.abort_unconnected(migration);
@@ -408,28 +417,28 @@ impl Driver {
             Output::UploadPart {
                 migration,
                 record,
-                receiver: to,
+                receiver: target_host,
             } => {
                 self.parts.image_transfers.complete_and_send(
                     migration,
-                    to,
+                    target_host,
                     &mut self.parts.sessions,
                     part_writer(record),
                 );
             }
             Output::SendPart {
-                restart_number: restart,
+                restart_number,
                 migration,
                 tid,
-                receiver: to,
+                receiver: target_host,
             } => {
                 self.parts.runtime_dir.ensure_image_dir();
-                let complete = self.parts.checkpoints.part_unpacker(restart, tid);
+                let unpack_part = self.parts.checkpoints.part_unpacker(restart_number, tid);
                 self.parts.image_transfers.complete_and_send(
                     migration,
-                    to,
+                    target_host,
                     &mut self.parts.sessions,
-                    complete,
+                    unpack_part,
                 );
             }
             Output::CollectState {
@@ -462,32 +471,35 @@ impl Driver {
             Output::SealCheckpoint {
                 snapshot,
                 meta,
-                protected_checkpoints: protected,
+                protected_checkpoints: protected_names,
             } => self.parts.checkpoints.seal(
                 snapshot,
                 &meta,
-                protected,
+                protected_names,
                 self.parts.environment.unix_time(),
             ),
             Output::AbandonCheckpoint { snapshot } => {
                 self.parts.checkpoints.abandon_draft(snapshot)
             }
             Output::OpenCheckpoint {
-                restart_number: restart,
+                restart_number,
                 checkpoint,
-            } => self.parts.checkpoints.open_checkpoint(restart, checkpoint),
-            Output::CloseCheckpoint {
-                restart_number: restart,
-            } => self.parts.checkpoints.close_checkpoint(restart),
+            } => self
+                .parts
+                .checkpoints
+                .open_checkpoint(restart_number, checkpoint),
+            Output::CloseCheckpoint { restart_number } => {
+                self.parts.checkpoints.close_checkpoint(restart_number)
+            }
             Output::MarkCheckpoints {
                 checkpoints,
-                has_ended: ended,
-                protected_checkpoints: protected,
+                has_ended,
+                protected_checkpoints: protected_names,
             } => {
                 self.parts.checkpoints.mark_job_end(
                     checkpoints,
-                    ended.then(|| self.parts.environment.unix_time()),
-                    protected,
+                    has_ended.then(|| self.parts.environment.unix_time()),
+                    protected_names,
                 );
             }
             Output::RemoveCheckpoints {
@@ -495,49 +507,51 @@ impl Driver {
                 id,
                 selection,
                 include_foreign,
-                refusals: refused,
+                refusals,
             } => {
                 self.parts.checkpoints.remove_selected(
                     (tid, id),
                     selection,
                     include_foreign,
-                    refused,
+                    refusals,
                 );
             }
             Output::SendCopy {
                 migration,
                 checkpoint,
-                receiver: to,
+                receiver: target_host,
             } => {
                 let send_checkpoint = self.parts.checkpoints.copy_sender(checkpoint);
                 self.parts.image_transfers.send_copy(
                     migration,
-                    to,
+                    target_host,
                     &mut self.parts.sessions,
                     send_checkpoint,
                 );
             }
             Output::ExpectCopy {
                 migration,
-                sender: from,
+                sender: source_host,
                 checkpoint,
             } => {
                 let receive_checkpoint = self
                     .parts
                     .checkpoints
                     .copy_receiver(checkpoint, self.parts.environment.unix_time());
-                self.parts
-                    .image_transfers
-                    .expect_transfer(migration, from, receive_checkpoint);
+                self.parts.image_transfers.expect_transfer(
+                    migration,
+                    source_host,
+                    receive_checkpoint,
+                );
             }
             Output::DiscardCopy {
                 migration,
                 checkpoint,
             } => {
-                let dropped = self.parts.image_transfers.drop_images(migration);
+                let removal_task = self.parts.image_transfers.drop_images(migration);
                 self.parts
                     .checkpoints
-                    .discard_checkpoints(vec![checkpoint], Some(dropped));
+                    .discard_checkpoints(vec![checkpoint], Some(removal_task));
             }
             Output::DropCheckpoints { checkpoints } => self
                 .parts
@@ -551,11 +565,11 @@ impl Driver {
             Output::RecordMigration {
                 migration,
                 tid,
-                target: to,
+                target: target_host,
             } => self
                 .parts
                 .migration_files
-                .record_migration(migration, tid, to),
+                .record_migration(migration, tid, target_host),
             Output::StepStarting { tid, step } => {
                 self.parts
                     .failpoints
@@ -583,7 +597,8 @@ impl Driver {
         }
     }
 
-    /// Sends `message` over the data channel of the host `host`.
+    /// Sends `message` over the data channel of the host `host`. Starts to wait for a reply if
+    /// `message` is a small request.
     fn send_to_host(&mut self, host: HostId, message: DataMsg) {
         self.reply_spinner.on_request(&message, Instant::now());
         self.parts.sessions.send_data(host, message);
@@ -593,13 +608,13 @@ impl Driver {
         &mut self,
         conn: ConnId,
         message: &ToTask,
-        into_item: impl FnOnce(Bytes) -> Outgoing,
+        to_outgoing: impl FnOnce(Bytes) -> Outgoing,
     ) {
         let Some(task) = self.tasks.get_mut(&conn) else {
             return;
         };
         match encode_control(message) {
-            Ok(frame) => drop(task.connection.outbox.enqueue(into_item(frame))),
+            Ok(frame) => drop(task.connection.outbox.enqueue(to_outgoing(frame))),
             Err(e) => tracing::warn!(
                 "a message to process {} could not be sent: {e}",
                 task.connection.pid
@@ -645,8 +660,8 @@ impl Driver {
         });
     }
 
-    /// Runs once per [`TICK_INTERVAL`]: disconnects tasks that do not read, connects to hosts,
-    /// releases unused memory, and checks this daemon's deadlines.
+    /// Runs once per [`TICK_INTERVAL`]: disconnects tasks that do not read, maintains the sessions,
+    /// returns freed memory to the kernel, and checks this daemon's deadlines.
     fn on_tick(&mut self) {
         for task in self.tasks.values_mut() {
             let sent_count = task.connection.outbox.sent_count();
@@ -672,7 +687,7 @@ impl Driver {
         }
         if self
             .master_deadline
-            .take_if(|until| *until < Instant::now())
+            .take_if(|deadline| *deadline < Instant::now())
             .is_some()
         {
             self.request_stop(format!(
@@ -680,7 +695,10 @@ impl Driver {
                 MASTER_SESSION_TIMEOUT.as_secs()
             ));
         }
-        if self.stop_deadline.is_some_and(|at| at < Instant::now()) {
+        if self
+            .stop_deadline
+            .is_some_and(|deadline_at| deadline_at < Instant::now())
+        {
             tracing::warn!(
                 "could not end in order within {} s: ending as it is",
                 STOP_TIMEOUT.as_secs()
@@ -692,7 +710,7 @@ impl Driver {
     /// Ends the tasker and all of its tasks, releases the runtime directory and closes all
     /// sessions.
     ///
-    /// A slave completes this before it sends its last message, and the master waits for that
+    /// A slave does all this before it sends its last message, and the master waits for this
     /// message. Therefore, when the master's directory is free, no process of the virtual machine
     /// is left on any host.
     async fn shut_down(mut self) {
@@ -707,32 +725,33 @@ impl Driver {
             parts, is_master, ..
         } = self;
         let DaemonParts {
-            sessions: mut net,
+            mut sessions,
             mut tasker,
             mut inputs,
             runtime_dir,
-            image_transfers: images,
-            host_starter: starter,
+            image_transfers,
+            host_starter,
             migration_files,
             ..
         } = parts;
         if had_slaves {
             tokio::time::sleep(2 * SLAVE_EXIT_TIMEOUT).await;
         }
-        // The tasker sends messages until it ends, so its queue must be drained. The messages have
-        // no effect.
+        // The tasker sends messages until it ends, so the queue of inputs must be drained. The
+        // messages have no effect.
         let discard_task = tokio::spawn(async move { while inputs.recv().await.is_some() {} });
         tasker.shut_down().await;
-        drop((images, starter, migration_files));
+        drop((image_transfers, host_starter, migration_files));
         tracing::info!("ended");
         drop(runtime_dir);
-        net.begin_shutdown();
-        net.close(if is_master {
-            FINAL_SEND_TIMEOUT
-        } else {
-            SLAVE_EXIT_TIMEOUT
-        })
-        .await;
+        sessions.begin_shutdown();
+        sessions
+            .close(if is_master {
+                FINAL_SEND_TIMEOUT
+            } else {
+                SLAVE_EXIT_TIMEOUT
+            })
+            .await;
         discard_task.abort();
     }
 

@@ -8,8 +8,9 @@ pub(crate) fn env_var(name: &str) -> Option<String> {
 }
 
 /// Returns the environment variable `name` for
-/// [`sempa_proto::runtime_paths::RuntimePaths::from_env`], or `None` if it is not set or empty. A
-/// relative directory is made absolute, because tasks and migrations use it from other directories.
+/// [`sempa_proto::runtime_paths::RuntimePaths::from_env`], or `None` if the variable is not set or
+/// empty. The directory in `PVM_TMP` is made absolute, because tasks and migrations use the
+/// directory from other working directories.
 pub(crate) fn runtime_paths_variable(name: &str) -> Option<String> {
     let value = env_var(name)?;
     if name != "PVM_TMP" {
@@ -19,10 +20,10 @@ pub(crate) fn runtime_paths_variable(name: &str) -> Option<String> {
     Some(absolute_path.unwrap_or(value))
 }
 
-/// Returns the reason why root may not run a daemon on this host; `None` if the user is not root or
-/// root is allowed.
-pub(crate) fn root_refusal(allowed_by_master: bool) -> Option<String> {
-    let is_allowed = allowed_by_master || std::env::var_os("PVM_ALLOW_ROOT").is_some();
+/// Returns the reason why root may not run a daemon on this host; `None` if the user is not root,
+/// or if root is allowed by the environment or by the master (`master_allows_root`).
+pub(crate) fn root_refusal(master_allows_root: bool) -> Option<String> {
+    let is_allowed = master_allows_root || std::env::var_os("PVM_ALLOW_ROOT").is_some();
     (getuid().is_root() && !is_allowed)
         .then(|| "root may not run a virtual machine unless PVM_ALLOW_ROOT is set: use another user, or set it".into())
 }

@@ -11,11 +11,12 @@ use std::fs::OpenOptions;
 use std::io::Write;
 use std::path::PathBuf;
 
-/// Environment variable with the path of the failpoint folder. Only tests set it.
+/// Environment variable with the path of the failpoint folder. Only tests set this variable.
 ///
 /// - A file `TID-before-STEP` stops the first daemon that is about to begin this step.
 /// - A file `TID-STEP` stops the first daemon that has completed this step.
-/// - Each daemon that reaches an edge of a step of the task appends a line to `TID-places`.
+/// - Each daemon that reaches the start or end of a step of the task TID appends a line to
+///   `TID-places`.
 const FOLDER_VARIABLE: &str = "SEMPA_TEST_STEPS";
 
 /// The start or the end of a step.
@@ -41,8 +42,8 @@ impl Failpoints {
         }
     }
 
-    /// Stops this process with SIGSTOP if a test requested a stop at this edge of the step. The
-    /// test must send SIGCONT.
+    /// Records that this daemon has reached an edge of a step. Stops this process with SIGSTOP if a
+    /// test requested a stop at this edge. The test must send SIGCONT.
     ///
     /// The request file is renamed to `*.reached`, so only the first daemon that reaches the edge
     /// stops.
@@ -61,7 +62,7 @@ impl Failpoints {
         }
         let request_path = folder.join(format!("{tid}-{edge_prefix}{step}"));
         if std::fs::rename(&request_path, request_path.with_extension("reached")).is_ok() {
-            // A failure is harmless, because the test that waits for the stop reports it.
+            // If the signal cannot be sent, the test fails, because it waits for the stop.
             let _ = raise(Signal::SIGSTOP);
         }
     }

@@ -24,8 +24,8 @@ const SEARCH_PATH_DEFAULT: &str = "$HOME/pvm3/bin/$PVM_ARCH:$PVM_ROOT/bin/$PVM_A
 /// File name of the library that tasks load.
 const LIBRARY_FILE: &str = "libpvm3.so.3";
 
-/// Variables that belong to the login session or to a single task. Tasks of this host do not
-/// inherit them.
+/// Variables that belong to the login session or to a single task. The tasks of this host do not
+/// inherit these variables.
 const SESSION_VARIABLES: [&str; 21] = [
     "SSH_CONNECTION",
     "SSH_CLIENT",
@@ -52,10 +52,10 @@ const SESSION_VARIABLES: [&str; 21] = [
 ];
 
 pub(crate) fn unix_time() -> Micros {
-    let now = SystemTime::now()
+    let since_epoch = SystemTime::now()
         .duration_since(UNIX_EPOCH)
         .unwrap_or_default();
-    Micros(u64::try_from(now.as_micros()).unwrap_or(u64::MAX))
+    Micros(u64::try_from(since_epoch.as_micros()).unwrap_or(u64::MAX))
 }
 
 /// Settings of a daemon's [`World`] that may differ between daemons of one host.
@@ -84,19 +84,19 @@ impl HostEnvironment {
     pub(crate) fn new(settings: HostEnvironmentSettings, paths: &RuntimePaths, uid: u32) -> Self {
         let process_env: BTreeMap<OsString, OsString> = std::env::vars_os().collect();
         let programs_dir = programs_folder();
-        let library = library_folder(
+        let library_dir = library_folder(
             programs_dir.as_deref(),
             process_env.get(OsStr::new("SEMPA_LIB")),
             settings.library.as_deref(),
         );
-        let mut env = task_environment(process_env, library.as_deref(), paths, uid);
+        let mut env = task_environment(process_env, library_dir.as_deref(), paths, uid);
         if let Some(debugger) = &settings.debugger {
-            let expanded = expand_variables(debugger, |name| {
+            let debugger_command = expand_variables(debugger, |name| {
                 env.get(OsStr::new(name))
                     .map(|v| v.to_string_lossy().into_owned())
             });
             env.entry("PVM_DEBUGGER".into())
-                .or_insert_with(|| expanded.into());
+                .or_insert_with(|| debugger_command.into());
         }
         let variable_value = |name: &str| {
             env.get(OsStr::new(name))
@@ -112,7 +112,7 @@ impl HostEnvironment {
             .map(PathBuf::from)
             .collect();
         search_path.extend(programs_dir);
-        let home = || {
+        let home_dir = || {
             variable_value("HOME")
                 .filter(|h| !h.is_empty())
                 .unwrap_or_else(|| "/".into())
@@ -120,7 +120,7 @@ impl HostEnvironment {
         let work_dir = settings
             .work_dir
             .or_else(|| variable_value("PVM_WD"))
-            .map_or_else(home, |dir| expand_variables(&dir, variable_value));
+            .map_or_else(home_dir, |dir| expand_variables(&dir, variable_value));
         let random_source = rustls::crypto::ring::default_provider().secure_random;
         Self {
             search_path,
@@ -136,10 +136,10 @@ pub(crate) fn programs_folder() -> Option<PathBuf> {
     Some(std::env::current_exe().ok()?.parent()?.to_path_buf())
 }
 
-/// Returns the directory of the library `libpvm3.so.3`. If `SEMPA_LIB` is set (`configured_dir`),
-/// returns its value. Otherwise returns the first of the following directories that contains the
-/// library: `lib` next to the programs' directory, the programs' directory, the master's library
-/// directory.
+/// Returns the directory of the library `libpvm3.so.3`. If `configured_dir` (the value of
+/// `SEMPA_LIB`) is set and not empty, returns this value. Otherwise returns the first of the
+/// following directories that contains the library: `lib` next to the programs' directory, the
+/// programs' directory, the master's library directory.
 pub(crate) fn library_folder(
     programs_dir: Option<&Path>,
     configured_dir: Option<&OsString>,
@@ -164,7 +164,7 @@ pub(crate) fn library_folder(
 
 fn task_environment(
     mut env: BTreeMap<OsString, OsString>,
-    library: Option<&Path>,
+    library_dir: Option<&Path>,
     paths: &RuntimePaths,
     uid: u32,
 ) -> BTreeMap<OsString, OsString> {
@@ -175,7 +175,7 @@ fn task_environment(
     set_variable("PVM_ARCH", ARCH_NAME.into());
     set_variable("PVMSOCK", paths.daemon_socket_path().into());
     if RuntimePaths::from_env(uid, |_| None)
-        .is_ok_and(|default_place| default_place.vm_name() != paths.vm_name())
+        .is_ok_and(|default_paths| default_paths.vm_name() != paths.vm_name())
     {
         set_variable("PVM_VMID", paths.vm_name().into());
     }
@@ -184,11 +184,11 @@ fn task_environment(
     }
     env.entry("PVM_ROOT".into())
         .or_insert_with(|| PVM_ROOT_DEFAULT.into());
-    if let Some(library) = library {
+    if let Some(library_dir) = library_dir {
         let previous_path = env
             .get(OsStr::new("LD_LIBRARY_PATH"))
             .filter(|v| !v.is_empty());
-        let mut library_path = library.as_os_str().to_os_string();
+        let mut library_path = library_dir.as_os_str().to_os_string();
         if let Some(previous_path) = previous_path {
             library_path.push(":");
             library_path.push(previous_path);
@@ -198,29 +198,29 @@ fn task_environment(
     env
 }
 
-/// Replaces `$NAME` and `${NAME}` by the value that `value_of` returns. If `value_of` returns
-/// `None`, the variable is replaced by nothing.
+/// Returns `text` with `$NAME` and `${NAME}` replaced by the value that `value_of` returns. If
+/// `value_of` returns `None`, the variable is replaced by nothing.
 fn expand_variables(text: &str, value_of: impl Fn(&str) -> Option<String>) -> String {
-    let mut expanded = String::new();
+    let mut expanded_text = String::new();
     let mut rest = text;
     while let Some(dollar_offset) = rest.find('$') {
-        expanded.push_str(&rest[..dollar_offset]);
+        expanded_text.push_str(&rest[..dollar_offset]);
         rest = &rest[dollar_offset + 1..];
-        let is_name = |c: char| c.is_ascii_alphanumeric() || c == '_';
+        let is_name_char = |c: char| c.is_ascii_alphanumeric() || c == '_';
         if let Some((name, after_dollar)) = rest.strip_prefix('{').and_then(|r| r.split_once('}')) {
-            expanded.push_str(&value_of(name).unwrap_or_default());
+            expanded_text.push_str(&value_of(name).unwrap_or_default());
             rest = after_dollar;
         } else {
-            let end = rest.find(|c| !is_name(c)).unwrap_or(rest.len());
+            let end = rest.find(|c| !is_name_char(c)).unwrap_or(rest.len());
             if end == 0 {
-                expanded.push('$');
+                expanded_text.push('$');
             }
-            expanded.push_str(&value_of(&rest[..end]).unwrap_or_default());
+            expanded_text.push_str(&value_of(&rest[..end]).unwrap_or_default());
             rest = &rest[end..];
         }
     }
-    expanded.push_str(rest);
-    expanded
+    expanded_text.push_str(rest);
+    expanded_text
 }
 
 /// True for a regular file that its owner may execute. PVM applies the same rule.
@@ -261,13 +261,13 @@ impl World for HostEnvironment {
     }
 
     fn base_environment(&self) -> Vec<Vec<u8>> {
-        let to_line = |(name, value): (&OsString, &OsString)| {
+        let variable_line = |(name, value): (&OsString, &OsString)| {
             let mut line = name.clone().into_vec();
             line.push(b'=');
             line.extend_from_slice(value.as_bytes());
             line
         };
-        self.env.iter().map(to_line).collect()
+        self.env.iter().map(variable_line).collect()
     }
 
     fn unix_time(&self) -> Micros {
@@ -276,7 +276,7 @@ impl World for HostEnvironment {
 
     fn random_secret(&mut self) -> i32 {
         let mut bytes = [0; 4];
-        // If the kernel provided no random numbers, TLS would have failed before.
+        // If the kernel gave no random numbers, TLS would have failed before.
         self.random_source
             .fill(&mut bytes)
             .expect("the kernel gives random numbers");
@@ -299,9 +299,9 @@ mod tests {
 
     #[test]
     fn variables_in_paths_are_expanded() {
-        let var = |name: &str| (name == "HOME").then(|| "/h".to_string());
+        let variable_value = |name: &str| (name == "HOME").then(|| "/h".to_string());
         assert_eq!(
-            expand_variables("$HOME/a:${HOME}b:$NONE/c:5$", var),
+            expand_variables("$HOME/a:${HOME}b:$NONE/c:5$", variable_value),
             "/h/a:/hb:/c:5$"
         );
     }
@@ -344,18 +344,25 @@ mod tests {
             .collect();
         let paths = RuntimePaths::from_env(7, |_| None).expect("a good name");
         let env = task_environment(process_env, Some(Path::new("/a")), &paths, 7);
-        let get = |name: &str| {
+        let variable_value = |name: &str| {
             env.get(OsStr::new(name))
                 .map(|v| v.to_string_lossy().into_owned())
         };
         assert_eq!(
-            (get("SSH_TTY"), get("PVMEPID"), get("EDITOR")),
+            (
+                variable_value("SSH_TTY"),
+                variable_value("PVMEPID"),
+                variable_value("EDITOR")
+            ),
             (None, None, Some("vi".into()))
         );
-        assert_eq!(get("LD_LIBRARY_PATH"), Some("/a:/b".into()));
-        assert_eq!(get("PVMSOCK"), Some("/tmp/sempa-7/pvm/pvmd.sock".into()));
+        assert_eq!(variable_value("LD_LIBRARY_PATH"), Some("/a:/b".into()));
         assert_eq!(
-            (get("PVM_ARCH"), get("PVM_ALLOW_ROOT")),
+            variable_value("PVMSOCK"),
+            Some("/tmp/sempa-7/pvm/pvmd.sock".into())
+        );
+        assert_eq!(
+            (variable_value("PVM_ARCH"), variable_value("PVM_ALLOW_ROOT")),
             (Some("LINUX64".into()), None)
         );
         let vm_id_variable = |vm: &str| {

@@ -1,9 +1,10 @@
 //! Starts daemons on other hosts through a remote shell, as PVM does: `$PVM_RSH host [-l user]
 //! command`.
 //!
-//! The bootstrap line is written to the new daemon's standard input, and the daemon replies with
-//! one line. Hosts can also be started by a hoster or by a person at the master's terminal. In
-//! these cases the new daemon requests its bootstrap line from the master (see `sealed_bootstrap`).
+//! The bootstrap line is written to the new daemon's standard input, and the new daemon replies
+//! with one line. Hosts can also be started by a hoster or by a person at the master's terminal. In
+//! these two cases the new daemon requests its bootstrap line from the master (see
+//! `sealed_bootstrap`).
 
 use super::bootstrap::{Bootstrap, ReadyReply, Refusal, encode_hex, parse_reply};
 use super::input::{Input, InputSender};
@@ -76,7 +77,7 @@ pub(crate) struct HostStarter {
 }
 
 impl HostStarter {
-    /// Creates a starter. Without settings (on a slave) every start fails.
+    /// Creates a starter. If `settings` is `None` (on a slave), every start fails.
     pub(crate) fn new(settings: Option<HostStarterSettings>, inputs: InputSender) -> Self {
         let start_permits = Arc::new(Semaphore::new(CONCURRENT_STARTS_MAX));
         let terminal_lock = Arc::new(Mutex::new(()));
@@ -130,8 +131,9 @@ impl HostStarter {
         self.running_starts.insert(start, task.abort_handle());
     }
 
-    /// Prepares starts by a hoster. [`Event::HostsPrepared`] delivers the orders for the hoster.
-    /// This daemon offers the bootstrap lines until the attempts end.
+    /// Prepares starts by a hoster. Reports [`Event::HostsPrepared`] with the orders for the
+    /// hoster. This daemon offers each bootstrap line until the attempt ends or a time limit is
+    /// reached.
     pub(crate) fn prepare_for_hoster(&mut self, plans: Vec<(StartId, HostPlan)>) {
         let (settings, inputs) = (self.settings.clone(), self.inputs.clone());
         let (order_sender, order_receiver) = tokio::sync::mpsc::unbounded_channel();
@@ -158,7 +160,7 @@ impl HostStarter {
                 match sealed {
                     Ok((order, listener, sealed)) => {
                         let _ = order_sender.send((start, Ok(order)));
-                        // This is an upper bound: the state machine usually ends the attempt
+                        // This time is an upper bound: the state machine usually ends the attempt
                         // earlier.
                         let offer_timeout = if plan.is_manual() {
                             MANUAL_OFFER_TIMEOUT
@@ -190,8 +192,8 @@ impl HostStarter {
         });
     }
 
-    /// Ends an attempt. `line` is the reply that a hoster received from the daemon that it started.
-    /// Returns the event for the state machine.
+    /// Ends an attempt. `line` is the reply of the started daemon, as the hoster received it, or an
+    /// error name of the hoster. Returns the event for the state machine.
     pub(crate) fn on_hoster_reply(&mut self, start: StartId, line: &str) -> Event {
         self.abort_start(start);
         let line = line.trim_end();
@@ -203,10 +205,10 @@ impl HostStarter {
             })
         });
         let result = result
-            .map(|ready| StartedHost {
-                arch: ready.arch,
-                dsig: ready.dsig,
-                addresses: ready.addresses,
+            .map(|ready_reply| StartedHost {
+                arch: ready_reply.arch,
+                dsig: ready_reply.dsig,
+                addresses: ready_reply.addresses,
             })
             .map_err(|refusal| (refusal.error, refusal.text));
         Event::HostStarted { start, result }
@@ -234,14 +236,14 @@ impl HostStart<'_> {
     }
 
     async fn run_remote_shell(&self) -> Result<ReadyReply, Refusal> {
-        let cannot_start = |text: String| Refusal {
+        let start_refusal = |text: String| Refusal {
             error: PvmError::CantStart,
             text,
         };
-        let command_words = self.command_line().await.map_err(cannot_start)?;
+        let command_words = self.command_line().await.map_err(start_refusal)?;
         let bootstrap = self
             .build_bootstrap()
-            .map_err(|e| cannot_start(e.to_string()))?;
+            .map_err(|e| start_refusal(e.to_string()))?;
         let bootstrap_line = bootstrap.to_line();
         let mut command = Command::new(&command_words[0]);
         self.settings.files_limit.apply_to(command.as_std_mut());
@@ -253,7 +255,7 @@ impl HostStart<'_> {
             .kill_on_drop(true)
             .spawn()
             .map_err(|e| {
-                cannot_start(format!(
+                start_refusal(format!(
                     "the remote shell {} cannot be executed: {e}; set PVM_RSH to another one",
                     command_words[0]
                 ))
@@ -264,16 +266,16 @@ impl HostStart<'_> {
         )
         .await
         {
-            Ok(Ok(ready)) => {
+            Ok(Ok(ready_reply)) => {
                 // The daemon no longer belongs to the shell's session, so the remote shell ends
                 // soon.
                 tokio::spawn(
                     async move { timeout(SHELL_EXIT_TIMEOUT, child.wait()).await.is_ok() },
                 );
-                Ok(ready)
+                Ok(ready_reply)
             }
             Ok(Err(refusal)) => Err(refusal),
-            Err(_) => Err(cannot_start(format!(
+            Err(_) => Err(start_refusal(format!(
                 "giving up after {} s without an answer",
                 START_TIMEOUT.as_secs()
             ))),
@@ -283,25 +285,25 @@ impl HostStart<'_> {
     /// Asks a person at the master's terminal to start the daemon, and waits for the daemon's
     /// reply.
     async fn run_manually(&self, terminal_lock: &Mutex<()>) -> Result<ReadyReply, Refusal> {
-        let cannot_start = |text: String| Refusal {
+        let start_refusal = |text: String| Refusal {
             error: PvmError::CantStart,
             text,
         };
         manual_start::check_person_reachable()?;
         let _terminal_guard = terminal_lock.lock().await;
-        let (order, listener, sealed) = self.create_offer().await.map_err(cannot_start)?;
+        let (order, listener, sealed_line) = self.create_offer().await.map_err(start_refusal)?;
         tokio::select! {
             answer = manual_start::ask_for_start(&order) => answer,
-            () = sealed_bootstrap::serve_sealed(listener, sealed) => Err(cannot_start("the TCP port for it has failed".into())),
+            () = sealed_bootstrap::serve_sealed(listener, sealed_line) => Err(start_refusal("the TCP port for it has failed".into())),
         }
     }
 
-    /// Creates an order for a hoster or a person. Also creates the listener for the new daemon and
-    /// the encrypted bootstrap line.
+    /// Creates an order for a hoster or a person. Returns the order, the listener for the new
+    /// daemon, and the encrypted bootstrap line.
     async fn create_offer(&self) -> Result<(HosterOrder, TcpListener, Vec<u8>), String> {
         let secret = BootstrapSecret::new();
         let bootstrap = self.build_bootstrap().map_err(|e| e.to_string())?;
-        let sealed = secret.seal(&bootstrap.to_line());
+        let sealed_line = secret.seal(&bootstrap.to_line());
         let listener = sealed_bootstrap::listen_any()
             .await
             .map_err(|e| format!("cannot open a TCP port for it: {e}"))?;
@@ -309,7 +311,7 @@ impl HostStart<'_> {
             .local_addr()
             .map_err(|e| format!("cannot open a TCP port for it: {e}"))?
             .port();
-        let option = format!(
+        let join_option = format!(
             " --join {}",
             sealed_bootstrap::address_list(&self.settings.addresses, port)
         );
@@ -322,11 +324,11 @@ impl HostStart<'_> {
         Ok((
             HosterOrder {
                 login,
-                command: self.remote_command(&option),
+                command: self.remote_command(&join_option),
                 secret: secret.to_hex_text(),
             },
             listener,
-            sealed,
+            sealed_line,
         ))
     }
 
@@ -359,9 +361,11 @@ impl HostStart<'_> {
         Ok(words)
     }
 
-    /// Returns the command for the remote host: the user's command if there is one. Otherwise a
-    /// script that runs this program's path if it exists on that host, or else `pvmd` from the
-    /// search path. For a person returns only the path, because the script would be long to type.
+    /// Returns the command that starts the daemon on the remote host. If the user has set a
+    /// command, returns this command with the options. Otherwise returns a script: the script runs
+    /// the path of this program if the path exists on the remote host, or else `pvmd` from the
+    /// search path. For a person, returns only the path with the options, because the script would
+    /// be long to type.
     fn remote_command(&self, extra_options: &str) -> String {
         let is_manual = self.plan.is_manual();
         let slave_option = if is_manual { "-S" } else { "-s" };
@@ -385,15 +389,15 @@ impl HostStart<'_> {
     }
 
     fn build_bootstrap(&self) -> Result<Bootstrap, PkiError> {
-        let identity = self.settings.authority.issue(self.plan.id)?;
+        let credentials = self.settings.authority.issue(self.plan.id)?;
         Ok(Bootstrap {
             ddpro: Bootstrap::VERSION,
             vm: self.settings.vm.clone(),
             host: self.plan.id.index(),
             name: self.plan.name.clone(),
-            authority: encode_hex(&identity.authority_certificate),
-            certificate: encode_hex(&identity.certificate),
-            key: encode_hex(&identity.key),
+            authority: encode_hex(&credentials.authority_certificate),
+            certificate: encode_hex(&credentials.certificate),
+            key: encode_hex(&credentials.key),
             masters: self.settings.addresses.clone(),
             library: self
                 .settings
@@ -410,7 +414,7 @@ impl HostStart<'_> {
     }
 
     /// Writes the bootstrap line and waits for the reply. If no reply arrives, reads the output to
-    /// its end and returns the reason.
+    /// its end and returns the reason of the failure.
     async fn exchange_bootstrap(
         &self,
         child: &mut Child,
@@ -435,7 +439,7 @@ impl HostStart<'_> {
             }
             None
         };
-        let stderr_reader = async {
+        let stderr_future = async {
             let mut last_lines = VecDeque::new();
             let mut lines = BufReader::new(stderr.take(OUTPUT_BYTES_MAX)).split(b'\n');
             while let Ok(Some(bootstrap_line)) = lines.next_segment().await {
@@ -451,13 +455,13 @@ impl HostStart<'_> {
             }
             last_lines
         };
-        let mut stderr_reader = std::pin::pin!(stderr_reader);
+        let mut stderr_future = std::pin::pin!(stderr_future);
         let mut stderr_lines = None;
-        let mut exchange = std::pin::pin!(async { tokio::join!(write_line, read_reply).1 });
+        let mut reply_future = std::pin::pin!(async { tokio::join!(write_line, read_reply).1 });
         let reply = loop {
             tokio::select! {
-                reply = &mut exchange => break reply,
-                lines = &mut stderr_reader, if stderr_lines.is_none() => stderr_lines = Some(lines),
+                reply = &mut reply_future => break reply,
+                lines = &mut stderr_future, if stderr_lines.is_none() => stderr_lines = Some(lines),
             }
         };
         if let Some(reply) = reply {
@@ -465,14 +469,14 @@ impl HostStart<'_> {
         }
         let stderr_lines = match stderr_lines {
             Some(stderr_lines) => stderr_lines,
-            None => stderr_reader.await,
+            None => stderr_future.await,
         };
-        let status = child.wait().await.ok().and_then(|s| s.code());
-        Err(self.failure_reason(&stderr_lines, status))
+        let exit_code = child.wait().await.ok().and_then(|s| s.code());
+        Err(self.failure_reason(&stderr_lines, exit_code))
     }
 
     /// Determines the reason of a failure from the remote shell's standard error and its exit
-    /// status; `None` means that a signal ended the shell.
+    /// status. The status `None` means that a signal ended the shell.
     fn failure_reason(&self, stderr_lines: &VecDeque<String>, status: Option<i32>) -> Refusal {
         let last_line = stderr_lines.back().map_or("no output", String::as_str);
         let unknown_host_phrases = [
@@ -481,17 +485,17 @@ impl HostStart<'_> {
             "unknown host",
             "no address associated",
         ];
-        let contains_any = |words: &[&str]| {
+        let stderr_contains_any = |words: &[&str]| {
             stderr_lines
                 .iter()
                 .any(|l| words.iter().any(|w| l.to_ascii_lowercase().contains(w)))
         };
-        let (error, error_meaning) = if contains_any(&unknown_host_phrases) {
+        let (error, error_meaning) = if stderr_contains_any(&unknown_host_phrases) {
             (
                 PvmError::NoHost,
                 "the host is unknown: check its name, or give its address with ip=",
             )
-        } else if status == Some(127) || contains_any(&["not found", "no such file"]) {
+        } else if status == Some(127) || stderr_contains_any(&["not found", "no such file"]) {
             (
                 PvmError::CantStart,
                 "pvmd was not found there: install it, or name it with dx= or PVM_DPATH",

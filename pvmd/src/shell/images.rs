@@ -34,8 +34,8 @@ use tracing::{Instrument, info_span};
 
 /// Error code with which a stream is refused or aborted.
 const STREAM_REFUSED_CODE: VarInt = VarInt::from_u32(1);
-/// Delay before a target stops the source: the target's own reason for the failure must be handled
-/// first.
+/// Delay before a target stops the source. During the delay, the target's own report of the failure
+/// is handled first; it contains the reason.
 const REFUSE_DELAY: Duration = Duration::from_secs(2);
 
 /// Number of times that freed memory is returned to the kernel after a transfer. One time is not
@@ -46,13 +46,13 @@ const HEAP_TRIMS_AFTER_TRANSFER: u8 = 2;
 struct Transfer {
     /// The tokio task that serves the stream; `None` if the work is on this host only.
     stream: Option<AbortHandle>,
-    /// Thread that reads or writes the files. It ends soon after the stream.
+    /// Thread that reads or writes the files. The thread ends soon after the stream has ended.
     worker_thread: JoinHandle<()>,
     /// State of the directory if it is sent while it is being written; `None` if the directory was
     /// complete at the start.
     growing_dir: Option<Arc<SharedDirState>>,
-    /// True if all data has arrived. The stream ends when the source has received the confirmation
-    /// of the target.
+    /// True if all data has arrived. The stream then ends when the source has received the
+    /// confirmation of the target.
     is_all_received: Arc<AtomicBool>,
 }
 
@@ -74,11 +74,11 @@ struct AbortGuard {
 
 impl Drop for AbortGuard {
     fn drop(&mut self) {
-        if let Some(progress) = &self.dir_state {
-            progress.set_state(DirState::Dropped);
+        if let Some(dir_state) = &self.dir_state {
+            dir_state.set_state(DirState::Dropped);
         }
-        if let Some(line) = &self.connection {
-            line.abort();
+        if let Some(connection) = &self.connection {
+            connection.abort();
         }
     }
 }
@@ -93,7 +93,7 @@ pub(crate) struct ImageTransfers {
     /// receives them.
     expected_transfers: HashMap<MigrationId, (HostId, ReceiveFn)>,
     transfers: HashMap<MigrationId, Transfer>,
-    /// Number of times that freed memory must still be returned to the kernel.
+    /// Number of times that freed memory is still to be returned to the kernel.
     pending_heap_trims: u8,
 }
 
@@ -117,8 +117,8 @@ impl ImageTransfers {
         }
     }
 
-    /// Returns true if the caller must return freed memory to the kernel:
-    /// [`HEAP_TRIMS_AFTER_TRANSFER`] times after the last transfer. The loop calls this function
+    /// Returns true if the caller must return freed memory to the kernel. The result is true in
+    /// [`HEAP_TRIMS_AFTER_TRANSFER`] calls after the last transfer. The loop calls this function
     /// regularly.
     pub(crate) fn should_trim_heap(&mut self) -> bool {
         let must_trim = self.transfers.is_empty() && self.pending_heap_trims > 0;
@@ -150,8 +150,8 @@ impl ImageTransfers {
         }
     }
 
-    /// Runs `complete`, which adds the last files to the directory, then sends the images as
-    /// [`ImageTransfers::send_images`] does. If `to` is `None`, sends nothing and reports
+    /// Runs `complete`, which adds the last files to the directory, and then sends the images to
+    /// the host `to`. Reports [`Event::ImagesSent`]. If `to` is `None`, sends nothing and reports
     /// [`Event::ImagesReceived`] on this host.
     pub(crate) fn complete_and_send(
         &mut self,
@@ -180,17 +180,18 @@ impl ImageTransfers {
             to,
             net,
             state,
-            move |await_connection, progress, rate| {
+            move |await_connection, dir_state, rate| {
                 complete(&dir)?;
                 let (writer, reader) = await_connection()?;
                 Sender::new(&dir, writer, rate)
-                    .send(progress)
+                    .send(dir_state)
                     .map(|sent_amounts| (sent_amounts, reader))
             },
         );
     }
 
-    /// Sends a checkpoint to the store of the host `to`. Reports [`Event::ImagesSent`].
+    /// Sends a checkpoint with the function `send` to the store of the host `to`. Reports
+    /// [`Event::ImagesSent`].
     pub(crate) fn send_copy(
         &mut self,
         migration: MigrationId,
@@ -213,7 +214,8 @@ impl ImageTransfers {
     }
 
     /// Starts a transfer. `work` runs on a thread: it waits for the connection, sends all data over
-    /// the connection, and returns the connection's reader.
+    /// the connection, and returns the sent amounts and the reader of the connection. Reports
+    /// [`Event::ImagesSent`].
     fn start_sending(
         &mut self,
         migration: MigrationId,
@@ -318,15 +320,15 @@ impl ImageTransfers {
         );
     }
 
-    /// Registers that the host `from` will announce the images of this migration. They are then
-    /// received into the migration's image directory.
+    /// Registers that the host `from` will announce the images of this migration. The announced
+    /// images are received into the migration's image directory.
     pub(crate) fn expect_images(&mut self, migration: MigrationId, from: HostId) {
         let dir = self.paths.image_dir(migration);
         self.expect_transfer(migration, from, move |reader| receive(&dir, reader));
     }
 
-    /// Registers that the host `from` will announce the transfer with this migration's id.
-    /// `receive` then receives the data and returns its size in bytes.
+    /// Registers that the host `from` will announce the transfer with this migration's id. After
+    /// the announcement, `receive` receives the data and returns its size in bytes.
     pub(crate) fn expect_transfer(
         &mut self,
         migration: MigrationId,
@@ -345,8 +347,9 @@ impl ImageTransfers {
             .is_some_and(|(expected_host, _)| *expected_host == from)
     }
 
-    /// Handles the announcement of images. Starts to receive them if they are expected; refuses
-    /// them otherwise. Reports [`Event::ImagesReceived`].
+    /// Handles the announcement of images. If the images are expected from this host, starts to
+    /// receive them and reports [`Event::ImagesReceived`]. Otherwise refuses the images and logs
+    /// the refusal.
     pub(crate) fn on_announcement(
         &mut self,
         TransferAnnouncement {
@@ -416,7 +419,7 @@ impl ImageTransfers {
             } else {
                 // The source would only report that it cannot continue. This host knows the reason,
                 // so its own report must be handled first. The handler of the report drops the
-                // transfer with its stream and connection.
+                // transfer with its stream and its connection.
                 sleep(REFUSE_DELAY).await;
                 let _ = stream.stop(STREAM_REFUSED_CODE);
             }
@@ -433,8 +436,8 @@ impl ImageTransfers {
         );
     }
 
-    /// Aborts a transfer and removes the images. The returned tokio task ends when no more data is
-    /// written and the images are removed.
+    /// Aborts a transfer and removes the images. A complete transfer is not aborted. The returned
+    /// tokio task ends when no more data is written and the images are removed.
     pub(crate) fn drop_images(&mut self, migration: MigrationId) -> JoinHandle<()> {
         self.expected_transfers.remove(&migration);
         let transfer = self.transfers.remove(&migration);
@@ -460,8 +463,8 @@ impl ImageTransfers {
     }
 }
 
-/// Announces images, accepts the connection of the target, and waits until the thread has sent all
-/// data.
+/// Announces images to the target, accepts its connection, and waits until the thread has sent all
+/// data. Returns the sent amounts.
 async fn serve_sending(
     (context, session): (SessionContext, Connection),
     fallbacks: &BulkFallbacks,
@@ -480,8 +483,8 @@ async fn serve_sending(
     stream.write_chunk(offer).await.map_err(|e| failure(&e))?;
     let result = async {
         let (writer, reader) = tokio::select! {
-            accepted = expected_transfer.accept(&session, migration, listener) => {
-                let (writer, reader, connection) = accepted.map_err(|e| failure(&e))?;
+            accept_result = expected_transfer.accept(&session, migration, listener) => {
+                let (writer, reader, connection) = accept_result.map_err(|e| failure(&e))?;
                 abort_guard.connection = Some(connection);
                 (writer, reader)
             }
@@ -507,9 +510,9 @@ async fn serve_sending(
 }
 
 fn thread_result<T>(
-    received: Result<Result<T, Failure>, oneshot::error::RecvError>,
+    receive_result: Result<Result<T, Failure>, oneshot::error::RecvError>,
 ) -> Result<T, Failure> {
-    received.unwrap_or_else(|_| {
+    receive_result.unwrap_or_else(|_| {
         Err(Failure::Images(
             "the thread that works on them ended".into(),
         ))
@@ -552,9 +555,9 @@ async fn serve_receiving(
     let _ = connection_sender.send((writer, reader));
     tokio::select! {
         result = &mut result_receiver => thread_result(result),
-        ended = read_frame(stream, &mut decoder) => match ended {
+        frame_result = read_frame(stream, &mut decoder) => match frame_result {
             // The source has received the confirmation or has aborted the transfer. The thread's
-            // result shows which of them is true.
+            // result shows which of the two has happened.
             Ok(None) => thread_result(result_receiver.await),
             Ok(Some(_)) => Err(failure(&"it sent unexpected data")),
             Err(why) => Err(failure(&why)),

@@ -1,5 +1,5 @@
-//! Inputs of the daemon's loop, which are sent by the tokio tasks that serve its streams. Also a
-//! rate limit for log lines about unauthenticated peers.
+//! Inputs of the daemon's loop, which are sent by the tokio tasks that serve the daemon's streams.
+//! Also a rate limit for log lines about unauthenticated peers.
 
 use super::local_socket::LocalSocket;
 use super::outbox::Outbox;
@@ -11,8 +11,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 use tokio::sync::{mpsc, watch};
 
-/// Capacity of the input queue. When the queue is full, the tokio tasks that read the sockets wait,
-/// so the data of a flood stays in the sockets.
+/// Capacity of the input queue. When the queue is full, the tokio tasks that read the sockets wait.
+/// Therefore the data of a flood stays in the sockets.
 pub(crate) const INPUT_QUEUE_MAX: usize = 1024;
 
 #[derive(Debug)]
@@ -61,17 +61,17 @@ impl LogRateLimit {
         }
     }
 
-    /// Returns true and counts the line if it may be written; otherwise returns false.
+    /// Returns true and counts the line if the line may be written; otherwise returns false.
     pub(crate) fn try_acquire(&self) -> bool {
         let minute = self.started_at.elapsed().as_secs() / 60;
-        let pack_state = |minute: u64, lines: u64| minute << 16 | lines;
-        let next_state = |packed: u64| {
-            let lines = if packed >> 16 == minute {
-                packed & 0xffff
+        let packed_state = |minute: u64, lines: u64| minute << 16 | lines;
+        let next_state = |state: u64| {
+            let lines = if state >> 16 == minute {
+                state & 0xffff
             } else {
                 0
             };
-            (lines < LINES_PER_MINUTE_MAX).then(|| pack_state(minute, lines + 1))
+            (lines < LINES_PER_MINUTE_MAX).then(|| packed_state(minute, lines + 1))
         };
         self.minute_and_lines
             .fetch_update(Ordering::Relaxed, Ordering::Relaxed, next_state)

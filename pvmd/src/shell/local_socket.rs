@@ -1,8 +1,8 @@
 //! A Unix socket to a task or to the tasker, as the daemon's loop uses it.
 //!
-//! The daemon is woken only for incoming data. If it also got an event each time the peer reads,
-//! each message would cost another wakeup at the moment when the peer needs the processor. The
-//! socket is watched for buffer space only while the kernel accepts no more data.
+//! The daemon is woken only for incoming data. If the daemon also got an event each time the peer
+//! reads, each message would cost another wakeup at the moment when the peer needs the processor.
+//! The socket is watched for buffer space only while the kernel accepts no more data.
 
 use super::sys::{OwnedSocket, register_socket};
 use bytes::BytesMut;
@@ -14,7 +14,7 @@ use std::os::unix::net::UnixStream;
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 
-/// A connected socket. One tokio task may read while another one writes.
+/// A connected socket. One tokio task may read while another tokio task writes.
 #[derive(Debug)]
 pub(crate) struct LocalSocket(AsyncFd<UnixStream>);
 
@@ -34,8 +34,8 @@ impl LocalSocket {
         self.0.get_ref()
     }
 
-    /// Waits for data and appends it to `buffer` as [`receive`] does. Returns the number of bytes;
-    /// 0 at the end of the stream.
+    /// Waits for data and appends the data to `buffer` as [`receive`] does. Returns the number of
+    /// bytes; 0 at the end of the stream.
     ///
     /// # Errors
     /// As [`receive`].
@@ -45,7 +45,7 @@ impl LocalSocket {
         received_fds: &mut PendingFds,
     ) -> io::Result<usize> {
         loop {
-            let mut ready = self.0.readable().await?;
+            let mut ready_guard = self.0.readable().await?;
             match receive(self.socket(), buffer, received_fds, MsgFlags::MSG_DONTWAIT) {
                 Ok(ReadOutcome {
                     byte_count: bytes,
@@ -55,17 +55,18 @@ impl LocalSocket {
                     // only once. Therefore the socket stays marked as readable at the end of the
                     // stream.
                     if bytes > 0 && is_drained {
-                        ready.clear_ready();
+                        ready_guard.clear_ready();
                     }
                     return Ok(bytes);
                 }
-                Err(e) if e.kind() == ErrorKind::WouldBlock => ready.clear_ready(),
+                Err(e) if e.kind() == ErrorKind::WouldBlock => ready_guard.clear_ready(),
                 Err(e) => return Err(e),
             }
         }
     }
 
-    /// Runs the operation `write`, and repeats it whenever the kernel has buffer space again.
+    /// Runs the operation `write` and returns its result. While the kernel accepts no more data,
+    /// waits for buffer space and repeats the operation.
     ///
     /// # Errors
     /// As `write`, except `WouldBlock` and `Interrupted`.
@@ -78,7 +79,7 @@ impl LocalSocket {
             match write(self.socket()) {
                 Err(e) if e.kind() == ErrorKind::WouldBlock => {}
                 Err(e) if e.kind() == ErrorKind::Interrupted => continue,
-                done => return done,
+                result => return result,
             }
             let socket_watch = match &writable_watch {
                 Some(socket_watch) => socket_watch,
@@ -95,16 +96,19 @@ impl LocalSocket {
     ///
     /// # Errors
     /// The peer will never accept more data.
-    pub(crate) async fn write_all(&self, mut slices: &mut [IoSlice<'_>]) -> io::Result<()> {
-        IoSlice::advance_slices(&mut slices, 0);
-        while !slices.is_empty() {
+    pub(crate) async fn write_all(
+        &self,
+        mut unwritten_slices: &mut [IoSlice<'_>],
+    ) -> io::Result<()> {
+        IoSlice::advance_slices(&mut unwritten_slices, 0);
+        while !unwritten_slices.is_empty() {
             let written_bytes = self
-                .write_with(|mut socket| socket.write_vectored(slices))
+                .write_with(|mut socket| socket.write_vectored(unwritten_slices))
                 .await?;
             if written_bytes == 0 {
                 return Err(ErrorKind::WriteZero.into());
             }
-            IoSlice::advance_slices(&mut slices, written_bytes);
+            IoSlice::advance_slices(&mut unwritten_slices, written_bytes);
         }
         Ok(())
     }
@@ -142,28 +146,28 @@ mod tests {
         (LocalSocket::new(local_end).expect("watched"), peer_end)
     }
 
-    /// Waits until at least `bytes` bytes are read. Returns the bytes and the number of descriptors
-    /// received.
-    async fn read_at_least(socket: &LocalSocket, bytes: usize) -> (BytesMut, usize) {
-        let (mut is_drained, mut descriptors) = (BytesMut::new(), PendingFds::default());
-        while is_drained.len() < bytes {
-            is_drained.reserve(BUFFER_BYTES);
+    /// Waits until at least `bytes_min` bytes are read. Returns the bytes and the number of
+    /// descriptors received.
+    async fn read_at_least(socket: &LocalSocket, bytes_min: usize) -> (BytesMut, usize) {
+        let (mut received_bytes, mut received_fds) = (BytesMut::new(), PendingFds::default());
+        while received_bytes.len() < bytes_min {
+            received_bytes.reserve(BUFFER_BYTES);
             assert!(
                 socket
-                    .read_into(&mut is_drained, &mut descriptors)
+                    .read_into(&mut received_bytes, &mut received_fds)
                     .await
                     .expect("open")
                     > 0
             );
         }
-        (is_drained, descriptors.len())
+        (received_bytes, received_fds.len())
     }
 
     /// Data that arrives after the buffer was emptied is read, too.
     #[tokio::test]
     async fn read_sees_data_after_emptying_the_buffer() {
         let (socket, mut peer_end) = socket_pair();
-        for round in [
+        for byte_count in [
             1,
             BUFFER_BYTES - 1,
             BUFFER_BYTES,
@@ -171,10 +175,12 @@ mod tests {
             5 * BUFFER_BYTES,
             7,
         ] {
-            peer_end.write_all(&vec![round as u8; round]).expect("room");
+            peer_end
+                .write_all(&vec![byte_count as u8; byte_count])
+                .expect("room");
             assert_eq!(
-                read_at_least(&socket, round).await.0,
-                vec![round as u8; round]
+                read_at_least(&socket, byte_count).await.0,
+                vec![byte_count as u8; byte_count]
             );
         }
         drop(peer_end);
@@ -220,43 +226,45 @@ mod tests {
     async fn blocked_writer_continues_after_read() {
         const TOTAL_BYTES: usize = 4 << 20;
         let (socket, mut peer_end) = socket_pair();
-        let reader = tokio::task::spawn_blocking(move || {
-            let mut received = vec![0; TOTAL_BYTES];
-            peer_end.read_exact(&mut received).map(|()| received)
+        let read_task = tokio::task::spawn_blocking(move || {
+            let mut received_bytes = vec![0; TOTAL_BYTES];
+            peer_end
+                .read_exact(&mut received_bytes)
+                .map(|()| received_bytes)
         });
         let content: Vec<u8> = (0..TOTAL_BYTES).map(|index| (index / 1000) as u8).collect();
         let (first_slice, second_slice) = content.split_at(TOTAL_BYTES / 3);
         let mut slices = [&b""[..], first_slice, b"", second_slice].map(IoSlice::new);
         socket.write_all(&mut slices).await.expect("open");
         assert!(
-            reader.await.expect("no panic").expect("all of it") == content,
+            read_task.await.expect("no panic").expect("all of it") == content,
             "bytes are lost or out of order"
         );
     }
 
     /// `shut_down_reads` ends the stream after the data that was sent before, even if another
-    /// process has the peer's end open.
+    /// process has a copy of the peer's end open.
     #[tokio::test]
     async fn shut_down_reads_ends_after_earlier_data() {
         let (socket, mut peer_end) = socket_pair();
         let peer_end_copy = peer_end.try_clone().expect("a second one");
         peer_end.write_all(&[7; 5 * BUFFER_BYTES]).expect("room");
         drop(peer_end);
-        let mut received = read_at_least(&socket, BUFFER_BYTES).await.0;
+        let mut received_bytes = read_at_least(&socket, BUFFER_BYTES).await.0;
         socket.shut_down_reads();
         assert!(
             (&peer_end_copy).write(b"more").is_err(),
             "what others write is not for us"
         );
-        received.unsplit(
-            read_at_least(&socket, 5 * BUFFER_BYTES - received.len())
+        received_bytes.unsplit(
+            read_at_least(&socket, 5 * BUFFER_BYTES - received_bytes.len())
                 .await
                 .0,
         );
-        assert_eq!(received, vec![7; 5 * BUFFER_BYTES]);
+        assert_eq!(received_bytes, vec![7; 5 * BUFFER_BYTES]);
         assert_eq!(
             socket
-                .read_into(&mut received, &mut PendingFds::default())
+                .read_into(&mut received_bytes, &mut PendingFds::default())
                 .await
                 .expect("an end"),
             0
@@ -268,9 +276,9 @@ mod tests {
     async fn shut_down_reads_wakes_waiting_reader() {
         let (socket, _peer_end) = socket_pair();
         let socket = std::sync::Arc::new(socket);
-        let reader = socket.clone();
-        let waiting_read = tokio::spawn(async move {
-            reader
+        let reader_socket = socket.clone();
+        let read_task = tokio::spawn(async move {
+            reader_socket
                 .read_into(
                     &mut BytesMut::with_capacity(BUFFER_BYTES),
                     &mut PendingFds::default(),
@@ -281,7 +289,7 @@ mod tests {
         // After this yield, the reader is waiting.
         tokio::task::yield_now().await;
         socket.shut_down_reads();
-        assert_eq!(waiting_read.await.expect("no panic"), Ok(0));
+        assert_eq!(read_task.await.expect("no panic"), Ok(0));
     }
 
     #[tokio::test]

@@ -83,10 +83,12 @@ pub(crate) fn log_machine_line(level: LogLevel, subject: Option<LogSubject>, tex
     }
 }
 
-/// Opens the log at `path` for appending. The file grows to about `bytes_max` bytes.
+/// Opens the log at `path` for appending, and starts the thread that writes the log. The file grows
+/// to about `bytes_max` bytes.
 ///
 /// # Errors
-/// The file cannot be opened; the daemon must not run without a log.
+/// The file cannot be opened or the thread cannot be started; the daemon must not run without a
+/// log.
 pub(crate) fn open_log(
     path: &Path,
     host: HostId,
@@ -97,17 +99,17 @@ pub(crate) fn open_log(
         .create(true)
         .mode(0o600)
         .open(path)?;
-    let write = move |lines| write_lines(file, &lines, bytes_max);
-    let (lines, thread) = sempa_logging::spawn_writer("log", QUEUED_LINES_MAX, write)?;
+    let write_queued_lines = move |lines| write_lines(file, &lines, bytes_max);
+    let (lines, thread) = sempa_logging::spawn_writer("log", QUEUED_LINES_MAX, write_queued_lines)?;
     let journal = None;
     Ok((Log { lines, host }, LogThread { thread, journal }))
 }
 
 fn write_lines(mut file: File, lines: &QueuedItems<Vec<u8>>, bytes_max: u64) {
     let mut written_bytes = file.metadata().map(|m| m.len()).unwrap_or(0);
-    let mut is_full = written_bytes >= bytes_max;
+    let mut limit_reached = written_bytes >= bytes_max;
     while let Some(line) = lines.wait_for_item() {
-        if is_full {
+        if limit_reached {
             continue;
         }
         let dropped_count = lines.take_dropped();
@@ -116,8 +118,8 @@ fn write_lines(mut file: File, lines: &QueuedItems<Vec<u8>>, bytes_max: u64) {
             text.extend_from_slice(format!("*** {dropped_count} lines were dropped\n").as_bytes());
         }
         written_bytes += text.len() as u64;
-        is_full = written_bytes >= bytes_max;
-        if is_full {
+        limit_reached = written_bytes >= bytes_max;
+        if limit_reached {
             text.extend_from_slice(b"*** logging truncated\n");
         }
         // A failure cannot be reported anywhere. The daemon continues without a log.
@@ -166,11 +168,12 @@ impl Log {
     }
 
     fn line_prefix(&self) -> String {
-        let now = SystemTime::now()
+        let unix_seconds = SystemTime::now()
             .duration_since(UNIX_EPOCH)
             .unwrap_or_default()
             .as_secs();
-        let (month, day, hour, minute, second) = local_time(i64::try_from(now).unwrap_or(0));
+        let (month, day, hour, minute, second) =
+            local_time(i64::try_from(unix_seconds).unwrap_or(0));
         format!(
             "[{}] {month:02}/{day:02} {hour:02}:{minute:02}:{second:02}",
             self.host.daemon_tid()
@@ -210,7 +213,8 @@ mod tests {
     }
 
     /// Events become lines in PVM's format. Lines of warnings and errors begin with the level. A
-    /// line contains the id of its migration once, even if both the span and the text contain it.
+    /// line contains the id of its migration once, even if both the span of the event and its text
+    /// contain the id.
     #[test]
     fn events_are_lines_in_pvm_format() {
         let dir = tempfile::tempdir().expect("a folder");

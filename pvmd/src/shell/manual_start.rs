@@ -20,9 +20,9 @@ use tokio::time::{sleep, timeout};
 
 /// Time limit for a person to log in on the other host, start the daemon and type its reply.
 const REPLY_TIMEOUT: Duration = Duration::from_secs(600);
-/// Interval at which standard input is polled for a reply. A blocking read is not possible. The
-/// master must not read while it is in the background of its terminal, and no signal reports a
-/// change of this. A blocked read would also delay the daemon's end.
+/// Interval at which standard input is polled for a reply. A blocking read is not possible for two
+/// reasons. The master must not read while it is in the background of its terminal, and no signal
+/// reports when it enters the background. A blocked read would also delay the daemon's end.
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
 /// Maximum number of bytes of a typed reply.
 const TYPED_REPLY_BYTES_MAX: usize = 4096;
@@ -65,8 +65,8 @@ fn may_read_terminal() -> bool {
     tcgetpgrp(stdin()).map_or(true, |foreground_group| foreground_group == getpgrp())
 }
 
-/// Asks a person to start one daemon and waits for the reply. At most one call may run at a time,
-/// because there is one terminal.
+/// Asks a person to start one daemon and waits for the reply. Returns the reply that the person has
+/// typed. At most one call may run at a time, because there is one terminal.
 ///
 /// # Errors
 /// The new daemon's refusal, or no valid reply was typed.
@@ -111,8 +111,8 @@ pub(crate) async fn ask_for_start(order: &HosterOrder) -> Result<ReadyReply, Ref
     result
 }
 
-/// When dropped, tells the person that the question is withdrawn, for example because the daemon
-/// ends.
+/// When dropped while the question is pending, tells the person that the question is withdrawn, for
+/// example because the daemon ends.
 struct WithdrawalNotice<'a> {
     login: &'a str,
     is_pending: bool,
@@ -150,10 +150,10 @@ fn print_in_thread(text: String, done_sender: Option<oneshot::Sender<()>>) {
 async fn read_reply_line() -> Result<String, Refusal> {
     let mut bytes = Vec::new();
     loop {
-        while let Some(more) = read_available()? {
-            bytes.extend(more);
-            while let Some(end) = bytes.iter().position(|byte| *byte == b'\n') {
-                let line: Vec<u8> = bytes.drain(..=end).collect();
+        while let Some(new_bytes) = read_available()? {
+            bytes.extend(new_bytes);
+            while let Some(newline_index) = bytes.iter().position(|byte| *byte == b'\n') {
+                let line: Vec<u8> = bytes.drain(..=newline_index).collect();
                 let line = String::from_utf8_lossy(&line).trim().to_string();
                 if !line.is_empty() {
                     return Ok(line);
@@ -175,35 +175,35 @@ async fn read_reply_line() -> Result<String, Refusal> {
 /// Standard input is at its end or cannot be read.
 fn read_available() -> Result<Option<Vec<u8>>, Refusal> {
     let stdin = stdin();
-    let input_ended = |why: &str| {
+    let input_ended_refusal = |why: &str| {
         cannot_start(format!(
             "the master's standard input has ended ({why}), so no answer can be typed"
         ))
     };
     let mut poll_fds = [PollFd::new(stdin.as_fd(), PollFlags::POLLIN)];
-    let is_readable = poll(&mut poll_fds, PollTimeout::ZERO).is_ok_and(|ready| ready > 0);
-    if !is_readable || stdin.is_terminal() && !may_read_terminal() {
+    let input_is_ready = poll(&mut poll_fds, PollTimeout::ZERO).is_ok_and(|ready| ready > 0);
+    if !input_is_ready || stdin.is_terminal() && !may_read_terminal() {
         return Ok(None);
     }
     let mut bytes = vec![0; TYPED_REPLY_BYTES_MAX];
     match read(&stdin, &mut bytes) {
-        Ok(0) => Err(input_ended("end of file")),
-        Ok(count) => {
-            bytes.truncate(count);
+        Ok(0) => Err(input_ended_refusal("end of file")),
+        Ok(byte_count) => {
+            bytes.truncate(byte_count);
             Ok(Some(bytes))
         }
         Err(nix::errno::Errno::EINTR | nix::errno::Errno::EAGAIN) => Ok(None),
-        Err(errno) => Err(input_ended(errno.desc())),
+        Err(errno) => Err(input_ended_refusal(errno.desc())),
     }
 }
 
-/// Reads the secret from standard input; called by the new daemon. If standard input is a terminal,
-/// prints a prompt and disables echo.
+/// Reads the secret from standard input and returns it. Called by the new daemon. If standard input
+/// is a terminal, prints a prompt and disables echo.
 ///
 /// # Errors
 /// Standard input cannot be read.
 pub(crate) fn read_secret() -> std::io::Result<String> {
-    let _echo_off = stdin().is_terminal().then(EchoOff::begin);
+    let _echo_guard = stdin().is_terminal().then(EchoOff::begin);
     let mut line = String::new();
     BufReader::new(stdin())
         .take(BOOTSTRAP_BYTES_MAX as u64)
@@ -212,7 +212,7 @@ pub(crate) fn read_secret() -> std::io::Result<String> {
     Ok(line.strip_prefix("PVM_VMID=").unwrap_or(line).to_string())
 }
 
-/// Disables the terminal's echo until it is dropped. Contains the previous settings of the
+/// Disables the terminal's echo until this value is dropped. Contains the previous settings of the
 /// terminal.
 struct EchoOff(Option<Termios>);
 
@@ -220,7 +220,8 @@ impl EchoOff {
     fn begin() -> Self {
         let previous_settings = tcgetattr(stdin()).ok();
         if let Some(mut silent_settings) = previous_settings.clone() {
-            // An interrupt would end the process with the echo still disabled.
+            // Interrupts are disabled, too: an interrupt would end the process with the echo still
+            // disabled.
             silent_settings
                 .local_flags
                 .remove(LocalFlags::ECHO | LocalFlags::ISIG);

@@ -5,8 +5,8 @@
 //! protocol.
 //!
 //! The target's engine closes its socket when it has fetched all memory. If the connection ends
-//! earlier, the target's daemon reports [`Event::MemoryLost`] and does not close the socket: the
-//! task that needs the memory must be dead before the engine reads the end of its stream.
+//! earlier, the target's daemon reports [`Event::MemoryLost`] and does not close the socket. Before
+//! the engine reads the end of its stream, the task that needs the memory must be dead.
 
 use super::bulk_fallback::BulkFallbacks;
 use super::bulk_tcp::{BulkConnection, BulkListener, ConnectionOffer, RecordReader, RecordWriter};
@@ -36,23 +36,24 @@ use tracing::{Instrument, info_span};
 /// Time without data from an engine after which an empty record is sent. The record shows the other
 /// host that this host is alive.
 const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(30);
-/// Time for which the connection stays open after the source's engine has ended, because the
-/// target's engine may not have read its last data and closed its socket yet. Also the time for
-/// which the target waits for its engine to close the socket after the engine has read all data.
+/// Time for which the connection stays open after the source's engine has ended. During this time
+/// the target's engine reads its last data and closes its socket. Also the time for which the
+/// target waits for its engine to close the socket after the engine has read all data.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(2);
 /// Interval at which a thread checks whether the engine has closed its socket.
 const CLOSE_POLL_INTERVAL: Duration = Duration::from_millis(2);
 /// Maximum number of bytes read from an engine at once.
 const READ_BYTES_MAX: usize = zeros::PLAIN_BYTES_MAX;
-/// Written to the engine for runs of zeros, of which only the length was sent.
+/// Zeros that are written to the engine for a run of zeros, of which only the length was sent.
 static ZERO_BYTES: [u8; 64 << 10] = [0; 64 << 10];
 
-/// A memory transfer that this host sends or receives.
+/// A memory transfer, which this host sends or receives.
 #[derive(Debug)]
 struct MemoryTransfer {
     remote_host: HostId,
     task: JoinHandle<()>,
-    /// The connection, once both ends are established. Closing or aborting it ends the transfer.
+    /// The connection while it is established; `None` before and afterwards. Closing or aborting
+    /// the connection ends the transfer.
     connection: Arc<Mutex<Option<BulkConnection>>>,
 }
 
@@ -84,7 +85,7 @@ impl MemoryTransfers {
         }
     }
 
-    /// On the source: sends the memory that the tasker serves to the host `to`.
+    /// On the source: sends the memory that the tasker serves to the host `to`. Errors are logged.
     pub(crate) fn send_memory(&mut self, migration: MigrationId, to: HostId, net: &mut Net) {
         let Some(engine_listener) = self.listen_for_engine(migration) else {
             return;
@@ -96,44 +97,48 @@ impl MemoryTransfers {
         );
         let (task_connection, fallbacks) = (shared_connection.clone(), self.bulk_fallbacks.clone());
         let work = async move {
-            let error_text = |why: &dyn std::fmt::Display| {
+            let connect_error_text = |why: &dyn std::fmt::Display| {
                 format!("{migration}: no connection for its memory to {to}: {why}")
             };
             let connect_result = async {
                 let (context, session) = session
                     .wait_for_session()
                     .await
-                    .map_err(|e| error_text(&e))?;
-                let listener = BulkListener::open().await.map_err(|e| error_text(&e))?;
+                    .map_err(|e| connect_error_text(&e))?;
+                let listener = BulkListener::open()
+                    .await
+                    .map_err(|e| connect_error_text(&e))?;
                 let expected_transfer = fallbacks.expect_stream(to, migration, BulkContent::Memory);
-                let offer = encode_control(listener.offer()).map_err(|e| error_text(&e))?;
+                let offer = encode_control(listener.offer()).map_err(|e| connect_error_text(&e))?;
                 let connect_result =
                     open_announcement(&context, &session, StreamPurpose::Memory(migration)).await;
-                let mut stream = connect_result.map_err(|e| error_text(&e))?;
+                let mut stream = connect_result.map_err(|e| connect_error_text(&e))?;
                 stream
                     .write_chunk(offer)
                     .await
-                    .map_err(|e| error_text(&e))?;
+                    .map_err(|e| connect_error_text(&e))?;
                 // The target reads only one frame.
                 let _ = stream.finish();
                 expected_transfer
                     .accept(&session, migration, listener)
                     .await
-                    .map_err(|e| error_text(&e))
+                    .map_err(|e| connect_error_text(&e))
             };
             let (engine, connect_result) = tokio::join!(engine_listener.accept(), connect_result);
-            let endpoints = engine.map_err(|e| error_text(&e)).and_then(|(engine, _)| {
-                Ok((
-                    into_blocking(engine).map_err(|e| e.to_string())?,
-                    connect_result?,
-                ))
-            });
+            let endpoints = engine
+                .map_err(|e| connect_error_text(&e))
+                .and_then(|(engine, _)| {
+                    Ok((
+                        into_blocking(engine).map_err(|e| e.to_string())?,
+                        connect_result?,
+                    ))
+                });
             match endpoints {
                 Ok((engine, (writer, reader, shared_connection))) => {
                     *lock(&task_connection) = Some(shared_connection.clone());
                     serve_memory(engine, writer, reader, shared_connection, rate_limit).await;
-                    // The descriptor is closed now, not only when the next transfer removes this
-                    // one.
+                    // The connection is dropped now, so that its descriptor is closed. Otherwise
+                    // the descriptor would stay open until the next transfer removes this transfer.
                     *lock(&task_connection) = None;
                 }
                 Err(why) => tracing::warn!("{why}"),
@@ -151,8 +156,8 @@ impl MemoryTransfers {
         );
     }
 
-    /// On the target: registers that the host `from` will send memory, and listens for the tasker's
-    /// engine, which requests it.
+    /// On the target: registers that the host `from` will send memory. Listens for the tasker's
+    /// engine, which requests the memory.
     pub(crate) fn expect_memory(&mut self, migration: MigrationId, from: HostId) {
         if let Some(engine_listener) = self.listen_for_engine(migration) {
             self.expected_transfers
@@ -160,7 +165,8 @@ impl MemoryTransfers {
         }
     }
 
-    /// On the target: connects to the source if an announcement by this host is expected.
+    /// On the target: connects to the source if memory of this migration is expected from the
+    /// announcing host, and forwards the memory to the engine. Otherwise logs a refusal.
     pub(crate) fn on_announcement(&mut self, mut announcement: TransferAnnouncement) {
         let (source_host, migration) = (announcement.context.host, announcement.migration);
         let Some((_, engine_listener)) = self
@@ -176,24 +182,28 @@ impl MemoryTransfers {
         let (task_connection, inputs) = (shared_connection.clone(), self.inputs.clone());
         let fallbacks = self.bulk_fallbacks.clone();
         let work = async move {
-            let error_text = |why: &dyn std::fmt::Display| {
+            let connect_error_text = |why: &dyn std::fmt::Display| {
                 format!("{migration}: no connection to its memory on {source_host}: {why}")
             };
             let connect_result = async {
                 let frame = read_frame(&mut announcement.stream, &mut announcement.decoder)
                     .await
-                    .map_err(|e| error_text(&e))?;
-                let frame = frame.ok_or_else(|| error_text(&"nothing was announced"))?;
-                let offer: ConnectionOffer = frame.decode_control().map_err(|e| error_text(&e))?;
+                    .map_err(|e| connect_error_text(&e))?;
+                let frame = frame.ok_or_else(|| connect_error_text(&"nothing was announced"))?;
+                let offer: ConnectionOffer =
+                    frame.decode_control().map_err(|e| connect_error_text(&e))?;
                 let session = (&announcement.context, &announcement.session);
                 fallbacks
                     .connect(session, (migration, BulkContent::Memory), &offer)
                     .await
-                    .map_err(|e| error_text(&e))
+                    .map_err(|e| connect_error_text(&e))
             };
             let endpoints = match connect_result.await {
                 Ok(connect_result) => {
-                    let engine = engine_listener.accept().await.map_err(|e| error_text(&e));
+                    let engine = engine_listener
+                        .accept()
+                        .await
+                        .map_err(|e| connect_error_text(&e));
                     engine.and_then(|(engine, _)| {
                         Ok((
                             into_blocking(engine).map_err(|e| e.to_string())?,
@@ -243,7 +253,7 @@ impl MemoryTransfers {
         remove_recursively(&self.paths.memory_socket_path(migration));
     }
 
-    /// Aborts all transfers with the host `host`, which is lost.
+    /// Aborts all transfers with the host `host`. Called when the host is lost.
     pub(crate) fn on_host_lost(&mut self, host: HostId) {
         for transfer in self
             .transfers
@@ -310,14 +320,14 @@ async fn serve_memory(
     let Ok(request_socket) = engine.try_clone() else {
         return connection.abort();
     };
-    let is_closed = Arc::new(AtomicBool::new(false));
-    let thread_is_closed = is_closed.clone();
+    let target_has_closed = Arc::new(AtomicBool::new(false));
+    let thread_target_has_closed = target_has_closed.clone();
     let reply_thread = spawn_blocking(move || {
         let priority_boost = PriorityBoost::start();
         forward_from_engine(engine, writer, |bytes| rate.wait_for_slot(bytes));
         drop(priority_boost);
         let deadline = Instant::now() + CLOSE_TIMEOUT;
-        while !is_closed.load(Ordering::Acquire) && Instant::now() < deadline {
+        while !target_has_closed.load(Ordering::Acquire) && Instant::now() < deadline {
             std::thread::sleep(CLOSE_POLL_INTERVAL);
         }
         connection.abort();
@@ -325,7 +335,7 @@ async fn serve_memory(
     let request_thread = spawn_blocking(move || {
         let _priority_boost = PriorityBoost::start();
         let _error = forward_to_engine(reader, &request_socket);
-        thread_is_closed.store(true, Ordering::Release);
+        thread_target_has_closed.store(true, Ordering::Release);
         // No further requests will arrive, so the engine's socket is closed.
         let _ = request_socket.shutdown(Shutdown::Both);
     });
@@ -344,12 +354,12 @@ async fn fetch_memory(
     let Ok(reply_socket) = engine.try_clone() else {
         return connection.abort();
     };
-    let is_closed = Arc::new(AtomicBool::new(false));
-    let thread_is_closed = is_closed.clone();
+    let engine_has_closed = Arc::new(AtomicBool::new(false));
+    let thread_engine_has_closed = engine_has_closed.clone();
     let request_thread = spawn_blocking(move || {
         let _priority_boost = PriorityBoost::start();
         forward_from_engine(engine, writer, |_| ());
-        thread_is_closed.store(true, Ordering::Release);
+        thread_engine_has_closed.store(true, Ordering::Release);
         connection.abort();
     });
     let reply_thread = spawn_blocking(move || {
@@ -358,16 +368,17 @@ async fn fetch_memory(
         // A stopped engine, or one that is not scheduled, may have unread data. Its time limit
         // starts when it has read all data.
         let mut last_unread_at = Instant::now();
-        while !is_closed.load(Ordering::Acquire) && last_unread_at.elapsed() < CLOSE_TIMEOUT {
+        while !engine_has_closed.load(Ordering::Acquire) && last_unread_at.elapsed() < CLOSE_TIMEOUT
+        {
             std::thread::sleep(CLOSE_POLL_INTERVAL);
             if bytes_unread_by_peer(&reply_socket) > 0 {
                 last_unread_at = Instant::now();
             }
         }
-        if !is_closed.load(Ordering::Acquire) {
+        if !engine_has_closed.load(Ordering::Acquire) {
             report_loss(format!("the rest of its memory cannot be fetched: {error}"));
         }
-        // The thread returns the socket. The socket thereby stays open until the other thread has
+        // The thread returns the socket, so that the socket stays open until the request thread has
         // detected that the engine has closed its end.
         reply_socket
     });
@@ -397,8 +408,8 @@ fn forward_from_engine(
     }
 }
 
-/// Reads from an engine and returns the number of bytes: 0 after [`KEEP_ALIVE_INTERVAL`] without
-/// data, `None` at the end of the stream.
+/// Reads from an engine and returns the number of bytes. Returns 0 after [`KEEP_ALIVE_INTERVAL`]
+/// without data, and `None` at the end of the stream or after an error.
 fn read_engine(engine: &mut UnixStream, bytes: &mut [u8]) -> Option<usize> {
     loop {
         match engine.read(bytes) {
@@ -413,33 +424,34 @@ fn read_engine(engine: &mut UnixStream, bytes: &mut [u8]) -> Option<usize> {
     }
 }
 
-/// Forwards data of the other host to an engine, until reading or writing fails. Returns the error.
+/// Forwards data of the other host to an engine until reading or writing fails. Returns the error
+/// of the failed operation.
 fn forward_to_engine(
     mut reader: RecordReader<BulkConnection>,
     mut engine: &UnixStream,
 ) -> std::io::Error {
     loop {
-        if let Err(why) = reader
+        if let Err(error) = reader
             .wait_for_record()
-            .and_then(|packed| write_unpacked(packed, &mut engine))
+            .and_then(|packed_record| write_unpacked(packed_record, &mut engine))
         {
-            return why;
+            return error;
         }
     }
 }
 
 /// Writes the data of a packed record to `output`.
-fn write_unpacked(packed: &[u8], output: &mut impl Write) -> std::io::Result<()> {
-    for part in zeros::parts(packed) {
+fn write_unpacked(packed_record: &[u8], output: &mut impl Write) -> std::io::Result<()> {
+    for part in zeros::parts(packed_record) {
         match part.map_err(|_| {
             std::io::Error::new(ErrorKind::InvalidData, "received a malformed piece")
         })? {
             Part::Bytes(bytes) => output.write_all(bytes)?,
-            Part::Zeros(mut count) => {
-                while count > 0 {
-                    let chunk_bytes = count.min(ZERO_BYTES.len());
+            Part::Zeros(mut remaining_bytes) => {
+                while remaining_bytes > 0 {
+                    let chunk_bytes = remaining_bytes.min(ZERO_BYTES.len());
                     output.write_all(&ZERO_BYTES[..chunk_bytes])?;
-                    count -= chunk_bytes;
+                    remaining_bytes -= chunk_bytes;
                 }
             }
         }

@@ -22,14 +22,15 @@ pub(crate) struct MigrationFiles {
     inputs: InputSender,
     /// Held by the thread that writes the record.
     record_lock: Arc<Mutex<()>>,
-    /// Tokens that could not be written yet and are retried.
+    /// Tokens that could not be written yet. Writing each of these tokens is retried.
     pending_tokens: PendingTokens,
 }
 
-/// Size limit of the record. A full record is renamed and retained until the next record is full.
+/// Size limit of the record in bytes. A full record is renamed and retained until the next record
+/// is full.
 ///
 /// No daemon reads the record: tasks end with their master, and the next master removes the record.
-/// It shows people where tasks were when a master was killed.
+/// The record shows people where tasks were when a master was killed.
 const RECORD_BYTES_MAX: u64 = 1 << 20;
 
 /// Interval between attempts to write a token. The interval is short, because a task waits for the
@@ -51,13 +52,13 @@ impl MigrationFiles {
 
     /// Queues the line of one committed migration for the record. The line is appended and synced
     /// on a blocking thread, which reports [`Event::MigrationRecorded`].
-    pub(crate) fn record_migration(&self, migration: MigrationId, tid: Tid, to: HostId) {
+    pub(crate) fn record_migration(&self, migration: MigrationId, tid: Tid, target_host: HostId) {
         let (path, inputs, record_lock) = (
             self.record_path.clone(),
             self.inputs.clone(),
             self.record_lock.clone(),
         );
-        let line = format!("{migration} {tid} {}\n", to.index());
+        let line = format!("{migration} {tid} {}\n", target_host.index());
         tokio::task::spawn_blocking(move || {
             let _in_span = tracing::info_span!("migration", id = %migration).entered();
             let result = {
@@ -76,10 +77,10 @@ impl MigrationFiles {
 
     /// Writes a token atomically: a reader gets the complete token or no file.
     ///
-    /// The token is a few bytes in a local directory, so the calling thread writes it; the order of
-    /// writing and removing tokens is thereby preserved. If the file system is full, writing is
-    /// retried until it succeeds or the token is removed: images that are being removed may free
-    /// space.
+    /// The token is a few bytes in a local directory, so the calling thread writes it. Thereby the
+    /// order of writing and removing tokens is preserved. If the file cannot be written, for
+    /// example because the file system is full, writing is retried until the token is written or
+    /// removed: images that are being removed may free space.
     pub(crate) fn write_token(&self, path: &Path, token: &ResumeToken) {
         let bytes = match to_bytes(token) {
             Ok(bytes) => bytes,
@@ -102,12 +103,12 @@ impl MigrationFiles {
     pub(crate) fn remove_token(&self, path: &Path) {
         let mut pending_tokens = lock(&self.pending_tokens);
         pending_tokens.remove(path);
-        // The removal fails if the token was never written.
+        // The call fails if the token was never written.
         let _ = std::fs::remove_file(path);
     }
 }
 
-/// Retries writing the token `path` until it is written or removed.
+/// Retries writing the token `path` until the token is written or removed.
 async fn retry_token(pending_tokens: PendingTokens, path: PathBuf) {
     loop {
         tokio::time::sleep(TOKEN_RETRY_INTERVAL).await;
@@ -142,7 +143,7 @@ fn append_rotating(path: &Path, line: &str, bytes_max: u64) -> std::io::Result<(
 fn write_atomically(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     let temporary_path = path.with_file_name(format!(".tmp-{name}"));
-    // `O_EXCL` would fail if a file of a failed attempt still existed.
+    // `create_new` would fail if a file of a failed attempt still existed.
     let _ = std::fs::remove_file(&temporary_path);
     let mut file = OpenOptions::new()
         .write(true)
@@ -167,8 +168,9 @@ mod tests {
         for number in 0..1000 {
             append_rotating(&path, &format!("m{number} t40001 3\n"), 400).expect("written");
         }
-        let read = |path: &Path| std::fs::read_to_string(path).expect("it is there");
-        let (previous_record, current_record) = (read(&path.with_extension("before")), read(&path));
+        let file_text = |path: &Path| std::fs::read_to_string(path).expect("it is there");
+        let (previous_record, current_record) =
+            (file_text(&path.with_extension("before")), file_text(&path));
         assert!(previous_record.len() <= 400 && current_record.len() <= 400);
         let records = previous_record + &current_record;
         let numbers: Vec<&str> = records

@@ -37,24 +37,27 @@ use tokio::sync::oneshot;
 use tokio::task::{AbortHandle, JoinSet};
 use tokio::time::{sleep, timeout};
 
-/// Default duration of silence after which a host is considered lost. `SEMPA_LEASE_MS` sets the
+/// Default duration of silence after which a host is considered lost. `SEMPA_LEASE_MS` sets another
 /// duration for the whole virtual machine.
 pub(crate) const LEASE_DEFAULT: Duration = Duration::from_secs(10);
-/// Number of keep-alive packets sent within a lease (by default one every 2 s).
+/// Number of keep-alive packets that are sent within a lease. With the default lease, one packet is
+/// sent every 2 s.
 const KEEP_ALIVES_PER_LEASE: u32 = 5;
-/// Maximum number of bytes queued for a host without a session, excluding link frames. Items beyond
-/// it are dropped and logged.
+/// Maximum number of bytes queued for a host without a session, excluding link frames. Items that
+/// would exceed this limit are dropped and logged.
 const QUEUED_BYTES_MAX: usize = 64 << 20;
 /// Maximum number of reliable bytes in one send queue of a session. If a queue contains more, the
 /// host does not read, and the session is closed.
 const UNSENT_BYTES_MAX: usize = 512 << 20;
-/// Delay before a host connects to a host with a higher index, which usually has connected by then.
+/// Delay before a host connects to a host with a higher index. The host with the higher index
+/// connects without delay, so a session usually exists when the delay ends.
 const CONNECT_GRACE_PERIOD: Duration = Duration::from_secs(1);
 /// Time limit for an address to answer a connection attempt.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(4);
 /// Delay between the attempts at successive addresses of one host.
 const CONNECT_STAGGER_INTERVAL: Duration = Duration::from_millis(200);
-/// Pause after the first round of attempts; it doubles up to [`RECONNECT_INTERVAL_MAX`].
+/// Pause after the first round of attempts. The pause doubles after each round, up to
+/// [`RECONNECT_INTERVAL_MAX`].
 const RECONNECT_INTERVAL_MIN: Duration = Duration::from_millis(100);
 const RECONNECT_INTERVAL_MAX: Duration = Duration::from_secs(5);
 /// Time for which a transfer waits for a session with a host that has none.
@@ -67,13 +70,14 @@ const HANDSHAKES_MAX: usize = 256;
 const EXPEL_TIMEOUT: Duration = Duration::from_secs(2);
 /// Maximum number of stored addresses per host.
 const ADDRESSES_MAX: usize = 16;
-/// Maximum number of received but unread bytes per stream. It is sufficient for 500 MB/s at a
-/// round-trip time of 30 ms.
+/// Maximum number of received but unread bytes per stream. This number is sufficient for 500 MB/s
+/// at a round-trip time of 30 ms.
 const STREAM_WINDOW_BYTES: u32 = 16 << 20;
 /// Maximum number of received but unread bytes per session.
 const SESSION_WINDOW_BYTES: u32 = 256 << 20;
 /// Maximum number of concurrent unidirectional streams of a peer: its channels, its pair streams
-/// (twice, because closed ones may still be ending), and its announcements of transfers.
+/// and its announcements of transfers. The number of pair streams is counted twice, because closed
+/// pair streams may still be ending.
 const STREAMS_MAX: u32 = 2 + 2 * LANES_MAX as u32 + 64;
 /// Maximum number of concurrent transfers of a peer over the session where TCP is blocked; further
 /// transfers wait.
@@ -101,7 +105,7 @@ struct Peer {
     is_expelled: bool,
     session: Option<Session>,
     connect_task: Option<AbortHandle>,
-    /// Frames that wait for a session. The bool is true if the frame belongs to the control stream.
+    /// Frames that wait for a session. The bool is true if the frame is for the control stream.
     queued_items: VecDeque<(bool, Outgoing)>,
     queued_bytes: usize,
     queued_link_bytes: usize,
@@ -143,8 +147,9 @@ impl Session {
         }
     }
 
-    /// Queues a link frame on the stream of its pair, or on the main stream. Calls `context` with
-    /// the session number if a pair stream must be opened.
+    /// Queues a link frame on the stream of its pair, or on the main stream if the pair has no
+    /// stream. Opens the stream of the pair if it is new. `context` returns the session context for
+    /// a session number.
     fn queue_link(&mut self, context: impl FnOnce(u64) -> SessionContext, body: Bytes) {
         let stream_choice = link_ends(&body)
             .map(|pair| (pair, self.fence_sender.choose_stream(pair, Instant::now())));
@@ -152,37 +157,38 @@ impl Session {
             pair,
             StreamChoice::Lane {
                 lane,
-                is_new: new,
+                is_new,
                 barrier,
             },
         )) = stream_choice
         else {
             return self.queue_main(Outgoing::Link(body));
         };
-        if new {
-            let (stream_outbox, queue) = outbox(LINK_BYTES_MAX);
+        if is_new {
+            let (stream_outbox, stream_queue) = outbox(LINK_BYTES_MAX);
             tokio::spawn(session::run_pair_stream(
                 context(self.session_number),
                 self.connection.clone(),
                 lane,
-                queue,
+                stream_queue,
             ));
             self.pair_streams.insert(lane, stream_outbox);
         }
-        let Some(queue) = self.pair_streams.get(&lane) else {
+        let Some(stream_queue) = self.pair_streams.get(&lane) else {
             return;
         };
         if let Some(barrier_entry) = barrier {
-            queue.enqueue(Outgoing::Reliable(
+            stream_queue.enqueue(Outgoing::Reliable(
                 encode_control(&LaneEntry::<()>::Barrier(barrier_entry)).expect("one number"),
             ));
         }
-        if queue.enqueue(Outgoing::Link(body)) {
+        if stream_queue.enqueue(Outgoing::Link(body)) {
             self.fence_sender.count_frame(pair);
         }
     }
 
-    /// Sends a control item. If the item needs a barrier, sends the barrier first.
+    /// Sends a control item. If a barrier must precede the item, sends the barrier first. If the
+    /// item reports the end of a task, closes the pair streams of this task.
     fn queue_control_item(&mut self, item: &DataMsg, frame: Bytes) {
         if let Some(barrier_marks) = self.fence_sender.barrier_for(item) {
             self.queue_main(Outgoing::Reliable(
@@ -195,12 +201,12 @@ impl Session {
         }
     }
 
-    /// Closes pair streams that are idle. If `task` is given, closes the pair streams of this task
+    /// Closes pair streams that are idle. If `task` is `Some`, closes the pair streams of this task
     /// instead.
     fn close_pair_streams(&mut self, task: Option<Tid>) {
         for mark in self.fence_sender.end_lanes(Instant::now(), task) {
-            if let Some(lane) = self.pair_streams.remove(&mark.lane) {
-                lane.enqueue(Outgoing::Close);
+            if let Some(stream_outbox) = self.pair_streams.remove(&mark.lane) {
+                stream_outbox.enqueue(Outgoing::Close);
             }
             self.queue_main(Outgoing::Reliable(
                 encode_control(&MainEntry::<()>::End(mark)).expect("two numbers"),
@@ -208,7 +214,7 @@ impl Session {
         }
     }
 
-    /// Closes all streams after the data that is already queued.
+    /// Closes all streams of the session after the data that is already queued.
     fn finish_streams(&self) {
         let Some(queues) = &self.queues else {
             return;
@@ -242,11 +248,12 @@ pub(crate) struct PendingSession {
 }
 
 impl PendingSession {
-    /// Waits for the session. If the transfer belongs to a migration, its task is paused during the
-    /// wait.
+    /// Waits for the session. If the transfer belongs to a migration, the migrating task is paused
+    /// during the wait.
     ///
     /// # Errors
-    /// No session was established within [`SESSION_WAIT_TIMEOUT`].
+    /// No session was established within [`SESSION_WAIT_TIMEOUT`], or there is no state for the
+    /// host.
     pub(crate) async fn wait_for_session(self) -> Result<(SessionContext, Connection), Failure> {
         let timeout_failure = || {
             Failure::Images(format!(
@@ -262,7 +269,7 @@ impl PendingSession {
     }
 }
 
-/// Opens the UDP port `port` (0: any free port), for IPv4 and IPv6 if this host has both.
+/// Opens the UDP port `port` (0 means any free port), for IPv4 and IPv6 if this host has both.
 ///
 /// # Errors
 /// The port cannot be opened.
@@ -284,13 +291,13 @@ pub(crate) fn bind_udp(port: u16) -> std::io::Result<UdpSocket> {
 
 fn transport_config(lease: Duration) -> anyhow::Result<Arc<TransportConfig>> {
     let mut transport = TransportConfig::default();
-    let mut congestion = CubicConfig::default();
-    congestion.initial_window(INITIAL_WINDOW_BYTES);
+    let mut congestion_config = CubicConfig::default();
+    congestion_config.initial_window(INITIAL_WINDOW_BYTES);
     let mut mtu_discovery = MtuDiscoveryConfig::default();
     mtu_discovery.upper_bound(DATAGRAM_BYTES_MAX);
     transport
         .keep_alive_interval(Some(lease / KEEP_ALIVES_PER_LEASE))
-        // The session itself watches the lease. This timeout only removes connections that are
+        // The session itself watches the lease. The idle timeout only removes connections that are
         // certainly dead.
         .max_idle_timeout(Some((lease * 2).try_into()?))
         .stream_receive_window(VarInt::from_u32(STREAM_WINDOW_BYTES))
@@ -300,7 +307,7 @@ fn transport_config(lease: Duration) -> anyhow::Result<Arc<TransportConfig>> {
         .max_concurrent_bidi_streams(VarInt::from_u32(FALLBACK_STREAMS_MAX))
         .datagram_receive_buffer_size(None)
         .mtu_discovery_config(Some(mtu_discovery))
-        .congestion_controller_factory(Arc::new(congestion));
+        .congestion_controller_factory(Arc::new(congestion_config));
     Ok(Arc::new(transport))
 }
 
@@ -353,7 +360,8 @@ impl Net {
         Ok(self.endpoint.local_addr()?.port())
     }
 
-    /// Establishes a session with a host. If the session is lost, establishes another one.
+    /// Establishes a session with a host at one of `addresses`. If the session is lost, establishes
+    /// another session.
     pub(crate) fn keep_connected(&mut self, host: HostId, addresses: Vec<SocketAddr>) {
         let peer = self.peers.entry(host).or_default();
         peer.needs_session = true;
@@ -366,11 +374,11 @@ impl Net {
         self.connect_if_needed(host);
     }
 
-    /// Ends the session with a host and refuses further sessions with it.
+    /// Ends the session with a host and refuses further sessions with this host.
     pub(crate) fn expel_host(&mut self, host: HostId) {
         let peer = self.peers.entry(host).or_default();
-        if let Some(connector) = peer.connect_task.take() {
-            connector.abort();
+        if let Some(connect_task) = peer.connect_task.take() {
+            connect_task.abort();
         }
         if let Some(session) = peer.session.take() {
             end_session(session);
@@ -381,7 +389,8 @@ impl Net {
         };
     }
 
-    /// Sends a control message. Without a session, queues it until a session is up.
+    /// Sends a control message to a host. Without a session, queues the message until a session is
+    /// up. Messages to an expelled host are dropped.
     pub(crate) fn send_control(&mut self, host: HostId, message: &HostMsg) {
         let frame = match encode_control(message) {
             Ok(frame) => frame,
@@ -399,8 +408,8 @@ impl Net {
         self.close_if_stalled(host);
     }
 
-    /// Sends an item or frame for a task on the host `host`. Without a session, queues it until a
-    /// session is up.
+    /// Sends an item or frame for a task on the host `host`. Without a session, queues the item or
+    /// frame until a session is up. Data for an expelled host is dropped.
     pub(crate) fn send_data(&mut self, host: HostId, message: DataMsg) {
         if let DataMsg::Frame(body) = message {
             let (vm, own_host, lease) = (&self.vm, self.own_host, self.lease);
@@ -455,7 +464,8 @@ impl Net {
         }
     }
 
-    /// Queues an item until a session is up. Drops the item if the queue's limit is exceeded.
+    /// Queues an item until a session is up. If the queue's limit would be exceeded, drops the item
+    /// and logs this.
     fn queue_until_up(&mut self, host: HostId, is_control: bool, item: Outgoing) {
         let peer = self.peers.entry(host).or_default();
         let (len, is_reliable) = match &item {
@@ -478,7 +488,7 @@ impl Net {
         peer.queued_items.push_back((is_control, item));
     }
 
-    /// Returns the connection for bulk transfers; `None` if no session is up.
+    /// Returns the session with a host for a bulk transfer; `None` if no session is up.
     fn session_for_transfer(&self, host: HostId) -> Option<(SessionContext, Connection)> {
         let session = self.peers.get(&host)?.session.as_ref()?;
         let queues = session.queues.as_ref()?;
@@ -488,8 +498,8 @@ impl Net {
         ))
     }
 
-    /// As [`Net::session_for_transfer`], but the returned value also waits for a session if none is
-    /// up.
+    /// Returns the session with a host for a bulk transfer, or, if no session is up, a value that
+    /// waits for a session.
     pub(crate) fn await_session(&mut self, host: HostId) -> PendingSession {
         let (session_sender, receiver) = oneshot::channel();
         match self.session_for_transfer(host) {
@@ -498,7 +508,7 @@ impl Net {
             }
             None => {
                 if let Some(peer) = self.peers.get_mut(&host) {
-                    peer.waiting_transfers.retain(|other| !other.is_closed());
+                    peer.waiting_transfers.retain(|sender| !sender.is_closed());
                     peer.waiting_transfers.push(session_sender);
                 }
             }
@@ -518,7 +528,7 @@ impl Net {
     }
 
     /// Handles an input about sessions or connection attempts, and returns the changes of sessions.
-    /// The loop handles the other inputs itself.
+    /// The loop handles all other inputs itself.
     pub(crate) fn handle_input(&mut self, input: NetInput) -> Vec<SessionChange> {
         match input {
             NetInput::HandshakeDone { host, connection } => {
@@ -532,9 +542,9 @@ impl Net {
             NetInput::SessionDown {
                 host,
                 session_number: number,
-                reason: why,
+                reason,
             } => {
-                return self.on_session_down(host, number, why);
+                return self.on_session_down(host, number, reason);
             }
             NetInput::ConnectEnded { host } => {
                 if let Some(peer) = self.peers.get_mut(&host) {
@@ -582,10 +592,10 @@ impl Net {
         queues: SessionQueues,
     ) -> Vec<SessionChange> {
         let mut changes = Vec::new();
-        let selects_connection = self.own_host > host;
+        let this_host_selects = self.own_host > host;
         let peer = self.peers.entry(host).or_default();
         if peer.is_expelled
-            || (selects_connection
+            || (this_host_selects
                 && peer
                     .session
                     .as_ref()
@@ -604,8 +614,8 @@ impl Net {
                 "it has begun a new session".into(),
             ));
         }
-        if let Some(connector) = peer.connect_task.take() {
-            connector.abort();
+        if let Some(connect_task) = peer.connect_task.take() {
+            connect_task.abort();
         }
         let control = queues.control.clone();
         let mut session = Session::new(number, queues.connection.clone(), Some(queues));
@@ -618,8 +628,8 @@ impl Net {
         }
         (peer.queued_bytes, peer.queued_link_bytes) = (0, 0);
         peer.session = Some(session);
-        let transfers = std::mem::take(&mut peer.waiting_transfers);
-        for (session_sender, transfer_session) in transfers
+        let waiting_transfers = std::mem::take(&mut peer.waiting_transfers);
+        for (session_sender, transfer_session) in waiting_transfers
             .into_iter()
             .zip(std::iter::from_fn(|| self.session_for_transfer(host)))
         {
@@ -650,8 +660,9 @@ impl Net {
         }
     }
 
-    /// Accepts an item of the current session's data channel. [`Net::next_data`] returns the items
-    /// in order, once no fence delays them.
+    /// Accepts an item of the data channel of the session with this number. [`Net::next_data`]
+    /// returns the items in order, as soon as no fence delays them. An item of an earlier session
+    /// is dropped.
     pub(crate) fn accept_data(&mut self, host: HostId, number: u64, item: DataItem) {
         let Some(session) = self.current_session(host, number) else {
             return;
@@ -662,8 +673,8 @@ impl Net {
         }
     }
 
-    /// Returns the next item of the data channel for the state machine; `None` if there is none or
-    /// a fence delays it.
+    /// Returns the next item of the data channel for the state machine; `None` if there is no item
+    /// or a fence delays the next item.
     pub(crate) fn next_data(&mut self, host: HostId, number: u64) -> Option<DataMsg> {
         self.current_session(host, number)?
             .fence_receiver
@@ -685,13 +696,13 @@ impl Net {
             .values_mut()
             .filter_map(|peer| peer.session.as_mut())
             .for_each(|session| session.close_pair_streams(None));
-        let unconnected_hosts: Vec<HostId> = self
+        let hosts_needing_session: Vec<HostId> = self
             .peers
             .iter()
             .filter(|(_, p)| p.needs_session)
             .map(|(host, _)| *host)
             .collect();
-        unconnected_hosts
+        hosts_needing_session
             .into_iter()
             .for_each(|host| self.connect_if_needed(host));
     }
@@ -722,7 +733,7 @@ impl Net {
             let _ = inputs
                 .send(Input::Net(NetInput::HandshakeDone { host, connection }))
                 .await;
-            // The session needs some time to come up; an attempt before that would be useless.
+            // The session needs some time to come up. Another attempt before that would be useless.
             sleep(CONNECT_GRACE_PERIOD).await;
             let _ = inputs
                 .send(Input::Net(NetInput::ConnectEnded { host }))
@@ -736,8 +747,8 @@ impl Net {
     pub(crate) fn begin_shutdown(&mut self) {
         for peer in self.peers.values_mut() {
             peer.needs_session = false;
-            if let Some(connector) = peer.connect_task.take() {
-                connector.abort();
+            if let Some(connect_task) = peer.connect_task.take() {
+                connect_task.abort();
             }
             match &peer.session {
                 Some(session) if session.queues.is_some() => session.finish_streams(),
@@ -774,8 +785,8 @@ fn session_context(
     host: HostId,
     number: u64,
 ) -> SessionContext {
-    // A slave considers its master lost before the master considers the slave lost. Therefore a
-    // host's tasks are dead when the master considers them dead.
+    // A slave considers its master lost before the master considers the slave lost. Therefore the
+    // tasks of a slave are dead when the master considers the slave lost.
     let lease = if host == HostId::MASTER {
         lease * 4 / 5
     } else {
@@ -790,7 +801,8 @@ fn session_context(
     }
 }
 
-/// True if the peer closed the connection because this host is not in its virtual machine.
+/// True if the peer closed the connection because this host does not belong to the peer's virtual
+/// machine.
 fn is_expelled(connection: &Connection) -> bool {
     matches!(connection.close_reason(), Some(quinn::ConnectionError::ApplicationClosed(c)) if c.error_code == CLOSE_EXPELLED)
 }
@@ -808,8 +820,9 @@ fn end_session(session: Session) {
     });
 }
 
-/// Accepts connections forever. The handshake fails for a peer without a certificate of this
-/// virtual machine. The endpoint ignores all packets that are not QUIC.
+/// Accepts connections until the endpoint is closed, and passes each connection to the loop after
+/// its handshake. The handshake fails for a peer without a certificate of this virtual machine. The
+/// endpoint ignores all packets that are not QUIC.
 async fn accept_connections(endpoint: Endpoint, vm: String, inputs: InputSender) {
     let log_limit = Arc::new(LogRateLimit::new());
     while let Some(incoming) = endpoint.accept().await {
@@ -834,7 +847,7 @@ async fn accept_connections(endpoint: Endpoint, vm: String, inputs: InputSender)
     }
 }
 
-/// Why an incoming connection was refused. No data after the handshake was processed.
+/// Reason why an incoming connection was refused. No data after the handshake was processed.
 #[derive(Debug, thiserror::Error)]
 enum HandshakeError {
     #[error(transparent)]
@@ -851,8 +864,8 @@ async fn complete_handshake(
     incoming: Incoming,
     vm: &str,
 ) -> Result<(HostId, Connection), HandshakeError> {
-    let connecting = incoming.accept().map_err(HandshakeError::Accept)?;
-    let connection = timeout(HANDSHAKE_TIMEOUT, connecting)
+    let handshake = incoming.accept().map_err(HandshakeError::Accept)?;
+    let connection = timeout(HANDSHAKE_TIMEOUT, handshake)
         .await
         .map_err(|_| HandshakeError::Timeout)?
         .map_err(HandshakeError::Failed)?;
@@ -865,8 +878,8 @@ async fn complete_handshake(
     }
 }
 
-/// Returns the host that the peer's verified certificate names; `None` if it names no host of this
-/// virtual machine.
+/// Returns the host that the peer's verified certificate names; `None` if the certificate names no
+/// host of this virtual machine.
 fn peer_host(connection: &Connection, vm: &str) -> Option<HostId> {
     let chain = connection
         .peer_identity()?
@@ -875,7 +888,7 @@ fn peer_host(connection: &Connection, vm: &str) -> Option<HostId> {
     host_of_certificate(chain.first()?, vm)
 }
 
-/// Why connecting to an address of a host failed.
+/// Reason why connecting to an address of a host failed.
 #[derive(Debug, thiserror::Error)]
 enum ConnectError {
     /// No packet was sent.
@@ -895,7 +908,7 @@ enum ConnectError {
     AttemptFailed(tokio::task::JoinError),
 }
 
-/// Connecting to all addresses of a host failed. Contains the reason for each address.
+/// Error: connecting to all addresses of a host failed. Contains the reason for each address.
 #[derive(Debug)]
 struct UnreachableHost(Vec<ConnectError>);
 
@@ -918,8 +931,8 @@ struct Connector {
 }
 
 impl Connector {
-    /// Tries all addresses repeatedly, without a time limit, until one of them answers with the
-    /// host's certificate.
+    /// Tries all addresses repeatedly, without a time limit, until one of the addresses answers
+    /// with the host's certificate. Returns the connection.
     async fn connect_with_retry(&self) -> Connection {
         let mut retry_interval = RECONNECT_INTERVAL_MIN;
         let mut is_logged = false;
@@ -937,8 +950,11 @@ impl Connector {
         }
     }
 
-    /// Tries each address once, with a delay of [`CONNECT_STAGGER_INTERVAL`] between them. Returns
-    /// the first connection.
+    /// Tries each address once, with a delay of [`CONNECT_STAGGER_INTERVAL`] between successive
+    /// addresses. Returns the first connection.
+    ///
+    /// # Errors
+    /// No address has answered; contains the reason for each address.
     async fn try_addresses(&self) -> Result<Connection, UnreachableHost> {
         let mut attempts = JoinSet::new();
         for (address_index, address) in self.addresses.iter().copied().enumerate() {
@@ -949,10 +965,10 @@ impl Connector {
             );
             attempts.spawn(async move {
                 sleep(CONNECT_STAGGER_INTERVAL * u32::try_from(address_index).unwrap_or(0)).await;
-                let connecting = endpoint
+                let handshake = endpoint
                     .connect_with(client_config, address, &name)
                     .map_err(|source| ConnectError::Start { address, source })?;
-                match timeout(CONNECT_TIMEOUT, connecting).await {
+                match timeout(CONNECT_TIMEOUT, handshake).await {
                     Ok(Ok(connection)) => Ok(connection),
                     Ok(Err(source)) => Err(ConnectError::Failed { address, source }),
                     Err(_) => Err(ConnectError::NoAnswer { address }),

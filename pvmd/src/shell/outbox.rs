@@ -1,8 +1,9 @@
 //! Send queue of one stream. The daemon's loop fills the queue without waiting, and the stream's
-//! writer empties it.
+//! writer empties the queue.
 //!
 //! The queue counts bytes. Link frames that exceed the limit are dropped, because the ends of their
-//! link retransmit them. Reliable frames are never dropped; the loop checks their total size.
+//! link retransmit these frames. Reliable frames are never dropped; the loop checks their total
+//! size.
 
 use bytes::{BufMut, Bytes, BytesMut};
 use pvmd_machine::io::Descriptors;
@@ -14,9 +15,9 @@ use tokio::sync::mpsc;
 
 /// Maximum number of bytes of link frames queued for one task or host.
 ///
-/// Each running task stays within the windows of its links, so only many of them together approach
-/// this limit. The last messages of tasks that exit are not bound by the windows; a dropped frame
-/// of such a message is lost, because it is not sent again.
+/// Each running task stays within the windows of its links, so only many tasks together approach
+/// this limit. The windows do not limit the last messages of tasks that exit. A dropped frame of
+/// such a message is lost, because it is not sent again.
 pub(crate) const LINK_BYTES_MAX: usize = RETAINED_BYTES_MAX;
 
 /// Number of heads of link frames that share one allocation.
@@ -29,7 +30,8 @@ pub(crate) enum Outgoing {
     Reliable(Bytes),
     /// A complete frame with file descriptors. Like a reliable frame, it must not be lost.
     WithFds(Bytes, Descriptors),
-    /// The body of a link frame. The ends of the link detect its loss and retransmit it.
+    /// The body of a link frame. If the frame is lost, the ends of the link detect the loss and
+    /// retransmit the frame.
     Link(Bytes),
     /// Order to close the stream after all earlier items.
     Close,
@@ -84,10 +86,10 @@ pub(crate) fn outbox(link_bytes_max: usize) -> (Outbox, OutboxReader) {
 }
 
 impl Outbox {
-    /// Queues an item. Returns false if the item is a link frame that exceeds the limit; it is then
-    /// dropped.
+    /// Queues an item. Returns false if the item is a link frame that exceeds the limit; such a
+    /// frame is dropped.
     ///
-    /// Items queued after the writer has ended are dropped, too.
+    /// Items queued after the writer has ended are dropped, too, but true is returned.
     pub(crate) fn enqueue(&self, item: Outgoing) -> bool {
         let len = item.len();
         match &item {
@@ -121,8 +123,8 @@ impl Outbox {
 }
 
 impl OutboxReader {
-    /// Waits for items and appends at most `items_max` of them to `batch`. Returns the number of
-    /// items; 0 when the sending end is dropped.
+    /// Waits for items and appends at most `items_max` items to `batch`. Returns the number of
+    /// appended items; 0 when the queue is empty and all sending ends are dropped.
     pub(crate) async fn receive_batch(
         &mut self,
         batch: &mut Vec<Outgoing>,
@@ -150,8 +152,8 @@ impl OutboxReader {
     }
 }
 
-/// Encodes items for a stream that sends chunks without copying them. Also encodes the heads of
-/// link frames.
+/// Encodes items as chunks, for a stream that sends chunks without copying them. Also encodes the
+/// heads of link frames.
 #[derive(Debug, Default)]
 pub(crate) struct ChunkEncoder {
     head_buffer: BytesMut,

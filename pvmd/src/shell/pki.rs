@@ -2,9 +2,9 @@
 //! authority.
 //!
 //! The master creates the authority when it starts; the authority's key never leaves the master's
-//! memory. Every host gets one certificate with its name (`h<index>.<vm>.sempa`), which it uses for
-//! incoming and outgoing connections. The name in its certificate identifies a peer. The handshake
-//! fails for peers without a certificate of this authority.
+//! memory. Every host gets one certificate with its name (`h<index>.<vm>.sempa`). The host uses
+//! this certificate for incoming and outgoing connections. The name in the certificate of a peer
+//! identifies the peer. The handshake fails for peers without a certificate of this authority.
 
 use quinn::crypto::rustls::{QuicClientConfig, QuicServerConfig};
 use rcgen::{
@@ -31,15 +31,15 @@ fn pki_error(e: impl std::fmt::Display) -> PkiError {
     PkiError(e.to_string())
 }
 
-/// The authority of one virtual machine. Only the master has one.
+/// The authority of one virtual machine. Only the master has an authority.
 pub(crate) struct Authority {
     issuer: Issuer<'static, KeyPair>,
     certificate: Vec<u8>,
     vm: String,
 }
 
-/// Credentials of one host, and the certificate of the authority, with which the host checks other
-/// hosts. All fields contain DER.
+/// Certificate and key of one host, and the certificate of the authority, with which the host
+/// checks other hosts. All fields contain DER.
 #[derive(Clone, PartialEq, Eq)]
 pub(crate) struct HostCredentials {
     pub(crate) authority_certificate: Vec<u8>,
@@ -50,9 +50,9 @@ pub(crate) struct HostCredentials {
 
 /// Returns the DNS name in the certificate of `host`.
 ///
-/// Characters of the virtual machine's name that DNS does not allow are replaced by `-`. Two
-/// virtual machines may thereby get the same name. This is harmless, because the authority's key
-/// identifies the virtual machine.
+/// Characters of the virtual machine's name that DNS does not allow are replaced by `-`. Thereby
+/// the hosts of two virtual machines may have the same DNS names. This is harmless, because the
+/// authority's key identifies the virtual machine.
 pub(crate) fn host_name(host: HostId, vm: &str) -> String {
     let label: String = vm
         .chars()
@@ -127,14 +127,14 @@ impl HostCredentials {
         ),
         PkiError,
     > {
-        let mut roots = RootCertStore::empty();
-        roots
+        let mut root_store = RootCertStore::empty();
+        root_store
             .add(CertificateDer::from(self.authority_certificate.clone()))
             .map_err(pki_error)?;
-        let chain = vec![CertificateDer::from(self.certificate.clone())];
+        let certificate_chain = vec![CertificateDer::from(self.certificate.clone())];
         Ok((
-            Arc::new(roots),
-            chain,
+            Arc::new(root_store),
+            certificate_chain,
             PrivatePkcs8KeyDer::from(self.key.clone()).into(),
         ))
     }
@@ -145,7 +145,7 @@ impl HostCredentials {
     /// # Errors
     /// The certificates are inconsistent.
     pub(crate) fn server_config(&self) -> Result<QuicServerConfig, PkiError> {
-        let (roots, chain, key) = self.tls_parts()?;
+        let (roots, certificate_chain, key) = self.tls_parts()?;
         let provider = Arc::new(rustls::crypto::ring::default_provider());
         let verifier = WebPkiClientVerifier::builder_with_provider(roots, provider.clone())
             .build()
@@ -154,10 +154,10 @@ impl HostCredentials {
             .with_protocol_versions(&[&rustls::version::TLS13])
             .map_err(pki_error)?
             .with_client_cert_verifier(verifier)
-            .with_single_cert(chain, key)
+            .with_single_cert(certificate_chain, key)
             .map_err(pki_error)?;
         tls_config.alpn_protocols = vec![ALPN.to_vec()];
-        // Session resumption is disabled: a ticket would remain valid after its host has been
+        // Session tickets are disabled: a ticket would remain valid after its host has been
         // expelled.
         tls_config.send_tls13_tickets = 0;
         QuicServerConfig::try_from(tls_config).map_err(pki_error)
@@ -169,22 +169,23 @@ impl HostCredentials {
     /// # Errors
     /// The certificates are inconsistent.
     pub(crate) fn client_config(&self) -> Result<QuicClientConfig, PkiError> {
-        let (roots, chain, key) = self.tls_parts()?;
+        let (roots, certificate_chain, key) = self.tls_parts()?;
         let mut tls_config = rustls::ClientConfig::builder_with_provider(Arc::new(
             rustls::crypto::ring::default_provider(),
         ))
         .with_protocol_versions(&[&rustls::version::TLS13])
         .map_err(pki_error)?
         .with_root_certificates(roots)
-        .with_client_auth_cert(chain, key)
+        .with_client_auth_cert(certificate_chain, key)
         .map_err(pki_error)?;
         tls_config.alpn_protocols = vec![ALPN.to_vec()];
         QuicClientConfig::try_from(tls_config).map_err(pki_error)
     }
 }
 
-/// Returns the host that a certificate names; `None` if it names no host of this virtual machine.
-/// The handshake must have accepted the certificate, because its signature is not checked here.
+/// Returns the host that a certificate names; `None` if the certificate names no host of this
+/// virtual machine. The handshake must have accepted the certificate, because the signature is not
+/// checked here.
 pub(crate) fn host_of_certificate(certificate: &[u8], vm: &str) -> Option<HostId> {
     let (_, parsed_certificate) = X509Certificate::from_der(certificate).ok()?;
     let names = parsed_certificate.subject_alternative_name().ok()??;

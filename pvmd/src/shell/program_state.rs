@@ -1,7 +1,8 @@
-//! Files of programs that write their own checkpoints: the files are copied into a checkpoint and
-//! back.
+//! Files of programs that write their own checkpoints. The files are copied into the images of a
+//! checkpoint, and from there back to their directories.
 //!
-//! All disk access runs on blocking threads. Each operation reports its result as an event.
+//! All disk access runs on blocking threads. Each copy or renaming of files reports its result as
+//! an event.
 
 use super::input::{Input, InputSender};
 use checkpoint::state_files::{self, SpaceReservations, StagedFiles, StateFileError};
@@ -16,10 +17,10 @@ use std::os::unix::fs::DirBuilderExt;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard};
 
-/// Staged files by migration; `None` while the files are being staged.
+/// Staged files by migration. The value is `None` while the files are being staged.
 type StagedByMigration = Arc<Mutex<HashMap<MigrationId, Option<StagedFiles>>>>;
 
-/// The operations on the state files of programs that are in progress.
+/// State of the operations in progress on files of programs.
 pub(crate) struct ProgramStateFiles {
     paths: RuntimePaths,
     inputs: InputSender,
@@ -27,8 +28,12 @@ pub(crate) struct ProgramStateFiles {
     space_reservations: Arc<SpaceReservations>,
 }
 
-fn lock(staged: &StagedByMigration) -> MutexGuard<'_, HashMap<MigrationId, Option<StagedFiles>>> {
-    staged.lock().unwrap_or_else(|e| e.into_inner())
+fn lock(
+    staged_by_migration: &StagedByMigration,
+) -> MutexGuard<'_, HashMap<MigrationId, Option<StagedFiles>>> {
+    staged_by_migration
+        .lock()
+        .unwrap_or_else(|e| e.into_inner())
 }
 
 fn state_failure(error: &StateFileError) -> Failure {
@@ -58,8 +63,9 @@ impl ProgramStateFiles {
             self.paths.image_dir(migration),
             Arc::clone(&self.space_reservations),
         );
-        // Created before the thread starts: after a drop, the thread must not create the directory
-        // again. If the creation fails, the copy into the directory fails, too.
+        // The directory is created before the thread starts: after a drop of the images, the thread
+        // must not create the directory again. If the creation fails, the copy into the directory
+        // fails, too.
         let _ = DirBuilder::new().mode(0o700).create(&image_dir);
         self.spawn_work(move || {
             let collect_result =
@@ -77,18 +83,19 @@ impl ProgramStateFiles {
     /// Copies the files into the directories of their destinations, under temporary names. Reports
     /// [`Event::StateStaged`].
     pub(crate) fn stage_files(&self, migration: MigrationId, files: Vec<PathBuf>, dir: PathBuf) {
-        let (image_dir, staged) = (self.paths.image_dir(migration), self.staged_files.clone());
-        lock(&staged).insert(migration, None);
+        let (image_dir, staged_by_migration) =
+            (self.paths.image_dir(migration), self.staged_files.clone());
+        lock(&staged_by_migration).insert(migration, None);
         self.spawn_work(move || {
             let result = state_files::stage(&files, &dir, &image_dir)
                 .map_err(|e| state_failure(&e))
-                .map(|files_staged| {
-                    // If the migration was dropped before staging has ended, the staged files are
-                    // dropped with `files_staged`.
-                    let mut staged = lock(&staged);
-                    staged
+                .map(|new_staged_files| {
+                    // If the migration was dropped before the end of staging, the map has no entry,
+                    // and the staged files are removed when `new_staged_files` is dropped.
+                    let mut staged_by_migration = lock(&staged_by_migration);
+                    staged_by_migration
                         .entry(migration)
-                        .and_modify(|entry| *entry = Some(files_staged));
+                        .and_modify(|entry| *entry = Some(new_staged_files));
                 });
             Event::StateStaged { migration, result }
         });
@@ -98,15 +105,15 @@ impl ProgramStateFiles {
     pub(crate) fn rename_staged(&self, migration: MigrationId) {
         let staged_files = lock(&self.staged_files).remove(&migration).flatten();
         self.spawn_work(move || {
-            let cancelled = || Failure::Cancelled("it was cancelled".into());
+            let cancelled_failure = || Failure::Cancelled("it was cancelled".into());
             let result = staged_files
-                .ok_or_else(cancelled)
+                .ok_or_else(cancelled_failure)
                 .and_then(|staged_files| staged_files.install().map_err(|e| state_failure(&e)));
             Event::StateInstalled { migration, result }
         });
     }
 
-    /// Removes files that are staged but not yet renamed.
+    /// Removes files that are staged and not yet renamed.
     pub(crate) fn drop_staged(&self, migration: MigrationId) {
         if let Some(staged_files) = lock(&self.staged_files).remove(&migration) {
             tokio::task::spawn_blocking(move || drop(staged_files));

@@ -1,4 +1,4 @@
-//! Limits the total rate at which all transfers send images from this host.
+//! Limit of the total rate at which all transfers send images from this host.
 
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -14,7 +14,7 @@ const BYTES_PER_SECOND_MIN: u64 = 1_000_000;
 pub(crate) struct RateLimit {
     /// Bytes per second; `None` if the rate is unlimited.
     bytes_per_second_max: Option<u64>,
-    /// The earliest time at which the next piece may be sent.
+    /// The earliest time at which the next piece may be sent; `None` before the first piece.
     next_slot: Mutex<Option<Instant>>,
 }
 
@@ -51,7 +51,8 @@ impl RateLimit {
         }
     }
 
-    /// Reserves a slot for `bytes` bytes and returns the time from `now` to the start of the slot.
+    /// Reserves a slot for `bytes` bytes and returns the time from `now` to the start of the slot;
+    /// 0 if the rate is unlimited.
     fn reserve(&self, bytes: usize, now: Instant) -> Duration {
         let Some(bytes_per_second) = self.bytes_per_second_max else {
             return Duration::ZERO;
@@ -60,9 +61,10 @@ impl RateLimit {
             .next_slot
             .lock()
             .unwrap_or_else(PoisonError::into_inner);
-        let slot = next_slot.map_or(now, |next_slot| next_slot.max(now));
-        *next_slot = Some(slot + Duration::from_secs_f64(bytes as f64 / bytes_per_second as f64));
-        slot.saturating_duration_since(now)
+        let slot_start = next_slot.map_or(now, |next_slot| next_slot.max(now));
+        *next_slot =
+            Some(slot_start + Duration::from_secs_f64(bytes as f64 / bytes_per_second as f64));
+        slot_start.saturating_duration_since(now)
     }
 }
 
@@ -70,7 +72,8 @@ impl RateLimit {
 mod tests {
     use super::*;
 
-    /// Pieces are sent at the configured rate. Unused capacity does not accumulate.
+    /// Pieces are sent at the configured rate. Unused capacity does not accumulate: after a pause,
+    /// only the next piece is sent without a wait.
     #[test]
     fn pieces_are_spaced_and_unused_slots_expire() {
         let rate = RateLimit::parse(Some("1000000")).expect("a rate");
@@ -90,20 +93,20 @@ mod tests {
     /// Without a limit there is no wait. A malformed value yields an error that contains the value.
     #[test]
     fn no_limit_means_no_wait_and_bad_values_are_refused() {
-        let unlimited = RateLimit::parse(None).expect("no rate");
+        let unlimited_rate = RateLimit::parse(None).expect("no rate");
         assert_eq!(
             (0..9)
-                .map(|_| unlimited.reserve(usize::MAX, Instant::now()))
+                .map(|_| unlimited_rate.reserve(usize::MAX, Instant::now()))
                 .max(),
             Some(Duration::ZERO)
         );
-        for invalid_rate in ["fast", "0", "999999", "-1", "1e9"] {
-            let why = RateLimit::parse(Some(invalid_rate))
+        for invalid_text in ["fast", "0", "999999", "-1", "1e9"] {
+            let error_text = RateLimit::parse(Some(invalid_text))
                 .expect_err("no rate")
                 .to_string();
             assert!(
-                why.contains("SEMPA_MOVE_RATE") && why.contains(invalid_rate),
-                "{why}"
+                error_text.contains("SEMPA_MOVE_RATE") && error_text.contains(invalid_text),
+                "{error_text}"
             );
         }
     }

@@ -1,10 +1,10 @@
 //! Acquires the runtime directory of a virtual machine on this host and releases it.
 //!
-//! The directory is private (mode 0700) and locked. Files of a daemon that died are removed when a
-//! daemon starts. All files are removed when the daemon ends.
+//! The directory is private (mode 0700) and locked. When a daemon starts, it removes the files of a
+//! daemon that died. When a daemon ends, it removes all files of daemons and libraries.
 //! [`sempa_proto::runtime_paths::RuntimePaths`] defines the paths.
 //!
-//! Images contain the memory of tasks, including passwords, and must not be written to a disk,
+//! Images contain the memory of tasks, including passwords. Images must not be written to a disk,
 //! where other people may find them later. If the runtime directory is on a disk, images are
 //! written to a second private directory on a file system in memory.
 
@@ -21,14 +21,15 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 use thiserror::Error;
 
-/// Time for which another daemon may hold the lock before its socket must be reachable.
+/// Time for which another daemon may hold the lock while its socket is not reachable. After this
+/// time the directory is reported as in use.
 const UNREACHABLE_TIMEOUT: Duration = Duration::from_secs(5);
 /// Interval at which the lock and the socket are checked.
 const LOCK_RETRY_INTERVAL: Duration = Duration::from_millis(5);
 /// Maximum number of attempts to acquire the lock while another daemon removes the directory.
 const LOCK_ATTEMPTS_MAX: usize = 20;
-/// Maximum number of attempts to remove images, because a process that is being killed may still
-/// create files in their directory.
+/// Maximum number of attempts to remove images. Several attempts may be necessary, because a
+/// process that is being killed may still create files in the directory of the images.
 const REMOVAL_ATTEMPTS_MAX: usize = 50;
 const REMOVAL_RETRY_INTERVAL: Duration = Duration::from_millis(20);
 
@@ -39,7 +40,8 @@ const RAMFS_MAGIC: FsType = FsType(0x8584_58f6);
 /// Number of bytes of the path's hash that the name of the second directory contains.
 const PATH_HASH_BYTES: usize = 8;
 
-/// Why the runtime directory cannot be used. Nothing in the directory was changed.
+/// Reason why the runtime directory cannot be used. Existing files in the directory were not
+/// changed.
 #[derive(Debug, Error)]
 pub(crate) enum RuntimeDirError {
     /// The directory is not private: another user could read or replace the daemon's files.
@@ -59,7 +61,8 @@ pub(crate) enum RuntimeDirError {
     )]
     Running {
         vm: String,
-        /// The process id of the other daemon; `?` if that daemon has not written it yet.
+        /// The process id of the other daemon; `?` if the other daemon has not written its process
+        /// id yet.
         pid: String,
     },
     /// A file operation failed.
@@ -83,14 +86,14 @@ fn io_error(
     }
 }
 
-/// A runtime directory that this process has locked. Dropping this value removes the directory and
-/// all files in it.
+/// A runtime directory that this process has locked. Dropping this value removes the files of
+/// daemons and libraries from the directory, and removes the directory if no other file is in it.
 #[derive(Debug)]
 pub(crate) struct RuntimeDir {
     paths: RuntimePaths,
-    /// The lock file. It is locked as long as this value exists.
+    /// The lock file, which is locked as long as this value exists.
     _lock: Flock<File>,
-    /// Lock on the directory. It prevents systemd-tmpfiles from removing old files in the
+    /// Lock on the directory, which prevents systemd-tmpfiles from removing old files in the
     /// directory.
     _tmpfiles_lock: Option<Flock<File>>,
     /// Process id of a daemon that died without removing its files from this directory.
@@ -98,14 +101,14 @@ pub(crate) struct RuntimeDir {
     keep_log: bool,
     /// Lock of the second directory, if there is one.
     image_dir_lock: Option<Flock<File>>,
-    /// Reason why images are stored on a disk; `None` if they are in memory.
+    /// Reason why images are stored on a disk; `None` if images are stored in memory.
     on_disk_reason: Option<String>,
 }
 
 impl RuntimeDir {
     /// Creates the directory, acquires its lock and removes the files of a daemon that died.
-    /// `keep_log` is true if the user has chosen a log file in this directory; this log is then
-    /// retained.
+    /// `keep_log` is true if the user has chosen a log file in this directory; the log is then
+    /// retained when this value is dropped.
     ///
     /// # Errors
     /// The directory is not private, another daemon uses it, or a file operation failed.
@@ -123,19 +126,19 @@ impl RuntimeDir {
         keep_log: bool,
         memory_fs_dir: &Path,
     ) -> Result<Self, RuntimeDirError> {
-        let (mut last_error, mut attempts) = (None, 0);
+        let (mut last_error, mut attempt_count) = (None, 0);
         let deadline = Instant::now() + UNREACHABLE_TIMEOUT;
-        while attempts < LOCK_ATTEMPTS_MAX {
+        while attempt_count < LOCK_ATTEMPTS_MAX {
             create_runtime_dir(&paths, uid)?;
-            attempts += 1;
+            attempt_count += 1;
             match acquire_lock_file(&paths) {
-                // The other daemon is starting or ending. Soon it is reachable, or it has released
-                // the lock.
+                // The other daemon is starting or ending. Soon the other daemon is reachable or has
+                // released the lock.
                 Err(RuntimeDirError::Running { .. })
                     if !is_reachable(&paths) && Instant::now() < deadline =>
                 {
                     std::thread::sleep(LOCK_RETRY_INTERVAL);
-                    attempts = 0;
+                    attempt_count = 0;
                 }
                 Ok(Some((lock, predecessor))) => {
                     let tmpfiles_lock = File::open(paths.dir())
@@ -189,7 +192,7 @@ impl RuntimeDir {
         self.predecessor.as_deref()
     }
 
-    /// Returns the reason why images are stored on a disk; `None` if they are in memory.
+    /// Returns the reason why images are stored on a disk; `None` if images are stored in memory.
     pub(crate) fn on_disk_reason(&self) -> Option<&str> {
         self.on_disk_reason.as_deref()
     }
@@ -211,17 +214,17 @@ impl RuntimeDir {
         }
     }
 
-    /// Returns the paths of all entries of both directories.
+    /// Returns the paths of all entries of the runtime directory and of the second directory.
     fn all_entries(&self) -> Vec<PathBuf> {
-        let mut all = dir_entries(self.paths.dir());
+        let mut entry_paths = dir_entries(self.paths.dir());
         if self.image_dir_lock.is_some() {
-            all.extend(dir_entries(self.paths.image_root()));
+            entry_paths.extend(dir_entries(self.paths.image_root()));
         }
-        all
+        entry_paths
     }
 
-    /// Removes the files of a daemon that died. Its log is retained until the next orderly halt,
-    /// because the log may show why the daemon died.
+    /// Removes the files of a daemon that died. The log of that daemon is retained until the next
+    /// orderly halt, because the log may show why the daemon died.
     fn remove_stale(&self) {
         self.undo_file_transfers();
         for entry in self.all_entries() {
@@ -250,9 +253,9 @@ impl Drop for RuntimeDir {
                 .to_string_lossy()
                 .into_owned();
             let is_kept_log = self.keep_log && entry == self.paths.log_file();
-            let is_ours =
+            let is_own_file =
                 is_daemon_file(&self.paths, &entry, &name) || name.starts_with(RM_DATABASE_FILE);
-            if !is_kept_log && entry != self.paths.lock_file() && is_ours {
+            if !is_kept_log && entry != self.paths.lock_file() && is_own_file {
                 remove_recursively(&entry);
             }
         }
@@ -266,7 +269,8 @@ impl Drop for RuntimeDir {
     }
 }
 
-/// Removes a directory if it is empty, and then its parent directory if that is empty, too.
+/// Removes a directory if it is empty, and then the parent directory if the parent directory is
+/// empty, too.
 fn remove_with_root(dir: &Path) {
     if fs::remove_dir(dir).is_ok()
         && let Some(root) = dir.parent()
@@ -275,11 +279,11 @@ fn remove_with_root(dir: &Path) {
     }
 }
 
-/// Creates and locks the second directory, on a file system in memory. Returns its path and its
-/// lock; `None` if the runtime directory itself is in memory.
+/// Creates and locks the second directory, on a file system in memory. Returns the path and the
+/// lock of the second directory; `None` if the runtime directory itself is in memory.
 ///
 /// # Errors
-/// The reason why the directory cannot be created.
+/// The reason why the directory cannot be created or locked.
 fn create_image_dir_in_memory(
     paths: &RuntimePaths,
     uid: u32,
@@ -319,7 +323,8 @@ fn create_image_dir_in_memory(
 }
 
 fn is_in_memory(dir: &Path) -> bool {
-    statfs(dir).is_ok_and(|of| [TMPFS_MAGIC, RAMFS_MAGIC].contains(&of.filesystem_type()))
+    statfs(dir)
+        .is_ok_and(|fs_stats| [TMPFS_MAGIC, RAMFS_MAGIC].contains(&fs_stats.filesystem_type()))
 }
 
 /// True if a daemon accepts connections at the socket of this runtime directory.
@@ -327,7 +332,11 @@ fn is_reachable(paths: &RuntimePaths) -> bool {
     std::os::unix::net::UnixStream::connect(paths.daemon_socket_path()).is_ok()
 }
 
-/// Locks a directory. Returns `None` if the directory was replaced before the lock was acquired.
+/// Locks a directory and returns the lock. Returns `None` if the directory was replaced before the
+/// lock was acquired.
+///
+/// # Errors
+/// The directory cannot be opened, or another process has locked it.
 fn lock_dir(dir: &Path) -> Result<Option<Flock<File>>, String> {
     let dir_file = File::open(dir).map_err(|e| format!("cannot open {}: {e}", dir.display()))?;
     let lock = Flock::lock(dir_file, FlockArg::LockExclusiveNonblock)
@@ -357,18 +366,18 @@ fn is_daemon_file(paths: &RuntimePaths, path: &Path, name: &str) -> bool {
 }
 
 fn dir_entries(dir: &Path) -> Vec<PathBuf> {
-    let Ok(read_result) = fs::read_dir(dir) else {
+    let Ok(entries) = fs::read_dir(dir) else {
         return Vec::new();
     };
-    read_result.flatten().map(|e| e.path()).collect()
+    entries.flatten().map(|e| e.path()).collect()
 }
 
 /// Removes a file, a socket or a directory with its content. Errors are ignored.
 pub(crate) fn remove_recursively(path: &Path) {
-    let Ok(meta) = fs::symlink_metadata(path) else {
+    let Ok(file_metadata) = fs::symlink_metadata(path) else {
         return;
     };
-    let _ = if meta.is_dir() {
+    let _ = if file_metadata.is_dir() {
         fs::remove_dir_all(path)
     } else {
         fs::remove_file(path)
@@ -437,7 +446,8 @@ fn ensure_private_dir(dir: &Path, uid: u32) -> Result<(), RuntimeDirError> {
 /// The locked lock file, and the process id that an earlier daemon wrote into it.
 type AcquiredLock = (Flock<File>, Option<String>);
 
-/// Locks the lock file and writes this process id into it. Returns `None` if the file was replaced
+/// Locks the lock file and writes the id of this process into the file. Returns the locked file,
+/// and the process id that the file contained before. Returns `None` if the file was replaced
 /// before it was locked.
 fn acquire_lock_file(paths: &RuntimePaths) -> Result<Option<AcquiredLock>, RuntimeDirError> {
     let path = paths.lock_file();
@@ -485,7 +495,7 @@ mod tests {
     use std::os::unix::fs::PermissionsExt;
     use std::sync::atomic::{AtomicU32, Ordering};
 
-    /// A directory for one test. It is removed when dropped.
+    /// A directory for one test. The directory is removed when this value is dropped.
     struct TestDir(PathBuf);
 
     impl TestDir {
@@ -502,8 +512,8 @@ mod tests {
         }
 
         fn place(&self) -> RuntimePaths {
-            let tmp = self.0.to_string_lossy().into_owned();
-            RuntimePaths::from_env(uid(), |name| (name == "PVM_TMP").then(|| tmp.clone()))
+            let tmp_dir = self.0.to_string_lossy().into_owned();
+            RuntimePaths::from_env(uid(), |name| (name == "PVM_TMP").then(|| tmp_dir.clone()))
                 .expect("a good name")
         }
     }
@@ -520,8 +530,8 @@ mod tests {
 
     #[test]
     fn runtime_dir_is_private_and_removed_on_drop() {
-        let scratch = TestDir::new();
-        let runtime_dir = RuntimeDir::acquire(scratch.place(), uid(), false).expect("free");
+        let test_dir = TestDir::new();
+        let runtime_dir = RuntimeDir::acquire(test_dir.place(), uid(), false).expect("free");
         let mode = fs::metadata(runtime_dir.paths().dir())
             .expect("there")
             .mode();
@@ -530,26 +540,27 @@ mod tests {
         fs::create_dir(runtime_dir.paths().image_dir(sempa_proto::MigrationId(3)))
             .expect("writable");
         drop(runtime_dir);
-        assert_eq!(dir_entries(&scratch.0), Vec::<PathBuf>::new());
+        assert_eq!(dir_entries(&test_dir.0), Vec::<PathBuf>::new());
     }
 
     #[test]
     fn second_daemon_is_refused_with_pid_of_first() {
-        let scratch = TestDir::new();
-        let runtime_dir = RuntimeDir::acquire(scratch.place(), uid(), false).expect("free");
+        let test_dir = TestDir::new();
+        let runtime_dir = RuntimeDir::acquire(test_dir.place(), uid(), false).expect("free");
         let _listener =
-            std::os::unix::net::UnixListener::bind(scratch.place().daemon_socket_path())
+            std::os::unix::net::UnixListener::bind(test_dir.place().daemon_socket_path())
                 .expect("bound");
-        let text = RuntimeDir::acquire(scratch.place(), uid(), false)
+        let error_text = RuntimeDir::acquire(test_dir.place(), uid(), false)
             .expect_err("held")
             .to_string();
         assert!(
-            text.contains("named pvm of this user is running already"),
-            "{text}"
+            error_text.contains("named pvm of this user is running already"),
+            "{error_text}"
         );
         assert!(
-            text.contains(&format!("process {}", std::process::id())) && text.contains("PVM_VMID"),
-            "{text}"
+            error_text.contains(&format!("process {}", std::process::id()))
+                && error_text.contains("PVM_VMID"),
+            "{error_text}"
         );
         drop(runtime_dir);
     }
@@ -557,14 +568,14 @@ mod tests {
     /// A directory whose daemon is ending is acquired as soon as that daemon has ended.
     #[test]
     fn dir_of_ending_daemon_is_taken_afterwards() {
-        let scratch = TestDir::new();
-        let runtime_dir = RuntimeDir::acquire(scratch.place(), uid(), false).expect("free");
+        let test_dir = TestDir::new();
+        let runtime_dir = RuntimeDir::acquire(test_dir.place(), uid(), false).expect("free");
         std::thread::scope(|scope| {
-            let next_daemon =
-                scope.spawn(|| RuntimeDir::acquire(scratch.place(), uid(), false).map(drop));
+            let acquire_thread =
+                scope.spawn(|| RuntimeDir::acquire(test_dir.place(), uid(), false).map(drop));
             std::thread::sleep(LOCK_RETRY_INTERVAL * 3);
             drop(runtime_dir);
-            next_daemon
+            acquire_thread
                 .join()
                 .expect("it ends")
                 .expect("it is free then");
@@ -574,8 +585,8 @@ mod tests {
     /// Files of a daemon that died are removed at the start. Files of other programs are retained.
     #[test]
     fn stale_files_are_removed_and_foreign_files_kept() {
-        let scratch = TestDir::new();
-        let paths = scratch.place();
+        let test_dir = TestDir::new();
+        let paths = test_dir.place();
         create_runtime_dir(&paths, uid()).expect("fresh");
         fs::write(paths.lock_file(), "4711\n").expect("writable");
         fs::write(paths.daemon_socket_path(), "").expect("writable");
@@ -598,7 +609,7 @@ mod tests {
     /// Returns a directory on a disk and a directory in memory.
     ///
     /// # Panics
-    /// The directory for temporary files is in memory, or /dev/shm is not.
+    /// The directory for temporary files is in memory, or /dev/shm is not in memory.
     fn disk_and_memory_dirs() -> (TestDir, TestDir) {
         let (disk_dir, memory_dir) = (
             TestDir::under(&std::env::temp_dir()),
@@ -613,22 +624,22 @@ mod tests {
 
     const MIGRATION: sempa_proto::MigrationId = sempa_proto::MigrationId(7);
 
-    /// If the runtime directory is on a disk, images are in memory. They are removed with the
-    /// directory, or by the next daemon.
+    /// If the runtime directory is on a disk, images are in memory. The images are removed when the
+    /// runtime directory is released, or by the next daemon.
     #[test]
     #[ignore = "system tier: needs a /tmp on a disk"]
     fn images_of_dir_on_disk_are_kept_in_memory() {
-        let (disk, memory) = disk_and_memory_dirs();
+        let (disk_dir, memory_dir) = disk_and_memory_dirs();
         let acquire = |paths| {
-            RuntimeDir::acquire_with_memory_dir(paths, uid(), false, &memory.0).expect("free")
+            RuntimeDir::acquire_with_memory_dir(paths, uid(), false, &memory_dir.0).expect("free")
         };
-        let runtime_dir = acquire(disk.place());
+        let runtime_dir = acquire(disk_dir.place());
         let (image_root, migration_dir) = (
             runtime_dir.paths().image_root().to_path_buf(),
             runtime_dir.paths().image_dir(MIGRATION),
         );
         assert!(
-            migration_dir.starts_with(&memory.0) && runtime_dir.on_disk_reason().is_none(),
+            migration_dir.starts_with(&memory_dir.0) && runtime_dir.on_disk_reason().is_none(),
             "{migration_dir:?}"
         );
         assert_eq!(
@@ -637,11 +648,13 @@ mod tests {
         );
         fs::create_dir(&migration_dir).expect("writable");
         assert!(lock_dir(&image_root).is_err(), "nobody else takes it");
-        fs::create_dir(disk.0.join("x")).expect("writable");
-        let other_tmp = disk.0.join("x").to_string_lossy().into_owned();
+        fs::create_dir(disk_dir.0.join("x")).expect("writable");
+        let other_tmp_dir = disk_dir.0.join("x").to_string_lossy().into_owned();
         let other_dir = acquire(
-            RuntimePaths::from_env(uid(), |name| (name == "PVM_TMP").then(|| other_tmp.clone()))
-                .expect("a good name"),
+            RuntimePaths::from_env(uid(), |name| {
+                (name == "PVM_TMP").then(|| other_tmp_dir.clone())
+            })
+            .expect("a good name"),
         );
         assert_ne!(
             other_dir.paths().image_root(),
@@ -649,28 +662,29 @@ mod tests {
             "a place of the same name elsewhere has another one"
         );
         drop((runtime_dir, other_dir));
-        assert_eq!(dir_entries(&memory.0), Vec::<PathBuf>::new());
+        assert_eq!(dir_entries(&memory_dir.0), Vec::<PathBuf>::new());
         // Creates the state of a daemon that was killed.
         ensure_private_dir(&image_root, uid()).expect("fresh");
         fs::create_dir(&migration_dir).expect("writable");
-        let runtime_dir = acquire(disk.place());
+        let runtime_dir = acquire(disk_dir.place());
         assert!(image_root.exists() && !migration_dir.exists());
         drop(runtime_dir);
-        assert_eq!(dir_entries(&memory.0), Vec::<PathBuf>::new());
+        assert_eq!(dir_entries(&memory_dir.0), Vec::<PathBuf>::new());
     }
 
     /// Without a file system in memory, images are on the disk, and the reason is reported.
     #[test]
     #[ignore = "system tier: needs a /tmp on a disk"]
     fn missing_memory_file_system_is_reported() {
-        let (disk, _) = disk_and_memory_dirs();
+        let (disk_dir, _) = disk_and_memory_dirs();
         let runtime_dir =
-            RuntimeDir::acquire_with_memory_dir(disk.place(), uid(), false, &disk.0).expect("free");
+            RuntimeDir::acquire_with_memory_dir(disk_dir.place(), uid(), false, &disk_dir.0)
+                .expect("free");
         assert!(
             runtime_dir
                 .paths()
                 .image_dir(MIGRATION)
-                .starts_with(&disk.0)
+                .starts_with(&disk_dir.0)
         );
         assert!(
             runtime_dir
@@ -681,19 +695,22 @@ mod tests {
 
     #[test]
     fn non_private_directory_is_refused() {
-        let scratch = TestDir::new();
-        let paths = scratch.place();
+        let test_dir = TestDir::new();
+        let paths = test_dir.place();
         create_runtime_dir(&paths, uid()).expect("fresh");
         fs::set_permissions(paths.dir(), fs::Permissions::from_mode(0o755)).expect("ours");
-        let text = RuntimeDir::acquire(paths.clone(), uid(), false)
+        let error_text = RuntimeDir::acquire(paths.clone(), uid(), false)
             .expect_err("open to others")
             .to_string();
-        assert!(text.contains("others can enter it (mode 0755)"), "{text}");
+        assert!(
+            error_text.contains("others can enter it (mode 0755)"),
+            "{error_text}"
+        );
         fs::remove_dir(paths.dir()).expect("empty");
         std::os::unix::fs::symlink("/", paths.dir()).expect("writable");
-        let text = RuntimeDir::acquire(paths, uid(), false)
+        let error_text = RuntimeDir::acquire(paths, uid(), false)
             .expect_err("a link")
             .to_string();
-        assert!(text.contains("symbolic link"), "{text}");
+        assert!(error_text.contains("symbolic link"), "{error_text}");
     }
 }

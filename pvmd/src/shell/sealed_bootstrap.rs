@@ -1,11 +1,11 @@
-//! Delivers the certificate to a daemon that a hoster starts.
+//! Delivers the bootstrap line with the certificate to a daemon that a hoster or a person starts.
 //!
 //! 1. The master sends the hoster a short secret and a command. The hoster writes the secret as
 //!    `PVM_VMID=…` to the command's standard input, as PVM's hosters do. The command contains
 //!    addresses of the master.
 //! 2. The new daemon connects to one of these addresses and reads its bootstrap line, which is
-//!    encrypted with the secret. (A daemon that is started without a hoster reads its bootstrap
-//!    line from its standard input.)
+//!    encrypted with the secret. (A daemon that is started through a remote shell reads its
+//!    bootstrap line from its standard input.)
 //! 3. The master sends the encrypted line to every peer that connects, and reads nothing. A peer
 //!    without the secret cannot decrypt the line.
 //!
@@ -45,7 +45,8 @@ impl BootstrapSecret {
         encode_hex(&self.0)
     }
 
-    /// Parses the format of [`BootstrapSecret::to_hex_text`]; `None` if the text is malformed.
+    /// Parses a secret in the format of [`BootstrapSecret::to_hex_text`]; `None` if the text is
+    /// malformed.
     pub(crate) fn parse(text: &str) -> Option<Self> {
         let mut bytes = [0; SECRET_BYTES];
         if text.len() != 2 * SECRET_BYTES || !text.is_ascii() {
@@ -68,7 +69,7 @@ impl BootstrapSecret {
         Nonce::assume_unique_for_key([0; 12])
     }
 
-    /// Encrypts and authenticates the line.
+    /// Returns the line encrypted and authenticated with this secret.
     pub(crate) fn seal(&self, line: &str) -> Vec<u8> {
         let mut bytes = line.as_bytes().to_vec();
         self.key()
@@ -77,7 +78,7 @@ impl BootstrapSecret {
         bytes
     }
 
-    /// Decrypts a line that [`BootstrapSecret::seal`] encrypted with the same secret; `None` for
+    /// Returns the line that [`BootstrapSecret::seal`] encrypted with the same secret; `None` for
     /// other bytes.
     pub(crate) fn open(&self, mut bytes: Vec<u8>) -> Option<String> {
         let line = self
@@ -88,14 +89,15 @@ impl BootstrapSecret {
     }
 }
 
-/// Returns the addresses `addresses` with this port, separated by commas, for the command.
+/// Returns `addresses` with the port `port`, separated by commas, for the command; at most
+/// [`ADDRESSES_MAX`] addresses.
 pub(crate) fn address_list(addresses: &[SocketAddr], port: u16) -> String {
-    let texts: Vec<String> = addresses
+    let address_texts: Vec<String> = addresses
         .iter()
         .take(ADDRESSES_MAX)
         .map(|a| SocketAddr::new(a.ip(), port).to_string())
         .collect();
-    texts.join(",")
+    address_texts.join(",")
 }
 
 /// Listens on a free port for one host start, on all addresses of this host.
@@ -112,14 +114,15 @@ pub(crate) async fn listen_any() -> std::io::Result<TcpListener> {
 
 /// Sends the encrypted line to every peer that connects, one after the other, until this future is
 /// dropped.
-pub(crate) async fn serve_sealed(listener: TcpListener, sealed: Vec<u8>) {
+pub(crate) async fn serve_sealed(listener: TcpListener, sealed_line: Vec<u8>) {
     while let Ok((mut stream, _)) = listener.accept().await {
-        // Sending fails if the peer closes the connection early; that peer gets no line.
-        let _ = tokio::time::timeout(CONNECT_TIMEOUT, stream.write_all(&sealed)).await;
+        // Sending fails if the peer closes the connection early. Such a peer gets no complete line.
+        let _ = tokio::time::timeout(CONNECT_TIMEOUT, stream.write_all(&sealed_line)).await;
     }
 }
 
-/// Reads the line from the master; called by the new daemon. Blocks.
+/// Reads the encrypted line from the master and returns the decrypted line. Called by the new
+/// daemon. Blocks.
 ///
 /// # Errors
 /// No address in `address_list` delivers the line. The error is the refusal that the daemon must
@@ -130,15 +133,15 @@ pub(crate) fn fetch_line(address_list: &str, secret: &BootstrapSecret) -> Result
         .split(',')
         .filter_map(|word| word.parse::<SocketAddr>().ok())
     {
-        let mut sealed = Vec::new();
+        let mut sealed_line = Vec::new();
         let read_result =
             TcpStream::connect_timeout(&address, CONNECT_TIMEOUT).and_then(|stream| {
                 stream.set_read_timeout(Some(CONNECT_TIMEOUT))?;
                 stream
                     .take(BOOTSTRAP_BYTES_MAX as u64)
-                    .read_to_end(&mut sealed)
+                    .read_to_end(&mut sealed_line)
             });
-        match read_result.map(|_| secret.open(sealed)) {
+        match read_result.map(|_| secret.open(sealed_line)) {
             Ok(Some(line)) => return Ok(line),
             Ok(None) => {
                 last_error = format!("the data from {address} cannot be decrypted with this secret")
@@ -160,21 +163,21 @@ pub(crate) fn fetch_line(address_list: &str, secret: &BootstrapSecret) -> Result
 mod tests {
     use super::*;
 
-    /// A secret decrypts the line that it has encrypted. It decrypts neither altered bytes nor
-    /// lines that another secret has encrypted.
+    /// A secret decrypts the line that it has encrypted. The secret decrypts neither altered bytes
+    /// nor lines that another secret has encrypted.
     #[test]
     fn secret_opens_only_what_it_sealed() {
         let (secret, other_secret) = (BootstrapSecret::new(), BootstrapSecret::new());
         let parsed_secret = BootstrapSecret::parse(&secret.to_hex_text()).expect("hexadecimal");
-        let sealed = secret.seal("the line\n");
+        let sealed_line = secret.seal("the line\n");
         assert_eq!(
-            parsed_secret.open(sealed.clone()).as_deref(),
+            parsed_secret.open(sealed_line.clone()).as_deref(),
             Some("the line\n")
         );
-        assert_eq!(other_secret.open(sealed.clone()), None);
-        let mut altered = sealed;
-        altered[3] ^= 1;
-        assert_eq!(secret.open(altered), None);
+        assert_eq!(other_secret.open(sealed_line.clone()), None);
+        let mut altered_line = sealed_line;
+        altered_line[3] ^= 1;
+        assert_eq!(secret.open(altered_line), None);
         assert_eq!(secret.open(Vec::new()), None);
         assert!(
             BootstrapSecret::parse("ab").is_none()
@@ -190,11 +193,11 @@ mod tests {
         let secret = BootstrapSecret::new();
         let server_task = tokio::spawn(serve_sealed(listener, secret.seal("hello\n")));
         let addresses = address_list(&["127.0.0.1:9".parse().expect("an address")], port);
-        let text = secret.to_hex_text();
+        let secret_text = secret.to_hex_text();
         let (right_result, wrong_result) = tokio::task::spawn_blocking(move || {
             let right_result = fetch_line(
                 &addresses,
-                &BootstrapSecret::parse(&text).expect("hexadecimal"),
+                &BootstrapSecret::parse(&secret_text).expect("hexadecimal"),
             );
             (
                 right_result,

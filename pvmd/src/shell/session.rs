@@ -2,9 +2,9 @@
 //! each direction, pair streams for busy pairs of tasks, and an additional stream for every
 //! transfer.
 //!
-//! Of two daemons, the one with the higher index selects the connection for the session by sending
-//! its hello first. The daemon with the lower index sends no data on a connection before it has
-//! received this hello. Therefore both daemons always use the same connection.
+//! Of two daemons, the daemon with the higher index selects the connection for the session by
+//! sending its hello first. The daemon with the lower index sends no data on a connection before it
+//! has received this hello. Therefore both daemons always use the same connection.
 
 use super::input::{Input, InputSender};
 use super::outbox::{ChunkEncoder, LINK_BYTES_MAX, OutboxReader, outbox};
@@ -38,7 +38,7 @@ const CHECKS_PER_LEASE: u32 = 20;
 /// Magic number in the hello of every stream.
 const STREAM_MAGIC: [u8; 4] = *b"SMPH";
 
-/// Close code of a connection that is redundant, because the hosts use another one.
+/// Close code of a connection that is redundant, because the two hosts use another connection.
 pub(crate) const CLOSE_DUPLICATE: VarInt = VarInt::from_u32(1);
 /// Close code for a host that does not belong, or no longer belongs, to this virtual machine.
 pub(crate) const CLOSE_EXPELLED: VarInt = VarInt::from_u32(2);
@@ -77,8 +77,8 @@ struct StreamHello {
     purpose: StreamPurpose,
 }
 
-/// Why a stream of a session cannot be used. The session ends. Data that was not acknowledged is
-/// sent again in the next session.
+/// Reason why a stream of a session cannot be used. The session ends. Data that was not
+/// acknowledged is sent again in the next session.
 #[derive(Debug, Error)]
 pub(crate) enum SessionError {
     /// No stream was opened.
@@ -116,7 +116,8 @@ pub(crate) enum SessionError {
     EndedInFrame,
     #[error("it sent an invalid item on a pair stream")]
     WrongLaneItem,
-    /// The tokio task that reads a stream has failed. Items that it had read were forwarded.
+    /// The tokio task that reads a stream has failed. Items that the tokio task had read were
+    /// forwarded.
     #[error(transparent)]
     ReaderFailed(JoinError),
     /// This daemon is ending. The item that was read is not forwarded.
@@ -124,7 +125,8 @@ pub(crate) enum SessionError {
     DaemonEnds,
 }
 
-/// Serves a connection as a session, from the hellos to its end, and reports the end.
+/// Serves a connection as a session, from the hellos to the end of the session, and reports the
+/// end.
 pub(crate) async fn run_session(
     context: SessionContext,
     connection: Connection,
@@ -152,7 +154,8 @@ struct SessionStreams {
 }
 
 impl SessionContext {
-    /// Exchanges hellos. The host with the higher index sends its hello first.
+    /// Exchanges hellos with the peer and returns the streams of the session. The host with the
+    /// higher index sends its hello first.
     async fn exchange_hellos(
         &self,
         connection: &Connection,
@@ -231,11 +234,12 @@ impl SessionContext {
         let mut decoder = FrameDecoder::new();
         match self.read_purpose(&mut stream, &mut decoder).await? {
             StreamPurpose::Control => Ok((stream, decoder)),
-            other => Err(SessionError::WrongFirstStream(other)),
+            other_purpose => Err(SessionError::WrongFirstStream(other_purpose)),
         }
     }
 
     /// Reads the first frame of a stream and checks that the stream is meant for this session.
+    /// Returns the purpose of the stream.
     async fn read_purpose(
         &self,
         stream: &mut RecvStream,
@@ -259,7 +263,8 @@ impl SessionContext {
         Ok(hello.purpose)
     }
 
-    /// Serves a session until it ends. Returns the reason of the end.
+    /// Serves a session until it ends: writes the queued data, and forwards the received data to
+    /// the loop. Returns the reason of the end.
     async fn serve(
         &self,
         connection: &Connection,
@@ -281,7 +286,7 @@ impl SessionContext {
         if inputs.send(Input::Net(session_up)).await.is_err() {
             return "this daemon ends".into();
         }
-        let writers = [
+        let writer_tasks = [
             tokio::spawn(write_stream(streams.control_sender, control_queue)),
             tokio::spawn(write_stream(streams.data_sender, data_queue)),
         ];
@@ -292,7 +297,7 @@ impl SessionContext {
             reason = self.accept_fallback_streams(connection, inputs) => reason,
             reason = self.wait_until_silent(connection) => reason,
         };
-        writers.iter().for_each(|w| w.abort());
+        writer_tasks.iter().for_each(|w| w.abort());
         reason
     }
 
@@ -328,20 +333,20 @@ impl SessionContext {
         }
     }
 
-    /// Serves the peer's unidirectional streams except the control stream. Returns only if the peer
-    /// violates the protocol.
+    /// Serves the peer's unidirectional streams except the control stream. Returns the reason if
+    /// the peer violates the protocol or this daemon ends; otherwise does not return.
     async fn accept_streams(&self, connection: &Connection, inputs: &InputSender) -> String {
-        let (mut has_data_stream, mut readers) = (false, JoinSet::new());
+        let (mut has_data_stream, mut reader_tasks) = (false, JoinSet::new());
         loop {
             let mut stream = tokio::select! {
-                Some(reader_result) = readers.join_next() => match reader_result.unwrap_or_else(|e| Err(SessionError::ReaderFailed(e))) {
+                Some(reader_result) = reader_tasks.join_next() => match reader_result.unwrap_or_else(|e| Err(SessionError::ReaderFailed(e))) {
                     Ok(()) => continue,
                     Err(why) => return why.to_string(),
                 },
                 stream = connection.accept_uni() => match stream {
                     Ok(stream) => stream,
-                    // When the connection ends, the reader of the control stream reports it, after
-                    // it has read all earlier messages.
+                    // When the connection ends, the reader of the control stream reports the end,
+                    // after it has read all earlier messages.
                     Err(_) => std::future::pending().await,
                 },
             };
@@ -351,7 +356,7 @@ impl SessionContext {
             match purpose {
                 Ok(Ok(StreamPurpose::Data)) if !has_data_stream => {
                     has_data_stream = true;
-                    readers.spawn(forward_data(
+                    reader_tasks.spawn(forward_data(
                         self.clone(),
                         None,
                         stream,
@@ -360,7 +365,7 @@ impl SessionContext {
                     ));
                 }
                 Ok(Ok(StreamPurpose::PairStream(lane))) => {
-                    readers.spawn(forward_data(
+                    reader_tasks.spawn(forward_data(
                         self.clone(),
                         Some(lane),
                         stream,
@@ -396,15 +401,15 @@ impl SessionContext {
         }
     }
 
-    /// Accepts the bidirectional streams of the peer. Returns only if the peer violates the
-    /// protocol.
+    /// Accepts the bidirectional streams of the peer and passes them to the loop. Returns the
+    /// reason if the peer violates the protocol or this daemon ends; otherwise does not return.
     async fn accept_fallback_streams(
         &self,
         connection: &Connection,
         inputs: &InputSender,
     ) -> String {
         loop {
-            // When the connection ends, the reader of the control stream reports it.
+            // When the connection ends, the reader of the control stream reports the end.
             let Ok((send_stream, mut receive_stream)) = connection.accept_bi().await else {
                 std::future::pending().await
             };
@@ -438,7 +443,8 @@ impl SessionContext {
         }
     }
 
-    /// Returns when no authenticated data has arrived from the peer for the duration of a lease.
+    /// Waits until no authenticated data has arrived from the peer for the duration of a lease.
+    /// Then closes the connection and returns the reason.
     ///
     /// The function counts checks instead of measuring time. Therefore a pause of this whole
     /// process is not counted as silence of the peer.
@@ -448,7 +454,7 @@ impl SessionContext {
             self.lease / CHECKS_PER_LEASE,
         );
         check_timer.set_missed_tick_behavior(MissedTickBehavior::Delay);
-        let (mut previous_count, mut silent_checks) = (0, 0);
+        let (mut previous_frame_count, mut silent_check_count) = (0, 0);
         loop {
             check_timer.tick().await;
             let frame_stats = connection.stats().frame_rx;
@@ -457,13 +463,13 @@ impl SessionContext {
                 + frame_stats.stream
                 + frame_stats.max_data
                 + frame_stats.max_stream_data;
-            silent_checks = if frame_count == previous_count {
-                silent_checks + 1
+            silent_check_count = if frame_count == previous_frame_count {
+                silent_check_count + 1
             } else {
                 0
             };
-            previous_count = frame_count;
-            if silent_checks >= CHECKS_PER_LEASE {
+            previous_frame_count = frame_count;
+            if silent_check_count >= CHECKS_PER_LEASE {
                 connection.close(CLOSE_SILENT, b"nothing was heard");
                 return format!("it sent nothing for {} ms", self.lease.as_millis());
             }
@@ -471,8 +477,8 @@ impl SessionContext {
     }
 }
 
-/// Returns the next time at which all sessions of this daemon check their leases. With separate
-/// times, the daemon would be woken once per host.
+/// Returns the next time at which all sessions of this daemon check their leases. If each session
+/// had its own check times, the daemon would be woken once per host.
 fn next_lease_check(check_interval: Duration) -> Instant {
     static FIRST_CHECK: OnceLock<Instant> = OnceLock::new();
     let first_check = *FIRST_CHECK.get_or_init(Instant::now);
@@ -480,8 +486,8 @@ fn next_lease_check(check_interval: Duration) -> Instant {
     first_check + check_interval * u32::try_from(step_count).unwrap_or(0)
 }
 
-/// Forwards the items of one stream until the peer ends the stream: of the pair stream `lane`, or
-/// of the main stream of the data channel if it is `None`.
+/// Forwards the items of one stream until the peer ends the stream. If `lane` is `Some`, the stream
+/// is this pair stream; if `lane` is `None`, the stream is the main stream of the data channel.
 ///
 /// # Errors
 /// The peer violates the protocol, or this daemon ends.
@@ -537,7 +543,7 @@ pub(super) fn decode_lane_entry(frame: Frame) -> Result<LaneEntry<DataMsg>, Sess
     }
 }
 
-/// Opens a pair stream and serves it until it ends.
+/// Opens a pair stream and writes the queued frames to the stream until it ends.
 pub(crate) async fn run_pair_stream(
     context: SessionContext,
     connection: Connection,
@@ -592,7 +598,8 @@ pub(crate) async fn open_announcement(
     context.open_stream(connection, purpose, 0).await
 }
 
-/// Opens a bidirectional stream. The peer must send first.
+/// Opens a bidirectional stream for `purpose`. After the hello of this daemon, the peer must send
+/// first.
 ///
 /// # Errors
 /// The stream cannot be opened; the session is ending.
@@ -610,7 +617,7 @@ pub(crate) async fn open_bidirectional(
     Ok((send_stream, receive_stream))
 }
 
-/// Waits for the next frame and returns it, or `None` at the end of the stream.
+/// Waits for the next frame and returns the frame, or `None` at the end of the stream.
 ///
 /// # Errors
 /// No frame can be read. The stream is unusable after the error.
@@ -640,7 +647,7 @@ pub(crate) async fn read_frame(
 /// Returns the reason why a connection has ended, as a text for the user.
 pub(crate) fn describe_close(e: &quinn::ConnectionError) -> String {
     match e {
-        quinn::ConnectionError::ApplicationClosed(close) => match close.error_code {
+        quinn::ConnectionError::ApplicationClosed(close_frame) => match close_frame.error_code {
             CLOSE_LEAVING => "the session was closed regularly".into(),
             CLOSE_DUPLICATE => "it has another session with this host".into(),
             CLOSE_EXPELLED => "this host is no longer in its virtual machine".into(),
@@ -654,8 +661,10 @@ pub(crate) fn describe_close(e: &quinn::ConnectionError) -> String {
                 e.reason
             )
         }
-        quinn::ConnectionError::ConnectionClosed(close) if is_tls_alert(close.error_code) => {
-            let reason = String::from_utf8_lossy(&close.reason);
+        quinn::ConnectionError::ConnectionClosed(close_frame)
+            if is_tls_alert(close_frame.error_code) =>
+        {
+            let reason = String::from_utf8_lossy(&close_frame.reason);
             format!(
                 "it belongs to another virtual machine: it rejects the certificate of this host ({reason})"
             )

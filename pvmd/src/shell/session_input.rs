@@ -18,7 +18,7 @@ pub(crate) enum NetInput {
         host: HostId,
         connection: Connection,
     },
-    /// A session is established. `channels` contains its send queues.
+    /// A session is established. `queues` contains its send queues.
     SessionUp {
         host: HostId,
         session_number: u64,
@@ -52,12 +52,12 @@ pub(crate) enum NetInput {
         session_number: u64,
         reason: String,
     },
-    /// A connection attempt has ended. If it succeeded, [`NetInput::HandshakeDone`] was sent
-    /// before.
+    /// A connection attempt has ended. If the attempt succeeded, [`NetInput::HandshakeDone`] was
+    /// sent before.
     ConnectEnded { host: HostId },
 }
 
-/// A transfer that another host announces on a separate stream. Further data of the transfer
+/// A transfer that another host announces on a separate stream. Further data about the transfer
 /// follows on this stream.
 #[derive(Debug)]
 pub(crate) struct TransferAnnouncement {
@@ -68,7 +68,8 @@ pub(crate) struct TransferAnnouncement {
     pub(crate) decoder: FrameDecoder,
 }
 
-/// The two hosts of a session, and its lease.
+/// The identity of a session: virtual machine, the two hosts, the number and the lease of the
+/// session.
 #[derive(Clone, Debug)]
 pub(crate) struct SessionContext {
     pub(crate) vm: String,
@@ -93,7 +94,7 @@ pub(crate) enum DataItem {
 /// The queues of a session that is up.
 #[derive(Clone, Debug)]
 pub(crate) struct SessionQueues {
-    /// Queue of the control stream; its items must be complete frames.
+    /// Queue of the control stream. The items must be complete frames.
     pub(crate) control: Outbox,
     /// Queue of the main stream of the data channel.
     pub(crate) data: Outbox,

@@ -1,7 +1,7 @@
 //! `pvmd -s`: a daemon that a master starts through a remote shell.
 //!
-//! 1. The process reads the master's bootstrap line from standard input, or requests it from the
-//!    master (`sealed_bootstrap`).
+//! 1. The process reads the master's bootstrap line from standard input, or requests the line from
+//!    the master (`sealed_bootstrap`).
 //! 2. The process forks. The child starts its own session and sets up the daemon.
 //! 3. The child replies with one line. The parent, for which the remote shell waits, prints this
 //!    line and exits.
@@ -25,10 +25,11 @@ use std::io::{BufRead, BufReader, PipeReader, PipeWriter, Read, Write};
 use std::net::SocketAddr;
 use std::time::Duration;
 
-/// Runs a slave and returns the exit status of this process. `masters` are the addresses from which
-/// it must request the bootstrap line; `None` if the line is on standard input.
-pub(crate) fn run_slave(foreground: bool, masters: Option<&str>) -> i32 {
-    let bootstrap = match masters.map_or_else(read_bootstrap, fetch_bootstrap) {
+/// Runs a slave and returns the exit status of this process. `master_addresses` are the addresses
+/// of the master from which the slave must request the bootstrap line; `None` if the line is on
+/// standard input.
+pub(crate) fn run_slave(foreground: bool, master_addresses: Option<&str>) -> i32 {
+    let bootstrap = match master_addresses.map_or_else(read_bootstrap, fetch_bootstrap) {
         Ok(bootstrap) => bootstrap,
         Err(refusal) => return print_reply(&reply_line(&Err(refusal))),
     };
@@ -36,12 +37,12 @@ pub(crate) fn run_slave(foreground: bool, masters: Option<&str>) -> i32 {
         return set_up_and_run(&bootstrap, &mut |line| print_reply(line));
     }
     let fork_result = std::io::pipe().map(|pipe| (fork_before_threads(), pipe));
-    let (fork, (reader, writer)) = match fork_result {
-        Ok((Ok(fork), pipe)) => (fork, pipe),
+    let (fork_side, (reader, writer)) = match fork_result {
+        Ok((Ok(fork_side), pipe)) => (fork_side, pipe),
         Ok((Err(errno), _)) => return print_reply(&reply_line(&Err(cannot_start("fork", errno)))),
         Err(e) => return print_reply(&reply_line(&Err(cannot_start("make a pipe", e)))),
     };
-    match fork {
+    match fork_side {
         ForkResult::Parent { .. } => {
             drop(writer);
             relay_child_reply(reader)
@@ -60,15 +61,16 @@ fn cannot_start(action: &str, e: impl std::fmt::Display) -> Refusal {
     }
 }
 
-/// Prints a reply and returns the exit status of this process: 0 if the line was printed.
+/// Prints a reply and returns the exit status of this process: 0 if the line was printed and
+/// reports that the daemon is ready, otherwise 1.
 fn print_reply(line: &str) -> i32 {
     let print_result =
         writeln!(std::io::stdout(), "{line}").and_then(|()| std::io::stdout().flush());
     i32::from(print_result.is_err() || !line.starts_with("ddpro<"))
 }
 
-/// In the parent: prints the child's line and returns the exit status. The remote shell thereby
-/// ends when the daemon is ready.
+/// In the parent: waits for the child's line, prints the line and returns the exit status. The
+/// remote shell thereby ends when the daemon is ready.
 fn relay_child_reply(reader: PipeReader) -> i32 {
     let mut line = String::new();
     let _ = BufReader::new(reader).read_line(&mut line);
@@ -82,7 +84,7 @@ fn relay_child_reply(reader: PipeReader) -> i32 {
 }
 
 /// In the child: starts a new session, replaces the standard descriptors by /dev/null, and runs the
-/// daemon.
+/// daemon. Returns the exit status of the child.
 fn serve_detached(bootstrap: &Bootstrap, mut writer: PipeWriter) -> i32 {
     let mut send_reply = |line: &str| {
         // If the parent was killed, the line is lost. The master then stops waiting, and this
@@ -106,16 +108,16 @@ fn serve_detached(bootstrap: &Bootstrap, mut writer: PipeWriter) -> i32 {
     set_up_and_run(bootstrap, &mut send_reply)
 }
 
-/// Reads the master's line from standard input. Old hosters write a line `PVM_VMID=…` before it;
-/// this line is skipped.
+/// Reads the master's bootstrap line from standard input. Old hosters write a line `PVM_VMID=…`
+/// before the bootstrap line; such a line is skipped.
 fn read_bootstrap() -> Result<Bootstrap, Refusal> {
     let mut input = BufReader::new(std::io::stdin()).take(BOOTSTRAP_BYTES_MAX as u64);
     loop {
         let mut line = String::new();
-        let read_result = input
+        let read_bytes = input
             .read_line(&mut line)
             .map_err(|e| cannot_start("read standard input", e))?;
-        if read_result == 0 {
+        if read_bytes == 0 {
             return Err(cannot_start(
                 "start",
                 "pvmd -s is for masters: standard input brought no line of one",
@@ -127,17 +129,18 @@ fn read_bootstrap() -> Result<Bootstrap, Refusal> {
     }
 }
 
-/// Reads the bootstrap line from the master and decrypts it with the secret, which a hoster or a
-/// person enters on standard input.
-fn fetch_bootstrap(masters: &str) -> Result<Bootstrap, Refusal> {
-    let text = manual_start::read_secret().map_err(|e| cannot_start("read standard input", e))?;
-    let secret = BootstrapSecret::parse(&text)
+/// Reads the bootstrap line from the master and decrypts the line with the secret, which a hoster
+/// or a person enters on standard input.
+fn fetch_bootstrap(master_addresses: &str) -> Result<Bootstrap, Refusal> {
+    let secret_text =
+        manual_start::read_secret().map_err(|e| cannot_start("read standard input", e))?;
+    let secret = BootstrapSecret::parse(&secret_text)
         .ok_or_else(|| cannot_start("start", "standard input brought no secret of a master"))?;
-    Bootstrap::parse(sealed_bootstrap::fetch_line(masters, &secret)?.trim_end())
+    Bootstrap::parse(sealed_bootstrap::fetch_line(master_addresses, &secret)?.trim_end())
 }
 
 /// Sets the daemon up, replies to the master, and runs the daemon until it ends. `send_reply` sends
-/// the reply line.
+/// the reply line. Returns the exit status.
 fn set_up_and_run(bootstrap: &Bootstrap, send_reply: &mut dyn FnMut(&str) -> i32) -> i32 {
     let setup = match build_setup(bootstrap) {
         Ok(setup) => setup,
@@ -196,7 +199,7 @@ fn build_setup(bootstrap: &Bootstrap) -> Result<DaemonSetup, Refusal> {
         error: PvmError::CantStart,
         text: name_error.to_string(),
     })?;
-    let keep_log = env_var("SEMPA_LOG").is_some_and(|log| runtime_dir.log_file() == *log);
+    let keep_log = env_var("SEMPA_LOG").is_some_and(|log_path| runtime_dir.log_file() == *log_path);
     let runtime_dir = RuntimeDir::acquire(runtime_dir, uid, keep_log).map_err(|e| {
         let error = if matches!(e, RuntimeDirError::Running { .. }) {
             PvmError::DupHost
@@ -210,12 +213,13 @@ fn build_setup(bootstrap: &Bootstrap) -> Result<DaemonSetup, Refusal> {
     })?;
     let ssh_addresses = ssh_session_addresses(env_var("SSH_CONNECTION").as_deref());
     let mut masters = bootstrap.masters.clone();
-    if let (Some((client, _)), Some(port)) = (ssh_addresses, masters.first().map(SocketAddr::port))
+    if let (Some((client_ip, _)), Some(port)) =
+        (ssh_addresses, masters.first().map(SocketAddr::port))
     {
-        // Most likely the master is on the host from which the remote shell was started, so this
-        // address is tried first.
-        masters.retain(|address| address.ip() != client);
-        masters.insert(0, SocketAddr::new(client, port));
+        // Most likely the master is on the host from which the remote shell was started, so the
+        // address of this host is tried first.
+        masters.retain(|address| address.ip() != client_ip);
+        masters.insert(0, SocketAddr::new(client_ip, port));
     }
     Ok(DaemonSetup {
         runtime_dir,
@@ -230,7 +234,7 @@ fn build_setup(bootstrap: &Bootstrap) -> Result<DaemonSetup, Refusal> {
         },
         lease: Duration::from_millis(bootstrap.lease_ms),
         preferred_addresses: ssh_addresses
-            .map(|(_, server)| server)
+            .map(|(_, server_ip)| server_ip)
             .into_iter()
             .collect(),
         role: Role::Slave {

@@ -1,20 +1,21 @@
-//! The ssh command that starts daemons when `PVM_RSH` is not set. It prefers X25519 key exchange,
-//! which needs much less processor time.
+//! The ssh command that starts daemons when `PVM_RSH` is not set. The command prefers X25519 key
+//! exchange, which needs much less processor time than ssh's default.
 //!
-//! OpenSSH 8.5 to 9.9 prefers sntrup761 for key exchange. That costs 60 to 90 ms of processor time
-//! per login, most of it on this host: a third of the time of a `pvm_addhosts`, and more than half
-//! if several hosts are added together. X25519, the next algorithm in ssh's list, costs less than 1
-//! ms. sntrup761 protects against the decryption of recorded connections many years later. Such a
-//! decryption would reveal only the certificate of a daemon that no longer exists, and daemons and
-//! tasks use X25519 among themselves in any case.
+//! OpenSSH 8.5 to 9.9 prefers sntrup761 for key exchange. A login with sntrup761 costs 60 to 90 ms
+//! of processor time, most of it on this host. This is a third of the time of a `pvm_addhosts`, and
+//! more than half if several hosts are added together. X25519, the next algorithm in ssh's list,
+//! costs less than 1 ms. sntrup761 protects against the decryption of recorded connections many
+//! years later. Such a decryption would reveal only the certificate of a daemon that no longer
+//! exists, and daemons and tasks use X25519 among themselves in any case.
 //!
 //! The settings of the user and the administrator have priority:
 //!
 //! 1. ssh uses the first value that it finds for each setting. The daemon's settings file includes
 //!    the user's and the system's files before it sets its own value.
 //! 2. Before the first use, `ssh -G` prints the effective settings with and without the daemon's
-//!    settings file. That file is used only if the key exchange is the only difference. An ssh that
-//!    reads its settings from other files, an older ssh, or another program is used unchanged.
+//!    settings file. The daemon's settings file is used only if the key exchange is the only
+//!    difference. An ssh that reads its settings from other files, an older ssh, or another program
+//!    is used unchanged.
 use std::io::Write;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
@@ -60,7 +61,7 @@ impl SshCommand {
     }
 
     /// Returns the words of the command before the host name. The settings are checked for the
-    /// first host only; the result applies to all hosts.
+    /// first host only; the result of the check applies to all hosts.
     pub(crate) async fn command_words(&self, contact: &str, login: Option<&str>) -> Vec<String> {
         let is_usable = *self
             .are_settings_usable
@@ -74,7 +75,8 @@ impl SshCommand {
         words
     }
 
-    /// Writes the settings file. Returns true if its only effect is the cheaper key exchange.
+    /// Writes the settings file. Returns true if the only effect of the file is the cheaper key
+    /// exchange; otherwise removes the file and returns false.
     async fn check_settings(&self, contact: &str, login: Option<&str>) -> bool {
         if let Err(e) = write_settings(&self.settings_path) {
             tracing::warn!(
@@ -107,14 +109,14 @@ fn write_settings(path: &Path) -> std::io::Result<()> {
         .create_new(true)
         .mode(0o600)
         .open(path)?;
-    let includes = DEFAULT_SETTINGS
+    let include_lines = DEFAULT_SETTINGS
         .map(|default_file| format!("Include {default_file}\n"))
         .concat();
-    file.write_all(format!("{includes}KexAlgorithms ^{CHEAP_KEX}\n").as_bytes())
+    file.write_all(format!("{include_lines}KexAlgorithms ^{CHEAP_KEX}\n").as_bytes())
 }
 
-/// Returns the effective settings for a host. `settings_path` is the settings file; `None` means
-/// ssh's default files. Returns `None` if ssh fails.
+/// Returns the effective settings for a host, as `ssh -G` prints them. `settings_path` is the
+/// settings file; `None` means ssh's default files. Returns `None` if ssh fails.
 async fn effective_settings(
     settings_path: Option<&Path>,
     contact: &str,
@@ -137,12 +139,12 @@ async fn effective_settings(
 }
 
 /// True if `default_settings` prefers the expensive algorithm, `daemon_settings` prefers the cheap
-/// one, and all other settings are equal.
+/// algorithm, and all other settings are equal.
 fn differs_only_in_kex(default_settings: &str, daemon_settings: &str) -> bool {
-    let is_first_algorithm = |text: &str, algorithm: &str| {
+    let prefers_algorithm = |text: &str, algorithm: &str| {
         text.lines()
             .filter_map(|line| line.strip_prefix(KEX_LINE_PREFIX))
-            .any(|list| list.starts_with(algorithm))
+            .any(|algorithm_list| algorithm_list.starts_with(algorithm))
     };
     let other_lines = |text: &str| -> Vec<String> {
         text.lines()
@@ -150,8 +152,8 @@ fn differs_only_in_kex(default_settings: &str, daemon_settings: &str) -> bool {
             .map(String::from)
             .collect()
     };
-    is_first_algorithm(default_settings, EXPENSIVE_KEX)
-        && is_first_algorithm(daemon_settings, CHEAP_KEX)
+    prefers_algorithm(default_settings, EXPENSIVE_KEX)
+        && prefers_algorithm(daemon_settings, CHEAP_KEX)
         && other_lines(default_settings) == other_lines(daemon_settings)
 }
 

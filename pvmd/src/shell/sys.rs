@@ -27,15 +27,15 @@ pub(crate) fn fork_before_threads() -> nix::Result<ForkResult> {
 }
 
 /// Closes all inherited descriptors except the standard streams. The daemon runs longer than the
-/// program that starts it, so it must not hold that program's pipes and locks open. Must be called
-/// before this process opens any file.
+/// program that starts the daemon, so the daemon must not hold the pipes and locks of that program
+/// open. Must be called before this process opens any file.
 pub(crate) fn close_inherited_fds() {
     // SAFETY: the call takes numbers only, and nothing in this process owns a descriptor yet.
     unsafe { libc::syscall(libc::SYS_close_range, 3, u32::MAX, 0) };
 }
 
-/// Raises the priority of the calling thread until dropped. Without the capability, the priority is
-/// unchanged.
+/// Raises the priority of the calling thread until this value is dropped. Without the capability,
+/// the priority is unchanged.
 pub(crate) struct PriorityBoost(());
 
 impl PriorityBoost {
@@ -52,7 +52,7 @@ impl Drop for PriorityBoost {
 }
 
 fn set_nice(nice: libc::c_int) {
-    // SAFETY: the call takes numbers only. On Linux it affects only the calling thread.
+    // SAFETY: the call takes numbers only. On Linux the call affects only the calling thread.
     unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, nice) };
 }
 
@@ -69,7 +69,7 @@ pub(crate) fn pass_descriptor(command: &mut Command, fd: RawFd) {
             Ok(())
         }
     };
-    // SAFETY: the closure allocates nothing and calls async-signal-safe functions only.
+    // SAFETY: the closure allocates nothing and calls only async-signal-safe functions.
     unsafe { command.pre_exec(clear_cloexec) };
 }
 
@@ -80,11 +80,11 @@ pub(crate) struct OpenFilesLimit(libc::rlimit);
 /// Raises this process's limit of open descriptors to the hard limit, because each connected task
 /// needs two descriptors. Returns the previous limit, for child processes.
 pub(crate) fn raise_files_limit() -> nix::Result<OpenFilesLimit> {
-    let (soft, hard) = getrlimit(Resource::RLIMIT_NOFILE)?;
-    setrlimit(Resource::RLIMIT_NOFILE, hard, hard)?;
+    let (soft_limit, hard_limit) = getrlimit(Resource::RLIMIT_NOFILE)?;
+    setrlimit(Resource::RLIMIT_NOFILE, hard_limit, hard_limit)?;
     Ok(OpenFilesLimit(libc::rlimit {
-        rlim_cur: soft,
-        rlim_max: hard,
+        rlim_cur: soft_limit,
+        rlim_max: hard_limit,
     }))
 }
 
@@ -101,7 +101,7 @@ impl OpenFilesLimit {
                 Ok(())
             }
         };
-        // SAFETY: the closure allocates nothing and calls async-signal-safe functions only.
+        // SAFETY: the closure allocates nothing and calls only async-signal-safe functions.
         unsafe { command.pre_exec(set_limit) };
     }
 }
@@ -112,7 +112,8 @@ impl OpenFilesLimit {
 /// The pidfd refers to this process even if the process id is reused.
 ///
 /// # Errors
-/// The process has ended, it is not visible in this PID namespace, or no descriptors are left.
+/// The process has ended, the process is not visible in this PID namespace, or no descriptors are
+/// left.
 pub(crate) fn peer_process(connection: BorrowedFd<'_>, pid: i32) -> io::Result<OwnedFd> {
     let mut fd: RawFd = -1;
     let mut size = size_of::<RawFd>() as libc::socklen_t;
@@ -129,7 +130,7 @@ pub(crate) fn peer_process(connection: BorrowedFd<'_>, pid: i32) -> io::Result<O
         )
     } == 0
     {
-        // SAFETY: the kernel has just made this descriptor for us; it has no other owner.
+        // SAFETY: the kernel has just created this descriptor; the descriptor has no other owner.
         return Ok(unsafe { OwnedFd::from_raw_fd(fd) });
     }
     let error = io::Error::last_os_error();
@@ -141,23 +142,23 @@ pub(crate) fn peer_process(connection: BorrowedFd<'_>, pid: i32) -> io::Result<O
     }
 }
 
-/// As [`peer_process`], but opens the pidfd by process id. The result is valid if the connection is
-/// still open afterwards, because the process then has not ended.
+/// As [`peer_process`], but opens the pidfd by process id. The pidfd refers to the right process if
+/// the connection is still open afterwards, because the process then has not ended.
 fn peer_process_by_pid(connection: BorrowedFd<'_>, pid: i32) -> io::Result<OwnedFd> {
-    // SAFETY: the call takes two numbers and makes a descriptor, or fails.
+    // SAFETY: the call takes two numbers and creates a descriptor, or fails.
     let fd = unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0) };
     if fd < 0 {
         return Err(io::Error::last_os_error());
     }
     let fd = RawFd::try_from(fd).map_err(|_| io::ErrorKind::InvalidData)?;
-    // SAFETY: the kernel has just made this descriptor for us; it has no other owner.
-    let process = unsafe { OwnedFd::from_raw_fd(fd) };
+    // SAFETY: the kernel has just created this descriptor; the descriptor has no other owner.
+    let pidfd = unsafe { OwnedFd::from_raw_fd(fd) };
     let mut poll_fds = [PollFd::new(connection, PollFlags::empty())];
     poll(&mut poll_fds, PollTimeout::ZERO)?;
     if poll_fds[0].any().unwrap_or(true) {
         Err(io::ErrorKind::ConnectionReset.into())
     } else {
-        Ok(process)
+        Ok(pidfd)
     }
 }
 
@@ -165,13 +166,13 @@ fn peer_process_by_pid(connection: BorrowedFd<'_>, pid: i32) -> io::Result<Owned
 ///
 /// # Errors
 /// The process has ended, or the signal number is invalid.
-pub(crate) fn signal_process(process: BorrowedFd<'_>, signal: i32) -> io::Result<()> {
+pub(crate) fn signal_process(pidfd: BorrowedFd<'_>, signal: i32) -> io::Result<()> {
     let no_siginfo = std::ptr::null::<libc::siginfo_t>();
     // SAFETY: the call takes numbers and a null pointer, which requests an ordinary signal.
     let status = unsafe {
         libc::syscall(
             libc::SYS_pidfd_send_signal,
-            process.as_raw_fd(),
+            pidfd.as_raw_fd(),
             signal,
             no_siginfo,
             0,
@@ -187,17 +188,18 @@ pub(crate) fn signal_process(process: BorrowedFd<'_>, signal: i32) -> io::Result
 /// Returns the number of bytes that were written to a local socket and that the peer has not read,
 /// including the kernel's overhead. Returns 0 if the number is unknown.
 pub(crate) fn bytes_unread_by_peer(socket: &UnixStream) -> usize {
-    let mut bytes: libc::c_int = 0;
-    // SAFETY: the kernel writes one int to `bytes`, which lives through the call.
-    let status = unsafe { libc::ioctl(socket.as_raw_fd(), libc::TIOCOUTQ, &raw mut bytes) };
+    let mut unread_bytes: libc::c_int = 0;
+    // SAFETY: the kernel writes one int to `unread_bytes`, which lives through the call.
+    let status = unsafe { libc::ioctl(socket.as_raw_fd(), libc::TIOCOUTQ, &raw mut unread_bytes) };
     if status == 0 {
-        usize::try_from(bytes).unwrap_or(0)
+        usize::try_from(unread_bytes).unwrap_or(0)
     } else {
         0
     }
 }
 
-/// Registers a socket with the runtime for reading only or for writing only.
+/// Registers a socket with the runtime for reading only or for writing only, as `interest`
+/// requests. Returns the registered socket.
 ///
 /// # Errors
 /// The socket cannot be registered.
@@ -205,7 +207,8 @@ pub(crate) fn register_socket<S: OwnedSocket>(
     socket: S,
     interest: Interest,
 ) -> io::Result<AsyncFd<S>> {
-    // SAFETY: the socket owns its descriptor, which stays open and the same as long as it lives.
+    // SAFETY: the socket owns its descriptor. The descriptor stays open and the same as long as the
+    // socket lives.
     Ok(unsafe { AsyncFd::register_with_interest(socket, interest) }?)
 }
 
@@ -236,7 +239,8 @@ impl OwnedSocket for UnixStream {
 pub(crate) fn local_time(unix_s: i64) -> (i32, i32, i32, i32, i32) {
     // SAFETY: all-zero bytes are a valid `tm`: integers and a null pointer.
     let mut tm: libc::tm = unsafe { std::mem::zeroed() };
-    // SAFETY: both pointers refer to live values of the right types; localtime_r keeps neither.
+    // SAFETY: both pointers refer to live values of the right types; localtime_r retains neither
+    // pointer.
     unsafe { libc::localtime_r(&unix_s, &mut tm) };
     (tm.tm_mon + 1, tm.tm_mday, tm.tm_hour, tm.tm_min, tm.tm_sec)
 }
@@ -316,8 +320,8 @@ mod tests {
     fn signal_reaches_connecting_process() {
         for open_peer_process in PEER_PROCESS_FNS {
             let (mut child, connection, pid) = connected_child();
-            let process = open_peer_process(connection.as_fd(), pid).expect("it lives");
-            signal_process(process.as_fd(), libc::SIGTERM).expect("it lives");
+            let pidfd = open_peer_process(connection.as_fd(), pid).expect("it lives");
+            signal_process(pidfd.as_fd(), libc::SIGTERM).expect("it lives");
             assert_eq!(
                 child.wait().expect("our child").signal(),
                 Some(libc::SIGTERM)
@@ -325,22 +329,23 @@ mod tests {
         }
     }
 
-    /// Neither a dead peer nor another process with the peer's reused id gets a signal.
+    /// Neither a dead peer nor another process with the reused process id of the peer gets a
+    /// signal.
     #[test]
     fn dead_peer_and_reused_pid_get_no_signal() {
         for open_peer_process in PEER_PROCESS_FNS {
             let (mut child, connection, pid) = connected_child();
-            let process = open_peer_process(connection.as_fd(), pid).expect("it lives");
+            let pidfd = open_peer_process(connection.as_fd(), pid).expect("it lives");
             child.kill().expect("our child");
             child.wait().expect("our child");
             let signal_error =
-                signal_process(process.as_fd(), libc::SIGTERM).expect_err("it has ended");
+                signal_process(pidfd.as_fd(), libc::SIGTERM).expect_err("it has ended");
             assert_eq!(signal_error.raw_os_error(), Some(libc::ESRCH));
             // The peer's process id may be reused now. The test passes its own process id as the
             // reused id.
             let own_pid = i32::try_from(std::process::id()).expect("process numbers are ints");
             let open_error = open_peer_process(connection.as_fd(), own_pid)
-                .and_then(|process| signal_process(process.as_fd(), libc::SIGTERM));
+                .and_then(|pidfd| signal_process(pidfd.as_fd(), libc::SIGTERM));
             open_error.expect_err("the process with this number did not make the connection");
         }
     }

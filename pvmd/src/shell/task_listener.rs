@@ -27,13 +27,14 @@ use tokio::time::timeout;
 
 /// Time limit for the hello of a new connection.
 pub(crate) const HELLO_TIMEOUT: Duration = Duration::from_secs(10);
-/// Maximum number of accepted connections that have not sent a hello; further connections wait in
+/// Maximum number of accepted connections that have not sent a hello. Further connections wait in
 /// the kernel's queue.
 const PENDING_HELLOS_MAX: usize = 128;
-/// Maximum number of bytes of control messages that are queued for a task that does not read.
+/// Maximum number of bytes of control messages that may be queued for a task for longer than
+/// [`TASK_READ_TIMEOUT`] while the task reads nothing.
 pub(crate) const TASK_CONTROL_BYTES_MAX: usize = 64 << 20;
 /// Time after which a task that does not read is disconnected, if more than
-/// [`TASK_CONTROL_BYTES_MAX`] bytes are queued for it.
+/// [`TASK_CONTROL_BYTES_MAX`] bytes are queued for the task.
 pub(crate) const TASK_READ_TIMEOUT: Duration = Duration::from_secs(60);
 /// Time limit for a disconnected task to read the data that was sent before the disconnection.
 pub(crate) const DISCONNECT_TIMEOUT: Duration = Duration::from_secs(10);
@@ -59,7 +60,7 @@ struct TaskListener {
     next_conn_id: AtomicU64,
 }
 
-/// Accepts connections of tasks. Never returns.
+/// Accepts connections of tasks and serves each connection in a tokio task. Never returns.
 pub(crate) async fn accept_tasks(listener: UnixListener, uid: u32, inputs: InputSender) {
     let task_listener = Arc::new(TaskListener {
         uid,
@@ -99,8 +100,8 @@ pub(crate) async fn accept_tasks(listener: UnixListener, uid: u32, inputs: Input
     }
 }
 
-/// A connection before its hello is complete: the process at its other end, and the data that was
-/// read but not handled yet.
+/// A connection before its hello is complete: the process at the other end, and the reader with the
+/// data that was read but not handled yet.
 struct PendingConnection {
     pid: i32,
     process: std::io::Result<OwnedFd>,
@@ -110,12 +111,13 @@ struct PendingConnection {
 
 impl TaskListener {
     /// Checks the peer's user and waits for a valid hello. Returns the hello and the connection.
-    /// Returns `None` for other peers, after sending them a reason and disconnecting them.
+    /// Returns `None` if the peer has closed the connection, and for peers that are refused, after
+    /// sending the reason to the peer.
     async fn wait_for_hello(&self, stream: UnixStream) -> Option<(ToDaemon, PendingConnection)> {
-        let peer = stream.peer_cred().ok()?;
-        let pid = peer.pid().unwrap_or(0);
-        // The pidfd is opened first, because the process may exit at any time and its id may then
-        // be reused.
+        let peer_credentials = stream.peer_cred().ok()?;
+        let pid = peer_credentials.pid().unwrap_or(0);
+        // The pidfd is opened first. The process may exit at any time, and then its id may be
+        // reused.
         let process = peer_process(stream.as_fd(), pid);
         let socket = Arc::new(LocalSocket::new(stream.into_std().ok()?).ok()?);
         let mut connection = PendingConnection {
@@ -124,11 +126,11 @@ impl TaskListener {
             socket,
             frame_reader: TaskFrameReader::default(),
         };
-        let refusal = if peer.uid() != self.uid {
+        let refusal = if peer_credentials.uid() != self.uid {
             format!(
                 "this daemon serves user {} only, and you are user {}",
                 self.uid,
-                peer.uid()
+                peer_credentials.uid()
             )
         } else {
             match timeout(
@@ -149,7 +151,7 @@ impl TaskListener {
         if self.refusal_log_limit.try_acquire() {
             tracing::warn!(
                 "refused process {pid} of user {} on the tasks' socket: {refusal}",
-                peer.uid()
+                peer_credentials.uid()
             );
         }
         if let Ok(frame) = encode_control(&ToTask::Refused { reason: refusal }) {
@@ -163,7 +165,8 @@ impl TaskListener {
         None
     }
 
-    /// Serves a connection from its hello to its end.
+    /// Serves a connection from its hello to its end: writes the queued frames, forwards the
+    /// received frames, and reports the end.
     async fn serve_connection(&self, hello: ToDaemon, connection: PendingConnection) {
         let conn = ConnId(self.next_conn_id.fetch_add(1, Ordering::Relaxed));
         let (outbox, queue) = outbox(LINK_BYTES_MAX);
@@ -192,28 +195,29 @@ impl TaskListener {
             return;
         }
         let mut writer = tokio::spawn(write_frames(socket.clone(), queue));
-        let mut forwarding = std::pin::pin!(self.forward_frames(conn, &socket, &mut frame_reader));
+        let mut forward_future =
+            std::pin::pin!(self.forward_frames(conn, &socket, &mut frame_reader));
         let protocol_error = tokio::select! {
-            protocol_error = &mut forwarding => protocol_error,
-            why = wait_for_close_reason(&mut close_requests) => Some(why),
-            dismissed = &mut writer => {
-                if dismissed.unwrap_or(false) {
+            protocol_error = &mut forward_future => protocol_error,
+            reason = wait_for_close_reason(&mut close_requests) => Some(reason),
+            writer_result = &mut writer => {
+                if writer_result.unwrap_or(false) {
                     None
                 } else {
                     // The task reads no more data, but the frames that it sent before are still
                     // valid.
                     tokio::select! {
-                        protocol_error = forwarding => protocol_error,
-                        why = wait_for_close_reason(&mut close_requests) => Some(why),
+                        protocol_error = forward_future => protocol_error,
+                        reason = wait_for_close_reason(&mut close_requests) => Some(reason),
                     }
                 }
             }
         };
         writer.abort();
-        if let Some(why) = &protocol_error
+        if let Some(reason) = &protocol_error
             && self.refusal_log_limit.try_acquire()
         {
-            tracing::warn!("closed the connection of process {pid}: {why}");
+            tracing::warn!("closed the connection of process {pid}: {reason}");
         }
         let _ = self
             .inputs
@@ -224,8 +228,8 @@ impl TaskListener {
             .await;
     }
 
-    /// Forwards a task's frames as events. Returns `None` when the stream ends. Returns the reason
-    /// if the task violates the protocol.
+    /// Forwards a task's frames as events. Returns `None` when the stream ends, or the reason if
+    /// the task violates the protocol.
     async fn forward_frames(
         &self,
         conn: ConnId,
@@ -240,18 +244,17 @@ impl TaskListener {
             };
             let event = match frame.kind {
                 FrameKind::Control => match frame.decode_control::<ToDaemon>() {
-                    Ok(ToDaemon::Route {
-                        receiver: to,
-                        message,
-                    }) => match frame_reader.take_descriptors(message.fd_count()) {
-                        Ok(descriptors) => Event::TaskRoute {
-                            conn,
-                            dst: to,
-                            message,
-                            descriptors,
-                        },
-                        Err(e) => return Some(e.to_string()),
-                    },
+                    Ok(ToDaemon::Route { receiver, message }) => {
+                        match frame_reader.take_descriptors(message.fd_count()) {
+                            Ok(descriptors) => Event::TaskRoute {
+                                conn,
+                                dst: receiver,
+                                message,
+                                descriptors,
+                            },
+                            Err(e) => return Some(e.to_string()),
+                        }
+                    }
                     Ok(message) => Event::TaskControl { conn, message },
                     Err(e) => return Some(e.to_string()),
                 },
@@ -278,19 +281,19 @@ impl TaskListener {
 }
 
 /// Waits until the loop orders that the connection be closed, and returns the reason.
-async fn wait_for_close_reason(close_reason: &mut watch::Receiver<Option<String>>) -> String {
+async fn wait_for_close_reason(close_requests: &mut watch::Receiver<Option<String>>) -> String {
     loop {
-        if let Some(why) = close_reason.borrow_and_update().clone() {
-            return why;
+        if let Some(reason) = close_requests.borrow_and_update().clone() {
+            return reason;
         }
-        if close_reason.changed().await.is_err() {
-            // The loop has dropped the connection without a reason; the writer ends the connection.
+        if close_requests.changed().await.is_err() {
+            // The loop has dropped the connection without a reason. The writer ends the connection.
             std::future::pending::<()>().await;
         }
     }
 }
 
-/// Why the first frame of a task was refused. No further frame was read.
+/// Reason why the first frame of a task was refused. No further frame was read.
 #[derive(Debug, Error)]
 enum HelloError {
     #[error("the first frame is not a task's hello")]
@@ -318,8 +321,8 @@ fn check_hello(frame: &Frame) -> Result<ToDaemon, HelloError> {
     }
 }
 
-/// Writes queued frames. Returns true after an order to close the stream, false if the peer accepts
-/// no more data.
+/// Writes queued frames. Returns true after an order to close the stream or when the queue is
+/// dropped, and false if the peer accepts no more data.
 pub(crate) async fn write_frames(socket: Arc<LocalSocket>, mut queue: OutboxReader) -> bool {
     let mut batch = Vec::with_capacity(WRITE_FRAMES_MAX);
     loop {
@@ -343,21 +346,21 @@ pub(crate) async fn write_frames(socket: Arc<LocalSocket>, mut queue: OutboxRead
 }
 
 async fn write_batch(socket: &LocalSocket, batch: &[Outgoing]) -> std::io::Result<()> {
-    let mut rest = batch;
-    while let Some(at) = rest
+    let mut remaining_items = batch;
+    while let Some(fd_item_index) = remaining_items
         .iter()
         .position(|item| matches!(item, Outgoing::WithFds(..)))
     {
-        write_without_fds(socket, &rest[..at]).await?;
-        if let Outgoing::WithFds(frame, descriptors) = &rest[at] {
+        write_without_fds(socket, &remaining_items[..fd_item_index]).await?;
+        if let Outgoing::WithFds(frame, descriptors) = &remaining_items[fd_item_index] {
             let written_bytes = send_with_descriptors(socket, frame, descriptors).await?;
             socket
                 .write_all(&mut [IoSlice::new(&frame[written_bytes..])])
                 .await?;
         }
-        rest = &rest[at + 1..];
+        remaining_items = &remaining_items[fd_item_index + 1..];
     }
-    write_without_fds(socket, rest).await
+    write_without_fds(socket, remaining_items).await
 }
 
 async fn write_without_fds(socket: &LocalSocket, batch: &[Outgoing]) -> std::io::Result<()> {

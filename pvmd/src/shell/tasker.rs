@@ -1,5 +1,5 @@
-//! The tasker process. The daemon starts it from this program's folder, connects it by a socket
-//! pair, and restarts it when it ends.
+//! The tasker process. The daemon starts the tasker from the folder of this program, connects it by
+//! a socket pair, and restarts it when it ends.
 //!
 //! The tasker kills all of its tasks when the socket is closed, so no task runs longer than this
 //! daemon.
@@ -26,8 +26,8 @@ use tokio::process::Child;
 use tokio::task::JoinHandle;
 use tokio::time::timeout;
 
-/// Maximum number of starts within [`STARTS_WINDOW`]. If the tasker ends more often, only a later
-/// request starts it again.
+/// Maximum number of starts within [`STARTS_WINDOW`]. If the tasker ends more often, it is not
+/// restarted immediately; a later request starts it again.
 const STARTS_MAX: usize = 5;
 /// Duration in which starts of the tasker are counted.
 const STARTS_WINDOW: Duration = Duration::from_secs(60);
@@ -43,7 +43,7 @@ pub(crate) struct TaskerProcess {
     start_times: Vec<Instant>,
 }
 
-/// Why no tasker is running. The daemon continues without a tasker.
+/// Reason why no tasker is running. The daemon continues without a tasker.
 #[derive(Debug, Error)]
 pub(crate) enum StartTaskerError {
     #[error("{} ended {} times within a minute", program.display(), STARTS_MAX)]
@@ -73,7 +73,7 @@ impl TaskerProcess {
         }
     }
 
-    /// Starts the process if it is not running.
+    /// Starts the process if it is not running, and the tokio tasks that exchange messages with it.
     ///
     /// # Errors
     /// The process has ended too often, or it cannot be started.
@@ -129,7 +129,8 @@ impl TaskerProcess {
         Ok((Arc::new(LocalSocket::new(daemon_end)?), child))
     }
 
-    /// Records that the process has ended, and starts another process for new tasks.
+    /// Records that the process has ended, and starts another process for new tasks. If the start
+    /// fails, logs the reason.
     pub(crate) fn on_exit(&mut self) {
         self.connection = None;
         if let Err(why) = self.start_if_needed() {
@@ -139,11 +140,11 @@ impl TaskerProcess {
 
     /// Queues a message for the tasker. Starts the tasker if it is not running.
     ///
-    /// If the tasker cannot be started, returns its reply: to a start a failure, to a discard a
-    /// success. Other messages are dropped, because the tasks that they concern have ended with the
-    /// tasker.
+    /// If the message cannot be sent, returns a reply in the name of the tasker: a failure for a
+    /// start, a success for a discard. Other messages are dropped, because the tasks of these
+    /// messages have ended with the tasker.
     pub(crate) fn send(&mut self, message: &ToTasker) -> Option<FromTasker> {
-        let start_failure = |reason: String| match message {
+        let failure_reply = |reason: String| match message {
             ToTasker::Start(task) => Some(FromTasker::StartFailed {
                 tid: task.tid,
                 reason,
@@ -157,7 +158,7 @@ impl TaskerProcess {
         if self.connection.is_none()
             && let Err(reason) = self.start_if_needed()
         {
-            return start_failure(reason.to_string());
+            return failure_reply(reason.to_string());
         }
         let connection = self.connection.as_ref().expect("it has just been started");
         match encode_control(message) {
@@ -165,11 +166,12 @@ impl TaskerProcess {
                 connection.outbox.enqueue(Outgoing::Reliable(frame));
                 None
             }
-            Err(e) => start_failure(format!("arguments and environment are too long: {e}")),
+            Err(e) => failure_reply(format!("arguments and environment are too long: {e}")),
         }
     }
 
-    /// Makes the tasker and all of its tasks end, and waits until the tasker has ended.
+    /// Makes the tasker and all of its tasks end, and waits until the tasker has ended, at most
+    /// about [`EXIT_TIMEOUT`].
     pub(crate) async fn shut_down(&mut self) {
         let Some(TaskerConnection {
             outbox,
@@ -184,7 +186,7 @@ impl TaskerProcess {
     }
 }
 
-/// Forwards the tasker's messages until the tasker ends. Returns the reason why it ended.
+/// Forwards the tasker's messages until the tasker ends. Returns the reason of the end.
 async fn forward_messages(
     socket: Arc<LocalSocket>,
     mut child: Child,
@@ -220,7 +222,8 @@ async fn forward_messages(
             Err(reason) => break Some(reason),
         }
     };
-    // The daemon or the tasker has closed the socket: the tasker kills its tasks and exits.
+    // The daemon or the tasker has closed the socket. The tasker therefore kills its tasks and
+    // exits.
     socket.shut_down_writes();
     drop(socket);
     let exit_text = match timeout(EXIT_TIMEOUT, child.wait()).await {

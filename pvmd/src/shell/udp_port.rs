@@ -1,7 +1,7 @@
 //! The daemons' UDP port, as the QUIC library uses it.
 //!
-//! Most of the cost of a datagram is the system call that transfers it and the wakeup that
-//! announces it. Therefore this port
+//! Most of the cost of a datagram is the system call that transfers the datagram and the wakeup
+//! that announces the datagram. Therefore this port
 //!
 //! - wakes the daemon only for incoming data, not for each datagram that was sent,
 //! - reads again only if more datagrams may be queued,
@@ -27,14 +27,14 @@ use tokio::io::unix::AsyncFd;
 const RUN_DATAGRAMS_MAX: usize = 10;
 /// Maximum number of bytes that one system call sends: the maximum UDP payload over IPv4.
 const SEND_BYTES_MAX: usize = 65_507;
-/// Maximum number of datagrams received at once; a run that the kernel has joined counts as one.
-/// With a higher number, datagrams would be evicted from the processor's cache before they are
-/// decrypted.
+/// Maximum number of datagrams received at once; a run that the kernel has joined counts as one
+/// datagram. With a higher number, datagrams would be evicted from the processor's cache before
+/// they are decrypted.
 const RECEIVE_BATCH_MAX: usize = 4;
 /// Maximum number of bytes that the kernel joins on receipt (GRO).
 const GRO_BYTES_MAX: usize = 64 << 10;
 
-/// The tokio runtime. It uses this port as the UDP socket of the library.
+/// The tokio runtime for the library. The sockets of this runtime are [`BatchingPort`]s.
 #[derive(Debug)]
 pub(crate) struct PortRuntime;
 
@@ -56,16 +56,17 @@ impl Runtime for PortRuntime {
     }
 }
 
-/// The socket, and the datagrams collected for its next system call.
+/// The UDP port of this daemon. Collects datagrams that are sent together by the next system call.
 #[derive(Debug)]
 struct BatchingPort {
-    /// State shared with the flush task.
+    /// State that the port shares with the flush task.
     port_state: Arc<PortState>,
 }
 
 #[derive(Debug)]
 struct PortState {
-    /// Registered for reading only: an event for each sent datagram would cost a wakeup each.
+    /// Registered for reading only: if the socket were registered for writing, each sent datagram
+    /// would cost a wakeup.
     socket: AsyncFd<UdpSocket>,
     udp_state: UdpSocketState,
     batch: Mutex<DatagramBatch>,
@@ -82,17 +83,17 @@ struct DatagramBatch {
     destination: SocketAddr,
     ecn: Option<EcnCodepoint>,
     source_ip: Option<IpAddr>,
-    /// True if a flush task is running, which will send the collected datagrams.
+    /// True if a flush task is running. The flush task will send the collected datagrams.
     is_flush_pending: bool,
 }
 
 impl DatagramBatch {
     fn new() -> Self {
-        let unspecified = SocketAddr::from((Ipv4Addr::UNSPECIFIED, 0));
+        let unspecified_address = SocketAddr::from((Ipv4Addr::UNSPECIFIED, 0));
         Self {
             bytes: Vec::new(),
             segment_bytes: 1,
-            destination: unspecified,
+            destination: unspecified_address,
             ecn: None,
             source_ip: None,
             is_flush_pending: false,
@@ -100,15 +101,16 @@ impl DatagramBatch {
     }
 
     /// True if the datagrams of `transmit` may be sent by the same system call as this batch.
+    /// `segments_max` is the maximum number of datagrams in one system call.
     fn can_append(&self, transmit: &Transmit<'_>, segments_max: usize) -> bool {
         let is_segment_equal = match transmit.segment_size {
             Some(segment_bytes) => segment_bytes == self.segment_bytes,
             None => transmit.contents.len() <= self.segment_bytes,
         };
-        // Only the last datagram may be shorter than the others.
-        let is_even = self.bytes.len().is_multiple_of(self.segment_bytes);
+        // Only the last datagram may be shorter than all others.
+        let ends_with_full_segment = self.bytes.len().is_multiple_of(self.segment_bytes);
         is_segment_equal
-            && is_even
+            && ends_with_full_segment
             && (transmit.destination, transmit.ecn, transmit.src_ip)
                 == (self.destination, self.ecn, self.source_ip)
             && self.has_room(transmit.contents.len(), segments_max)
@@ -132,15 +134,15 @@ impl DatagramBatch {
 impl BatchingPort {
     fn new(socket: UdpSocket) -> io::Result<Self> {
         socket.set_nonblocking(true)?;
-        let state = UdpSocketState::new((&socket).into())?;
+        let udp_state = UdpSocketState::new((&socket).into())?;
         let socket = register_socket(socket, Interest::READABLE)?;
-        let (batch, send_blocked) = (Mutex::new(DatagramBatch::new()), AtomicBool::new(false));
+        let (batch, is_send_blocked) = (Mutex::new(DatagramBatch::new()), AtomicBool::new(false));
         Ok(Self {
             port_state: Arc::new(PortState {
                 socket,
-                udp_state: state,
+                udp_state,
                 batch,
-                is_send_blocked: send_blocked,
+                is_send_blocked,
             }),
         })
     }
@@ -148,7 +150,7 @@ impl BatchingPort {
 
 impl PortState {
     fn lock_batch(&self) -> MutexGuard<'_, DatagramBatch> {
-        // The datagrams are valid even after a panic. Lost datagrams are retransmitted.
+        // The datagrams are valid even after a panic. Datagrams that are lost are retransmitted.
         self.batch.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -185,15 +187,17 @@ impl PortState {
             self.flush(&mut batch)?;
         }
         let length = transmit.contents.len();
-        let more_follows = transmit
+        let more_will_follow = transmit
             .segment_size
             .is_some_and(|s| length.is_multiple_of(s) && length >= RUN_DATAGRAMS_MAX * s);
-        if batch.bytes.is_empty() && !more_follows {
+        if batch.bytes.is_empty() && !more_will_follow {
             return self.send_now(transmit);
         }
         batch.append(transmit);
-        if more_follows && batch.has_room(length, segments_max) || self.flush(&mut batch).is_err() {
-            // The library may not call again, so a task must send the collected datagrams.
+        if more_will_follow && batch.has_room(length, segments_max)
+            || self.flush(&mut batch).is_err()
+        {
+            // The library may not call again, so a tokio task must send the collected datagrams.
             if !std::mem::replace(&mut batch.is_flush_pending, true) {
                 tokio::spawn(flush_when_idle(self.clone()));
             }
@@ -202,8 +206,8 @@ impl PortState {
     }
 }
 
-/// Sends the collected datagrams as soon as all other tasks have run without adding another
-/// datagram.
+/// Sends the collected datagrams as soon as all other tokio tasks have run without adding another
+/// datagram. If the kernel's buffer is full, waits for space and tries again.
 async fn flush_when_idle(port: Arc<PortState>) {
     let mut previous_bytes = 0;
     loop {
@@ -218,17 +222,17 @@ async fn flush_when_idle(port: Arc<PortState>) {
             previous_bytes = current_bytes;
         }
         if port.is_send_blocked.load(Ordering::Relaxed) {
-            let mut writable = WritablePoller {
+            let mut writable_poller = WritablePoller {
                 port: port.clone(),
                 watch: None,
             };
-            // The next send returns a socket error again, so it is ignored here.
-            let _ = poll_fn(|cx| Pin::new(&mut writable).poll_writable(cx)).await;
+            // The next send returns a socket error again, so an error is ignored here.
+            let _ = poll_fn(|cx| Pin::new(&mut writable_poller).poll_writable(cx)).await;
         }
     }
 }
 
-/// Lets every runnable task run once, without polling the sockets.
+/// Lets every runnable tokio task run once, without polling the sockets.
 async fn yield_once() {
     let mut has_yielded = false;
     poll_fn(|cx| {
@@ -264,21 +268,21 @@ impl AsyncUdpSocket for BatchingPort {
             udp_state: state,
             ..
         } = &*self.port_state;
-        let batch_max = RECEIVE_BATCH_MAX.min(bufs.len());
+        let datagrams_max = RECEIVE_BATCH_MAX.min(bufs.len());
         loop {
             let mut ready = ready!(socket.poll_read_ready(cx))?;
             match state.recv(
                 socket.get_ref().into(),
-                &mut bufs[..batch_max],
-                &mut meta[..batch_max],
+                &mut bufs[..datagrams_max],
+                &mut meta[..datagrams_max],
             ) {
-                Ok(count) => {
-                    if count < batch_max {
+                Ok(datagram_count) => {
+                    if datagram_count < datagrams_max {
                         // The kernel's queue was empty, and the kernel signals later datagrams
                         // again.
                         ready.clear_ready();
                     }
-                    return Poll::Ready(Ok(count));
+                    return Poll::Ready(Ok(datagram_count));
                 }
                 Err(e) if e.kind() == ErrorKind::WouldBlock => ready.clear_ready(),
                 Err(e) => return Poll::Ready(Err(e)),
@@ -320,12 +324,12 @@ impl UdpPoller for WritablePoller {
     fn poll_writable(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         if self.port.is_send_blocked.load(Ordering::Relaxed) {
             if self.watch.is_none() {
-                let duplicate = self.port.socket.get_ref().try_clone();
+                let duplicate_result = self.port.socket.get_ref().try_clone();
                 let Ok(watch) =
-                    duplicate.and_then(|socket| register_socket(socket, Interest::WRITABLE))
+                    duplicate_result.and_then(|socket| register_socket(socket, Interest::WRITABLE))
                 else {
-                    // No descriptor is free: poll again after the other tasks, until a descriptor
-                    // is free.
+                    // No descriptor is free. The poll is repeated after the other tokio tasks,
+                    // until a descriptor is free.
                     self.port.is_send_blocked.store(false, Ordering::Relaxed);
                     cx.waker().wake_by_ref();
                     return Poll::Pending;
@@ -402,16 +406,16 @@ mod tests {
     #[tokio::test]
     async fn batched_datagrams_arrive_singly_and_in_order() {
         let (port, receiver) = port_and_receiver();
-        let run = [SEGMENT_BYTES; RUN_DATAGRAMS_MAX];
+        let full_run = [SEGMENT_BYTES; RUN_DATAGRAMS_MAX];
         let transmits: [&[usize]; 9] = [
             &[70],
-            &run,
-            &run,
-            &run,
+            &full_run,
+            &full_run,
+            &full_run,
             &[SEGMENT_BYTES, SEGMENT_BYTES, 30],
-            &run,
+            &full_run,
             &[2 * SEGMENT_BYTES - 1],
-            &run,
+            &full_run,
             &[SEGMENT_BYTES],
         ];
         let mut next_number = 0;
@@ -459,31 +463,26 @@ mod tests {
             &[SEGMENT_BYTES; RUN_DATAGRAMS_MAX],
             &mut 0,
         );
-        let received = tokio::task::spawn_blocking(move || {
+        let receive_task = tokio::task::spawn_blocking(move || {
             std::array::from_fn::<_, RUN_DATAGRAMS_MAX, _>(|_| receive_datagram(&receiver))
         });
         let expected_datagrams = std::array::from_fn(|number| (SEGMENT_BYTES, number as u8));
-        assert_eq!(received.await.expect("all of them"), expected_datagrams);
+        assert_eq!(receive_task.await.expect("all of them"), expected_datagrams);
     }
 
     #[tokio::test]
     async fn full_port_sends_when_writable_again() {
         let (port, receiver) = port_and_receiver();
-        let shared = port.port_state.clone();
+        let port_state = port.port_state.clone();
         let mut poller = Arc::new(port).create_io_poller();
         for _ in 0..2 {
-            shared.is_send_blocked.store(true, Ordering::Relaxed);
+            port_state.is_send_blocked.store(true, Ordering::Relaxed);
             poll_fn(|cx| poller.as_mut().poll_writable(cx))
                 .await
                 .expect("a socket");
-            assert!(!shared.is_send_blocked.load(Ordering::Relaxed));
+            assert!(!port_state.is_send_blocked.load(Ordering::Relaxed));
         }
-        send_datagrams(
-            &BatchingPort { port_state: shared },
-            &receiver,
-            &[70],
-            &mut 0,
-        );
+        send_datagrams(&BatchingPort { port_state }, &receiver, &[70], &mut 0);
         assert_eq!(receive_datagram(&receiver), (70, 0));
     }
 
@@ -493,8 +492,8 @@ mod tests {
         let port_address = port.local_addr().expect("an address");
         let mut buffer = vec![0; RECEIVE_BATCH_MAX * (64 << 10)];
         for round in 0..2 * RECEIVE_BATCH_MAX + 3 {
-            // The numbers of datagrams are lower than the maximum of one receive call, equal to it,
-            // and higher.
+            // The number of datagrams is at first lower than the maximum of one receive call, then
+            // equal to the maximum, and then higher.
             for number in 0..=round {
                 sender.send_to(&[number as u8], port_address).expect("room");
             }

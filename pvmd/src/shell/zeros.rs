@@ -1,20 +1,22 @@
 //! Packs memory for transfer: runs of zeros are replaced by their length.
 //!
 //! A packed record is a sequence of parts. Each part begins with a head of four bytes: the highest
-//! bit is set if the part is all zeros, the other bits are the part's length. The data follows the
-//! head, unless the part is all zeros. A run shorter than [`RUN_BYTES_MIN`] is not a separate part.
-//! Data need not be page-aligned, because memory sent by post-copy arrives in pieces of any length.
+//! bit is set if the part is all zeros, the other bits are the length of the part. The data follows
+//! the head, unless the part is all zeros. A run shorter than [`RUN_BYTES_MIN`] is not a separate
+//! part. Data need not be page-aligned, because memory sent by post-copy arrives in pieces of any
+//! length.
 
 /// Maximum number of bytes that one record may contain in unpacked form.
 pub(super) const PLAIN_BYTES_MAX: usize = 256 << 10;
 /// Minimum length of a run of zeros that is replaced. Shorter runs are sent unchanged.
 pub(super) const RUN_BYTES_MIN: usize = 256;
-/// Unit in which zeros are searched. Every run of [`RUN_BYTES_MIN`] bytes contains at least one
-/// complete block, regardless of its start.
+/// Length of the blocks in which zeros are searched. Every run of [`RUN_BYTES_MIN`] bytes contains
+/// at least one complete block, regardless of the start of the run.
 const BLOCK_BYTES: usize = RUN_BYTES_MIN / 2;
-/// Number of bytes of a block that are checked first. In most blocks they differ from zero.
+/// Number of bytes of a block that are checked first. In most blocks some of these bytes differ
+/// from zero.
 const FIRST_CHECK_BYTES: usize = 8;
-/// Length of a part's head. A record is at most this much longer than its unpacked data.
+/// Length of a part's head in bytes. A record is at most this much longer than its unpacked data.
 pub(super) const PART_HEAD_BYTES: usize = 4;
 /// Flag in the head: the part is all zeros, and no data follows the head.
 const ZEROS_FLAG: u32 = 1 << 31;
@@ -29,7 +31,7 @@ pub(super) enum Part<'a> {
 }
 
 impl Part<'_> {
-    /// Returns the length of the unpacked part.
+    /// Returns the length of the unpacked part in bytes.
     pub(super) fn unpacked_len(&self) -> usize {
         match self {
             Part::Bytes(bytes) => bytes.len(),
@@ -39,18 +41,18 @@ impl Part<'_> {
 }
 
 /// Packs the data in `buffer` in place. The data must start after the first [`PART_HEAD_BYTES`]
-/// bytes. Returns the length of the record, including heads.
+/// bytes. Returns the length of the record in bytes, including heads.
 pub(super) fn pack(buffer: &mut [u8]) -> usize {
-    let end = buffer.len();
+    let buffer_end = buffer.len();
     assert!(
-        end <= PART_HEAD_BYTES + PLAIN_BYTES_MAX,
+        buffer_end <= PART_HEAD_BYTES + PLAIN_BYTES_MAX,
         "callers split their data"
     );
     let (mut unread_start, mut packed_len) = (PART_HEAD_BYTES, 0);
-    while unread_start < end {
+    while unread_start < buffer_end {
         let (run_start, run_end) = find_run(&buffer[unread_start..])
-            .map_or((end, end), |(begin, run_end)| {
-                (unread_start + begin, unread_start + run_end)
+            .map_or((buffer_end, buffer_end), |(start, run_end)| {
+                (unread_start + start, unread_start + run_end)
             });
         if run_start > unread_start {
             // The packed output is never longer than the data that was already read, so the head
@@ -74,55 +76,58 @@ fn write_head(buffer: &mut [u8], offset: usize, length: usize, flag: u32) {
 }
 
 /// Returns the start and the end of the first run of at least [`RUN_BYTES_MIN`] zeros; `None` if
-/// there is none.
+/// there is no such run.
 fn find_run(bytes: &[u8]) -> Option<(usize, usize)> {
-    let mut searched_to = 0;
+    let mut search_start = 0;
     for (block_index, block) in bytes.chunks_exact(BLOCK_BYTES).enumerate() {
         let block_start = block_index * BLOCK_BYTES;
-        if block_start < searched_to || !is_zero(&block[..FIRST_CHECK_BYTES]) || !is_zero(block) {
+        if block_start < search_start || !is_zero(&block[..FIRST_CHECK_BYTES]) || !is_zero(block) {
             continue;
         }
-        let zeros_before = bytes[searched_to..block_start]
+        let preceding_zero_count = bytes[search_start..block_start]
             .iter()
             .rev()
             .take_while(|byte| **byte == 0)
             .count();
         let run_end = block_start + leading_zero_count(&bytes[block_start..]);
-        if run_end - (block_start - zeros_before) >= RUN_BYTES_MIN {
-            return Some((block_start - zeros_before, run_end));
+        if run_end - (block_start - preceding_zero_count) >= RUN_BYTES_MIN {
+            return Some((block_start - preceding_zero_count, run_end));
         }
-        searched_to = run_end;
+        search_start = run_end;
     }
     None
 }
 
 fn is_zero(bytes: &[u8]) -> bool {
-    bytes.iter().fold(0, |all, byte| all | byte) == 0
+    bytes.iter().fold(0, |bits, byte| bits | byte) == 0
 }
 
 fn leading_zero_count(bytes: &[u8]) -> usize {
-    let blocks = bytes
+    let zero_block_bytes = bytes
         .chunks_exact(BLOCK_BYTES)
         .take_while(|block| is_zero(block))
         .count()
         * BLOCK_BYTES;
-    blocks
-        + bytes[blocks..]
+    zero_block_bytes
+        + bytes[zero_block_bytes..]
             .iter()
             .take_while(|byte| **byte == 0)
             .count()
 }
 
 /// Iterates over the parts of a record. For a malformed record, the last item is an error.
-pub(super) fn parts(mut packed: &[u8]) -> impl Iterator<Item = Result<Part<'_>, MalformedRecord>> {
-    let mut remaining = PLAIN_BYTES_MAX;
+pub(super) fn parts(
+    mut packed_record: &[u8],
+) -> impl Iterator<Item = Result<Part<'_>, MalformedRecord>> {
+    let mut remaining_bytes = PLAIN_BYTES_MAX;
     std::iter::from_fn(move || {
-        if packed.is_empty() {
+        if packed_record.is_empty() {
             return None;
         }
-        let part = first_part(packed).filter(|(part, _)| part.unpacked_len() <= remaining);
-        packed = part.map_or(&[], |(_, rest)| rest);
-        remaining -= part.map_or(0, |(part, _)| part.unpacked_len());
+        let part =
+            first_part(packed_record).filter(|(part, _)| part.unpacked_len() <= remaining_bytes);
+        packed_record = part.map_or(&[], |(_, rest)| rest);
+        remaining_bytes -= part.map_or(0, |(part, _)| part.unpacked_len());
         Some(part.map(|(part, _)| part).ok_or(MalformedRecord))
     })
 }
@@ -131,8 +136,8 @@ pub(super) fn parts(mut packed: &[u8]) -> impl Iterator<Item = Result<Part<'_>, 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct MalformedRecord;
 
-fn first_part(packed: &[u8]) -> Option<(Part<'_>, &[u8])> {
-    let (head, rest) = packed.split_first_chunk::<PART_HEAD_BYTES>()?;
+fn first_part(packed_record: &[u8]) -> Option<(Part<'_>, &[u8])> {
+    let (head, rest) = packed_record.split_first_chunk::<PART_HEAD_BYTES>()?;
     let head = u32::from_le_bytes(*head);
     let length = usize::try_from(head & !ZEROS_FLAG).ok()?;
     if head & ZEROS_FLAG != 0 {
@@ -154,9 +159,9 @@ mod tests {
         buffer
     }
 
-    fn unpack_to_vec(packed: &[u8]) -> Result<Vec<u8>, MalformedRecord> {
+    fn unpack_to_vec(packed_record: &[u8]) -> Result<Vec<u8>, MalformedRecord> {
         let mut data = Vec::new();
-        for part in parts(packed) {
+        for part in parts(packed_record) {
             match part? {
                 Part::Bytes(bytes) => data.extend_from_slice(bytes),
                 Part::Zeros(count) => data.resize(data.len() + count, 0),
@@ -165,17 +170,17 @@ mod tests {
         Ok(data)
     }
 
-    /// Returns the lengths of all runs of at least [`RUN_BYTES_MIN`] zeros. Counts byte by byte.
-    fn long_run_lengths(plain: &[u8]) -> Vec<usize> {
-        plain
+    /// Returns the lengths of all runs of at least [`RUN_BYTES_MIN`] zeros, found byte by byte.
+    fn long_run_lengths(plain_data: &[u8]) -> Vec<usize> {
+        plain_data
             .split(|byte| *byte != 0)
             .map(<[u8]>::len)
-            .filter(|run| *run >= RUN_BYTES_MIN)
+            .filter(|run_bytes| *run_bytes >= RUN_BYTES_MIN)
             .collect()
     }
 
-    /// Generates data of alternating zeros and other bytes, in stretches whose lengths are close to
-    /// the limits.
+    /// Generates data in which stretches of zeros and stretches of another byte follow each other.
+    /// The lengths of the stretches are close to the limits of the format.
     fn mixed_data() -> impl Strategy<Value = Vec<u8>> {
         let length_near_limit = prop_oneof![
             0..4usize,
@@ -185,9 +190,12 @@ mod tests {
             4090..4100usize
         ];
         let stretch = (any::<bool>(), length_near_limit, 1..=255u8);
-        proptest::collection::vec(stretch, 0..24).prop_map(|all| {
-            all.iter()
-                .flat_map(|(zeros, length, byte)| vec![if *zeros { 0 } else { *byte }; *length])
+        proptest::collection::vec(stretch, 0..24).prop_map(|stretches| {
+            stretches
+                .iter()
+                .flat_map(|(is_zeros, length, byte)| {
+                    vec![if *is_zeros { 0 } else { *byte }; *length]
+                })
                 .collect()
         })
     }
@@ -196,14 +204,14 @@ mod tests {
         /// Unpacking restores the data. Exactly the runs of at least [`RUN_BYTES_MIN`] zeros are
         /// replaced.
         #[test]
-        fn unpack_restores_data_and_long_runs_are_packed(plain in mixed_data()) {
-            let packed = pack_to_vec(&plain);
-            prop_assert_eq!(unpack_to_vec(&packed), Ok(plain.clone()));
-            prop_assert!(packed.len() <= plain.len() + PART_HEAD_BYTES);
-            let packed_runs: Vec<usize> = parts(&packed)
+        fn unpack_restores_data_and_long_runs_are_packed(plain_data in mixed_data()) {
+            let packed_record = pack_to_vec(&plain_data);
+            prop_assert_eq!(unpack_to_vec(&packed_record), Ok(plain_data.clone()));
+            prop_assert!(packed_record.len() <= plain_data.len() + PART_HEAD_BYTES);
+            let packed_run_lengths: Vec<usize> = parts(&packed_record)
                 .filter_map(|part| if let Ok(Part::Zeros(count)) = part { Some(count) } else { None })
                 .collect();
-            prop_assert_eq!(packed_runs, long_run_lengths(&plain));
+            prop_assert_eq!(packed_run_lengths, long_run_lengths(&plain_data));
         }
 
         /// Arbitrary bytes yield parts or an error, and are never read beyond their end.
@@ -245,16 +253,16 @@ mod tests {
 
     #[test]
     fn truncated_record_is_malformed() {
-        let packed = pack_to_vec(&[&[7; 300][..], &[0; 300], &[7; 300]].concat());
+        let packed_record = pack_to_vec(&[&[7; 300][..], &[0; 300], &[7; 300]].concat());
         let part_boundaries = [
             0,
             PART_HEAD_BYTES + 300,
             2 * PART_HEAD_BYTES + 300,
-            packed.len(),
+            packed_record.len(),
         ];
-        for length in 0..=packed.len() {
+        for length in 0..=packed_record.len() {
             assert_eq!(
-                unpack_to_vec(&packed[..length]).is_ok(),
+                unpack_to_vec(&packed_record[..length]).is_ok(),
                 part_boundaries.contains(&length),
                 "{length}"
             );

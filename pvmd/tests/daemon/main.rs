@@ -25,7 +25,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
-/// Time limit of every wait; a loaded machine may need much of it.
+/// Time limit of every wait. A loaded machine may need much of this time.
 const WAIT_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// The virtual machine of one test.
@@ -87,7 +87,8 @@ impl Vm {
         command
     }
 
-    /// Starts the master and waits for the line with its socket's path. Returns the path.
+    /// Starts the master and waits for the line with the path of the master's socket. Returns the
+    /// path.
     fn start_master(&mut self) -> PathBuf {
         self.start_with(self.pvmd_command())
     }
@@ -118,47 +119,48 @@ impl Vm {
     /// Waits until the master ends and returns its exit status. Panics after a time limit.
     fn wait_for_end(&mut self) -> std::process::ExitStatus {
         let mut child = self.master_process.take().expect("started");
-        let mut status = None;
+        let mut exit_status = None;
         wait_until("the master ends", || {
-            status = child.try_wait().expect("our child");
-            status.is_some()
+            exit_status = child.try_wait().expect("our child");
+            exit_status.is_some()
         });
-        status.expect("it has ended")
+        exit_status.expect("it has ended")
     }
 
-    /// Returns the processes of this virtual machine: those whose environment contains the test's
-    /// directory. Each entry is a process id and a command line.
+    /// Returns the processes of this virtual machine: the processes whose environment contains the
+    /// test's directory. Each entry is a process id and a command line.
     fn find_processes(&self) -> Vec<String> {
         let dir_text = self.dir.path().to_string_lossy().into_owned();
-        let mut processes = Vec::new();
+        let mut process_lines = Vec::new();
         for process in all_processes().expect("/proc").flatten() {
             let environ = process.environ().unwrap_or_default();
             let contains_dir = |value: &OsString| value.to_string_lossy().contains(&dir_text);
             if environ.values().any(contains_dir) {
-                let line = process.cmdline().unwrap_or_default().join(" ");
-                processes.push(format!("{} {line}", process.pid));
+                let command_line = process.cmdline().unwrap_or_default().join(" ");
+                process_lines.push(format!("{} {command_line}", process.pid));
             }
         }
-        processes
+        process_lines
     }
 
-    /// Counts the programs of this virtual machine. Processes that a tasker has prepared for future
-    /// tasks do not count.
+    /// Returns the number of programs of this virtual machine. Processes that a tasker has prepared
+    /// for future tasks are not counted.
     fn program_count(&self) -> usize {
-        let lines: BTreeMap<String, String> = (self.find_processes().iter())
+        let command_lines: BTreeMap<String, String> = (self.find_processes().iter())
             .filter_map(|process_line| process_line.split_once(' '))
-            .map(|(pid, line)| (pid.into(), line.into()))
+            .map(|(pid, command_line)| (pid.into(), command_line.into()))
             .collect();
         let parent_pid = |pid: &String| {
             let status = checkpoint::proc::status(pid.parse().expect("a number"));
             status.map(|status| status.ppid.to_string())
         };
-        let is_copy = |pid: &String, line: &String| {
-            parent_pid(pid).is_some_and(|parent_pid| lines.get(&parent_pid) == Some(line))
+        let is_copy = |pid: &String, command_line: &String| {
+            parent_pid(pid)
+                .is_some_and(|parent_pid| command_lines.get(&parent_pid) == Some(command_line))
         };
-        lines
+        command_lines
             .iter()
-            .filter(|(pid, line)| !is_copy(pid, line))
+            .filter(|(pid, command_line)| !is_copy(pid, command_line))
             .count()
     }
 
@@ -205,7 +207,7 @@ impl Drop for Vm {
     }
 }
 
-/// Waits until the condition `is_met`. Panics after [`DEADLINE`].
+/// Waits until `is_met` returns true. Panics after [`WAIT_TIMEOUT`] with the text `condition`.
 fn wait_until(condition: &str, mut is_met: impl FnMut() -> bool) {
     let started_at = Instant::now();
     while !is_met() {
@@ -217,7 +219,7 @@ fn wait_until(condition: &str, mut is_met: impl FnMut() -> bool) {
     }
 }
 
-/// A task's end of the daemon's socket.
+/// A task's end of the connection to the daemon.
 struct Task {
     stream: UnixStream,
     decoder: FrameDecoder,
@@ -239,7 +241,7 @@ impl Task {
         }
     }
 
-    /// Connects as a new task and waits for the daemon's welcome.
+    /// Connects as a new task, waits for the daemon's welcome and returns the task.
     fn connect_and_enroll(socket: &Path) -> Self {
         let mut task = Self::connect(socket);
         let pid = i32::try_from(std::process::id()).expect("a pid");
@@ -254,7 +256,7 @@ impl Task {
         task.send_message(&ToDaemon::Hello(hello));
         match task.wait_for_message() {
             Some(ToTask::Welcome(welcome)) => task.tid = Some(welcome.tid),
-            first => panic!("{first:?}"),
+            other_message => panic!("{other_message:?}"),
         }
         task
     }
@@ -265,12 +267,12 @@ impl Task {
             .expect("the daemon reads");
     }
 
-    /// Waits for the next message and returns it; `None` at the end of the stream.
+    /// Waits for the next message and returns the message; `None` at the end of the stream.
     fn wait_for_message(&mut self) -> Option<ToTask> {
         Some(self.wait_for_frame()?.decode_control().expect("a message"))
     }
 
-    /// Waits for the next frame of any kind and returns it; `None` at the end of the stream.
+    /// Waits for the next frame of any kind and returns the frame; `None` at the end of the stream.
     fn wait_for_frame(&mut self) -> Option<Frame> {
         loop {
             if let Some(frame) = self.decoder.next_frame().expect("good frames") {
@@ -323,16 +325,16 @@ impl Task {
     }
 
     /// Waits for the next message. Returns the message and the files of the descriptors that are
-    /// attached to it.
+    /// attached to the message.
     fn wait_for_message_with_files(&mut self) -> (ToTask, Vec<File>) {
         let (mut bytes, mut cmsg_buffer) = ([0; 4096], nix::cmsg_space!([RawFd; 8]));
         let mut slices = [IoSliceMut::new(&mut bytes)];
         let flags = MsgFlags::MSG_CMSG_CLOEXEC;
         let fd = self.stream.as_raw_fd();
-        let received = recvmsg::<()>(fd, &mut slices, Some(&mut cmsg_buffer), flags)
+        let received_message = recvmsg::<()>(fd, &mut slices, Some(&mut cmsg_buffer), flags)
             .expect("the daemon speaks");
         let mut files = Vec::new();
-        for message in received.cmsgs().expect("whole") {
+        for message in received_message.cmsgs().expect("whole") {
             let ControlMessageOwned::ScmRights(fds) = message else {
                 panic!("{message:?}")
             };
@@ -345,7 +347,7 @@ impl Task {
             fds.into_iter()
                 .for_each(|fd| nix::unistd::close(fd).expect("ours"));
         }
-        let length = received.bytes;
+        let length = received_message.bytes;
         self.decoder.push(&bytes[..length]);
         (self.wait_for_message().expect("a word"), files)
     }
@@ -375,7 +377,7 @@ impl Task {
         match self.request_reply(Request::AddHosts {
             host_file_lines: lines,
         }) {
-            Reply::HostsAdded(added) => added
+            Reply::HostsAdded(host_results) => host_results
                 .into_iter()
                 .map(|a| a.result.map(|entry| entry.name).map_err(|e| (e, a.reason)))
                 .collect(),
@@ -391,7 +393,7 @@ fn output_texts(output: &Output) -> (String, String) {
     )
 }
 
-/// The master prints the path of its socket. After SIGTERM it leaves no file.
+/// The master prints the path of its socket. After SIGTERM no file of the master remains.
 #[test]
 fn master_prints_its_socket_and_leaves_no_file() {
     let mut vm = Vm::new();
@@ -423,10 +425,10 @@ fn second_vm_of_the_same_name_is_refused() {
         ("", 1),
         "{stderr}"
     );
-    let process = format!("process {}", vm.master_pid());
+    let process_text = format!("process {}", vm.master_pid());
     for expected_text in [
         "a virtual machine named pvm of this user is running already",
-        &process,
+        &process_text,
         "PVM_VMID",
     ] {
         assert!(stderr.contains(expected_text), "{stderr}");
@@ -452,7 +454,7 @@ fn start_repairs_files_of_a_killed_daemon() {
     assert_eq!(vm.start_master(), socket);
     assert!(!dir.join("images-9").exists() && !dir.join("resume-9").exists());
     Task::connect_and_enroll(&socket);
-    // The log is written by another thread, so its lines may appear later than the replies.
+    // Another thread writes the log, so lines of the log may appear later than the replies.
     wait_until("the log says what was found", || {
         vm.read_log().contains("ended without cleaning up")
     });
@@ -503,10 +505,11 @@ fn daemon_survives_garbage_on_socket_and_port() {
     let Reply::Hosts(table) = valid_task.request_reply(Request::Config) else {
         panic!("no host table")
     };
-    let udp = UdpSocket::bind("127.0.0.1:0").expect("a port");
-    for len in [1, 20, 1200, 60_000] {
+    let udp_socket = UdpSocket::bind("127.0.0.1:0").expect("a port");
+    for datagram_bytes in [1, 20, 1200, 60_000] {
         for byte in [0u8, 0x40, 0xc3, 0xff] {
-            udp.send_to(&vec![byte; len], table.hosts[0].addresses[0])
+            udp_socket
+                .send_to(&vec![byte; datagram_bytes], table.hosts[0].addresses[0])
                 .expect("loopback");
         }
     }
@@ -521,23 +524,23 @@ fn daemon_survives_garbage_on_socket_and_port() {
 
 /// Returns a file in memory with this content.
 fn memory_file(text: &str) -> OwnedFd {
-    let fd = memfd_create("a test's", MFdFlags::MFD_CLOEXEC).expect("memory");
-    nix::unistd::write(&fd, text.as_bytes()).expect("room");
-    fd
+    let memory_fd = memfd_create("a test's", MFdFlags::MFD_CLOEXEC).expect("memory");
+    nix::unistd::write(&memory_fd, text.as_bytes()).expect("room");
+    memory_fd
 }
 
 fn read_contents(files: Vec<File>) -> Vec<String> {
-    let read = |mut file: File| {
+    let file_text = |mut file: File| {
         let mut text = String::new();
         file.read_to_string(&mut text).expect("a file");
         text
     };
-    files.into_iter().map(read).collect()
+    files.into_iter().map(file_text).collect()
 }
 
-fn ring_offer(to: Tid, id: u64) -> ToDaemon {
+fn ring_offer(receiver: Tid, id: u64) -> ToDaemon {
     ToDaemon::Route {
-        receiver: to,
+        receiver,
         message: RouteMsg::RingOffer {
             id: OfferId(id),
             slot: 0,
@@ -559,7 +562,8 @@ fn assert_hosts_reply(task: &mut Task) {
     );
 }
 
-/// Accepts a ring offer with one descriptor. Checks that the accepting message arrives with it.
+/// Accepts a ring offer with one descriptor. Checks that the accepting message arrives together
+/// with the descriptor.
 fn assert_accept_arrives(accepter: &mut Task, offerer: &mut Task, id: OfferId) {
     let route_message = RouteMsg::RingAccept { id, slot: 7 };
     accepter.send_with_descriptors(
@@ -596,10 +600,11 @@ fn missing_descriptor_closes_the_connection() {
         daemon.fd_count().expect("our child")
     };
     let initial_fd_count = open_fd_count(&vm);
-    let [rings, doorbell] = [memory_file("rings"), memory_file("bell")];
-    let ring_fds = [rings.as_raw_fd(), doorbell.as_raw_fd()];
+    let [ring_memory, doorbell] = [memory_file("rings"), memory_file("bell")];
+    let ring_fds = [ring_memory.as_raw_fd(), doorbell.as_raw_fd()];
     for id in 1..=50 {
-        // One frame precedes the message and one frame follows it, as a busy library writes them.
+        // One frame precedes the message with the descriptors and one frame follows it, as in the
+        // writes of a busy library.
         sender.send_message(&ToDaemon::Request {
             id: RequestId(2 * id),
             request: Request::Config,
@@ -701,19 +706,19 @@ fn remote_shell_adds_hosts_and_halt_ends_all() {
         "bare",
         "h4 lo=somebody",
     ]);
-    let names: Vec<_> = results
+    let names_or_errors: Vec<_> = results
         .iter()
         .map(|a| a.as_ref().map(String::as_str).map_err(|(e, _)| *e))
         .collect();
-    let cannot_start = Err(PvmError::CantStart);
+    let start_error = Err(PvmError::CantStart);
     assert_eq!(
-        names,
+        names_or_errors,
         [
             Ok("h2"),
             Ok("h3"),
             Err(PvmError::NoHost),
-            cannot_start,
-            cannot_start,
+            start_error,
+            start_error,
             Ok("h4")
         ],
         "{results:?}"
@@ -738,7 +743,7 @@ fn remote_shell_adds_hosts_and_halt_ends_all() {
         panic!("no host table")
     };
     assert_eq!(table.hosts.len(), 4);
-    // A task on another host gets the same host table.
+    // A task on another host gets the host table with all hosts.
     let uid = nix::unistd::getuid();
     let h3_socket = vm.path(&format!("h3/sempa-{uid}/pvm/pvmd.sock"));
     let mut h3_task = Task::connect_and_enroll(&h3_socket);
@@ -747,14 +752,14 @@ fn remote_shell_adds_hosts_and_halt_ends_all() {
         || matches!(h3_task.request_reply(Request::Config), Reply::Hosts(t) if t.hosts.len() == 4),
     );
     let duplicate_results = task.add_hosts(&["same1", "same2"]);
-    let duplicate_refusal = duplicate_results
+    let duplicate_refusal_count = duplicate_results
         .iter()
         .filter(|m| matches!(m, Err((PvmError::DupHost, _))))
         .count();
     assert_eq!(
         (
             duplicate_results.iter().filter(|m| m.is_ok()).count(),
-            duplicate_refusal
+            duplicate_refusal_count
         ),
         (1, 1),
         "{duplicate_results:?}"
@@ -818,15 +823,15 @@ fn require_root() {
     );
 }
 
-/// Another user is refused with the reason.
+/// A task of another user is refused; the refusal contains both uids.
 #[test]
 #[ignore = "system tier: needs root"]
 fn other_user_is_refused_with_reason() {
     const NOBODY: u32 = 65_534;
     let mut vm = Vm::new();
     require_root();
-    // The daemon belongs to the user `nobody`, and root is the other user, because only root has
-    // access to the socket's directory.
+    // The daemon belongs to the user `nobody`, and root is the other user, because apart from
+    // `nobody` only root has access to the socket's directory.
     let program = vm.path("pvmd");
     fs::copy(env!("CARGO_BIN_EXE_pvmd"), &program).expect("writable");
     fs::set_permissions(vm.dir.path(), fs::Permissions::from_mode(0o755)).expect("ours");
@@ -860,7 +865,8 @@ fn other_user_is_refused_with_reason() {
     vm.assert_clean();
 }
 
-/// Root is refused without `PVM_ALLOW_ROOT`.
+/// Without `PVM_ALLOW_ROOT`, a master of root ends with one error line that contains this variable,
+/// and leaves no file.
 #[test]
 #[ignore = "system tier: needs root"]
 fn root_is_refused_without_permission() {

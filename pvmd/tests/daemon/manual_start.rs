@@ -12,14 +12,14 @@ use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::Instant;
 
-/// A user at a terminal.
+/// The terminal of a user: the keyboard, and the text that the screen has shown.
 struct Terminal {
     keyboard: File,
     screen_text: Arc<Mutex<String>>,
 }
 
-/// Starts a virtual machine whose master has a terminal with a user. Returns the path of the
-/// master's socket, too.
+/// Starts a virtual machine whose master has a terminal with a user. Returns the virtual machine,
+/// the terminal and the path of the master's socket.
 fn vm_at_a_terminal() -> (Vm, Terminal, PathBuf) {
     let mut vm = Vm::new();
     let mut command = vm.pvmd_command();
@@ -28,8 +28,8 @@ fn vm_at_a_terminal() -> (Vm, Terminal, PathBuf) {
     (vm, terminal, socket)
 }
 
-/// Requests to add a host from another thread, because the request waits for the start by hand. The
-/// thread returns the results.
+/// Starts a thread that requests to add a host, because the request waits for the start by hand.
+/// The thread returns the results of the request.
 fn spawn_add_host(
     socket: &Path,
     line: &'static str,
@@ -48,14 +48,14 @@ fn start_by_hand(vm: &Vm, host: &str, master_terminal: &Terminal) -> String {
     let (typed_command, secret) = (lines[0], lines[2]);
     assert!(typed_command.contains(" -S --join "), "{typed_command}");
     fs::create_dir(vm.path(host)).expect("writable");
-    let mut shell = Command::new("sh");
-    shell
+    let mut shell_command = Command::new("sh");
+    shell_command
         .args(["-c", typed_command])
         .env("PVM_TMP", vm.path(host))
         .env_remove("PVM_VMID");
-    let mut remote_terminal = Terminal::for_command(&mut shell);
-    let mut child = shell.spawn().expect("a shell");
-    drop(shell);
+    let mut remote_terminal = Terminal::for_command(&mut shell_command);
+    let mut child = shell_command.spawn().expect("a shell");
+    drop(shell_command);
     remote_terminal.wait_for_text("Secret");
     remote_terminal.type_line(secret);
     assert!(
@@ -83,7 +83,7 @@ fn start_by_hand(vm: &Vm, host: &str, master_terminal: &Terminal) -> String {
 #[test]
 fn manual_start_allows_other_hosts() {
     let (mut vm, mut terminal, socket) = vm_at_a_terminal();
-    let manual_add = spawn_add_host(&socket, "h2 so=ms");
+    let add_host_thread = spawn_add_host(&socket, "h2 so=ms");
     terminal.wait_for_text("*** Manual startup ***");
     let mut task = Task::connect_and_enroll(&socket);
     assert_eq!(
@@ -95,7 +95,10 @@ fn manual_start_allows_other_hosts() {
     terminal.type_line("");
     terminal.type_line(&daemon_reply);
     terminal.wait_for_text("Thanks");
-    assert_eq!(manual_add.join().expect("no panic"), [Ok("h2".to_string())]);
+    assert_eq!(
+        add_host_thread.join().expect("no panic"),
+        [Ok("h2".to_string())]
+    );
     let uid = nix::unistd::getuid();
     let mut h2_task = Task::connect_and_enroll(&vm.path(&format!("h2/sempa-{uid}/pvm/pvmd.sock")));
     wait_until(
@@ -115,11 +118,11 @@ fn manual_start_allows_other_hosts() {
 fn wrong_manual_answer_leaves_no_daemon() {
     let (mut vm, mut terminal, socket) = vm_at_a_terminal();
     wait_until("the master has its tasker", || vm.program_count() == 2);
-    let manual_add = spawn_add_host(&socket, "h2 so=ms");
+    let add_host_thread = spawn_add_host(&socket, "h2 so=ms");
     start_by_hand(&vm, "h2", &terminal);
     assert!(vm.program_count() > 2, "{:?}", vm.find_processes());
     terminal.type_line("hello there");
-    let results = manual_add.join().expect("no panic");
+    let results = add_host_thread.join().expect("no panic");
     let (error, reason) = results[0].as_ref().expect_err("refused");
     assert!(
         *error == PvmError::CantStart
@@ -128,12 +131,12 @@ fn wrong_manual_answer_leaves_no_daemon() {
     );
     terminal.wait_for_text("h2 is not added: ");
     wait_until("its daemon ends", || vm.program_count() == 2);
-    let manual_add = spawn_add_host(&socket, "h2 so=ms");
+    let add_host_thread = spawn_add_host(&socket, "h2 so=ms");
     wait_until("it can be tried again", || {
         terminal.screen_text().matches("Type response: ").count() == 2
     });
     terminal.type_line("sempa-error: -28 one runs here");
-    let results = manual_add.join().expect("no panic");
+    let results = add_host_thread.join().expect("no panic");
     let (error, reason) = results[0].as_ref().expect_err("refused");
     assert!(
         *error == PvmError::DupHost && reason.contains("one runs here"),
@@ -185,12 +188,12 @@ fn manual_start_needs_a_terminal() {
     let mut vm = Vm::new();
     let socket = vm.start_master();
     let results = Task::connect_and_enroll(&socket).add_hosts(&["h2 so=ms", "h3 so=pw", "h4"]);
-    let codes: Vec<_> = results
+    let names_or_errors: Vec<_> = results
         .iter()
         .map(|a| a.as_ref().map(String::as_str).map_err(|(e, _)| *e))
         .collect();
     assert_eq!(
-        codes,
+        names_or_errors,
         [Err(PvmError::CantStart), Err(PvmError::NotImpl), Ok("h4")]
     );
     let reason = |n: usize| results[n].as_ref().expect_err("refused").1.clone();
@@ -206,21 +209,22 @@ fn manual_start_needs_a_terminal() {
 }
 
 impl Terminal {
-    /// Creates a terminal for a command. The command's standard output may be redirected.
+    /// Creates a terminal and connects the command's standard streams to it. The caller may
+    /// redirect the standard output afterwards.
     fn for_command(command: &mut Command) -> Self {
         let OpenptyResult { master, slave } = openpty(None, None).expect("a terminal");
         let keyboard = File::from(master);
-        let mut screen = keyboard.try_clone().expect("a descriptor");
+        let mut screen_reader = keyboard.try_clone().expect("a descriptor");
         let screen_text = Arc::new(Mutex::new(String::new()));
         let thread_screen_text = screen_text.clone();
-        // The thread ends when the last program on the terminal has closed it.
+        // The thread ends when the last program on the terminal has closed the terminal.
         std::thread::spawn(move || {
             let mut bytes = [0; 4096];
-            while let Ok(count @ 1..) = screen.read(&mut bytes) {
+            while let Ok(byte_count @ 1..) = screen_reader.read(&mut bytes) {
                 thread_screen_text
                     .lock()
                     .expect("no panic")
-                    .push_str(&String::from_utf8_lossy(&bytes[..count]));
+                    .push_str(&String::from_utf8_lossy(&bytes[..byte_count]));
             }
         });
         let slave_copy = || slave.try_clone().expect("a descriptor");

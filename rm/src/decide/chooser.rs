@@ -143,8 +143,8 @@ impl fmt::Debug for Choosers {
 mod tests {
     use super::*;
 
-    /// A chooser name contains only letters, digits, `-` and `_`. The error for an unknown chooser
-    /// lists the available ones.
+    /// A chooser name consists of 1 to [`CHOOSER_NAME_MAX`] letters, digits, `-` and `_`. An
+    /// unknown chooser is reported as an error. The built-in policies need no chooser.
     #[test]
     fn chooser_names_are_checked_and_unknown_reported() {
         assert_eq!(

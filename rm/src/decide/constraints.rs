@@ -232,8 +232,8 @@ impl fmt::Display for Attribute {
 }
 
 impl Operator {
-    /// Operators in the order in which the parser tries them. An operator that begins like a
-    /// shorter one comes before it.
+    /// Operators in the order in which the parser tries them. An operator that begins with a
+    /// shorter operator comes before the shorter one.
     const ALL: [(&'static str, Self); 6] = [
         ("!=", Self::NoneOf),
         (">=", Self::AtLeast),
@@ -247,14 +247,14 @@ impl Operator {
         !matches!(self, Self::OneOf | Self::NoneOf)
     }
 
-    fn holds<T: PartialOrd>(self, actual: &T, values: &[T]) -> bool {
+    fn holds<T: PartialOrd>(self, actual_value: &T, values: &[T]) -> bool {
         match self {
-            Self::OneOf => values.contains(actual),
-            Self::NoneOf => !values.contains(actual),
-            Self::AtLeast => values.iter().all(|v| actual >= v),
-            Self::AtMost => values.iter().all(|v| actual <= v),
-            Self::Above => values.iter().all(|v| actual > v),
-            Self::Below => values.iter().all(|v| actual < v),
+            Self::OneOf => values.contains(actual_value),
+            Self::NoneOf => !values.contains(actual_value),
+            Self::AtLeast => values.iter().all(|v| actual_value >= v),
+            Self::AtMost => values.iter().all(|v| actual_value <= v),
+            Self::Above => values.iter().all(|v| actual_value > v),
+            Self::Below => values.iter().all(|v| actual_value < v),
         }
     }
 }
@@ -326,34 +326,35 @@ fn actual_if_unmet<'a>(
     load: impl Fn() -> HostLoad,
 ) -> Option<ActualValue<&'a str>> {
     let Condition {
-        attribute: attribute_name,
+        attribute: condition_attribute,
         operator: op,
         values,
         parsed_numbers: numbers,
     } = condition;
-    let check_text = |actual: &'a String| {
-        (!op.holds(actual, values)).then_some(ActualValue::Text(actual.as_str()))
+    let check_text = |actual_value: &'a String| {
+        (!op.holds(actual_value, values)).then_some(ActualValue::Text(actual_value.as_str()))
     };
-    match attribute_name {
+    match condition_attribute {
         Attribute::Host => check_text(&host.name),
         Attribute::Arch => check_text(&host.arch),
         Attribute::Metric(metric) => match metric.value_on(host, now, load) {
             None => Some(ActualValue::Unknown),
-            Some(actual) => {
-                (!op.holds(&actual, numbers)).then_some(ActualValue::Number(*metric, actual))
-            }
+            Some(actual_value) => (!op.holds(&actual_value, numbers))
+                .then_some(ActualValue::Number(*metric, actual_value)),
         },
         Attribute::Label(label) => match host.labels.get(label) {
             None => (*op != Operator::NoneOf).then_some(ActualValue::NoLabel),
-            Some(actual) if op.is_ordering() => {
-                match (actual.parse::<f64>(), values[0].parse::<f64>()) {
-                    (Ok(actual), Ok(required_number)) if op.holds(&actual, &[required_number]) => {
+            Some(actual_value) if op.is_ordering() => {
+                match (actual_value.parse::<f64>(), values[0].parse::<f64>()) {
+                    (Ok(actual_value), Ok(required_number))
+                        if op.holds(&actual_value, &[required_number]) =>
+                    {
                         None
                     }
-                    _ => Some(ActualValue::Text(actual)),
+                    _ => Some(ActualValue::Text(actual_value)),
                 }
             }
-            Some(actual) => check_text(actual),
+            Some(actual_value) => check_text(actual_value),
         },
     }
 }
@@ -446,8 +447,9 @@ impl Constraints {
             match (keyword, value) {
                 ("barrier", None) => constraints.barrier = true,
                 ("same-host", None) => constraints.colocation = Colocation::SameHost,
-                ("work", Some(span)) => {
-                    constraints.work = Some(parse_duration(span).ok_or_else(invalid_part_error)?)
+                ("work", Some(work_text)) => {
+                    constraints.work =
+                        Some(parse_duration(work_text).ok_or_else(invalid_part_error)?)
                 }
                 ("spread", None) => constraints.colocation = Colocation::Spread(1),
                 ("spread", Some(tasks_per_host)) => {
@@ -490,7 +492,7 @@ impl Constraints {
         };
         // If the environment contains the variable twice, the last entry counts, as for the spawned
         // program.
-        let mut combined = request
+        let mut combined_constraints = request
             .env
             .iter()
             .rev()
@@ -503,15 +505,17 @@ impl Constraints {
             .filter(|_| request.flags & (SPAWN_HOST | SPAWN_ARCH) == 0)
         {
             let where_constraints = Self::parse(text)?;
-            combined.conditions.extend(where_constraints.conditions);
-            combined.rank = where_constraints.rank.or(combined.rank);
-            combined.barrier |= where_constraints.barrier;
-            combined.work = where_constraints.work.or(combined.work);
+            combined_constraints
+                .conditions
+                .extend(where_constraints.conditions);
+            combined_constraints.rank = where_constraints.rank.or(combined_constraints.rank);
+            combined_constraints.barrier |= where_constraints.barrier;
+            combined_constraints.work = where_constraints.work.or(combined_constraints.work);
             if where_constraints.colocation != Colocation::Any {
-                combined.colocation = where_constraints.colocation;
+                combined_constraints.colocation = where_constraints.colocation;
             }
         }
-        Ok(combined)
+        Ok(combined_constraints)
     }
 
     /// Returns the first condition that the host does not meet at `now`, with the host's actual
@@ -527,9 +531,9 @@ impl Constraints {
             .find_map(|c| Some((c.clone(), actual_if_unmet(c, host, now, &load)?)))
     }
 
-    /// True if the host could not meet the conditions even if no task ran on it. Conditions on
-    /// memory and idle processors are ignored, because their values change when tasks leave the
-    /// host.
+    /// True if at least one condition can never hold on the host, even if no task runs there.
+    /// Conditions on memory and idle processors are not examined, because their values change when
+    /// tasks leave the host.
     pub(super) fn is_never_met(&self, host: &HostView, now: Micros) -> bool {
         let is_task_independent = |c: &&Arc<Condition>| {
             !matches!(
@@ -557,20 +561,21 @@ impl Constraints {
             .max()
     }
 
-    /// Returns the maximum number of tasks of this spawn for which the host has memory at `now`,
-    /// limited by the spread.
+    /// Returns how many tasks of this spawn the host can accept: at most the number of tasks per
+    /// host that `spread` allows, and at most the number for which the host has memory at `now`. If
+    /// the conditions state no minimum memory, memory is no limit. Unknown memory counts as 0.
     pub(super) fn task_capacity(&self, host: &HostView, now: Micros) -> u32 {
         let spread = match self.colocation {
             Colocation::Spread(tasks_per_host) => tasks_per_host,
             Colocation::Any | Colocation::SameHost => u32::MAX,
         };
-        let available = host
+        let available_memory_bytes = host
             .recent_sample(now)
             .and_then(|_| host.available_bytes())
             .unwrap_or(0);
         let memory_slots = self
             .min_memory_bytes()
-            .and_then(|bytes| available.checked_div(bytes))
+            .and_then(|bytes| available_memory_bytes.checked_div(bytes))
             .unwrap_or(u64::MAX);
         spread.min(u32::try_from(memory_slots).unwrap_or(u32::MAX))
     }
@@ -638,7 +643,7 @@ mod tests {
         );
     }
 
-    /// The error of an invalid text names the invalid part.
+    /// The error of an invalid text names the invalid part. A text that is too long is refused.
     #[test]
     fn parse_error_names_invalid_part() {
         for (text, expected_message) in [
@@ -663,8 +668,8 @@ mod tests {
         );
     }
 
-    /// Conditions of `where` and of the environment are combined. A flag that gives `where` another
-    /// meaning prevents its parsing.
+    /// Conditions of `where` and of the environment are combined. If a flag gives `where` another
+    /// meaning, or if `where` has no question mark, `where` is not parsed.
     #[test]
     fn constraints_come_from_where_and_environment() {
         let env = vec![b"SEMPA_WANTS=cores >= 4; rank = speed".to_vec()];
@@ -674,11 +679,12 @@ mod tests {
             env: env.clone(),
             ..SpawnRequest::default()
         };
-        let combined = Constraints::from_request(&request(0, "?memory >= 1G; rank = memory:/tmp"))
-            .expect("good");
-        assert_eq!(combined.conditions.len(), 2);
+        let combined_constraints =
+            Constraints::from_request(&request(0, "?memory >= 1G; rank = memory:/tmp"))
+                .expect("good");
+        assert_eq!(combined_constraints.conditions.len(), 2);
         assert_eq!(
-            combined.rank,
+            combined_constraints.rank,
             Some(Rank {
                 metric: Metric::Memory,
                 ascending: false

@@ -1,12 +1,12 @@
 //! Evictions: decides which tasks leave their host because its owner is present or accepts no
-//! guests. The owner's policy determines when they leave. Guests of a host that is being drained
-//! leave immediately.
+//! guests. The owner's policy determines when the tasks leave. Guests of a host that is being
+//! drained leave immediately.
 //!
 //! - A task does not return to the host when the owner leaves. Tasks on hosts that accept guests
 //!   are not migrated.
 //! - The number of earlier migrations of a task is irrelevant, because a task that stays is paused.
 //! - To avoid migrations back and forth, a host whose owner has just left is used as a target only
-//!   if there is no other ([`OWNER_RETURN_WINDOW`]).
+//!   if no other host is equally suitable ([`OWNER_RETURN_WINDOW`]).
 
 use super::exclusions::ExclusionsBuilder;
 use super::guest_classes::Guest;
@@ -20,13 +20,13 @@ use std::fmt;
 /// Maximum number of concurrent migrations in the virtual machine. Further tasks wait. The limit is
 /// lower than the limit of the master, so that a migration requested by a user can start.
 pub const CONCURRENT_MIGRATIONS_MAX: usize = 48;
-/// Time after an owner's departure in which the host is used as a target only if there is no other
-/// host, because the owner may return.
+/// Time after an owner's departure in which the owner may return. During this time, the host is
+/// used as a target only if no other host is equally suitable.
 pub const OWNER_RETURN_WINDOW: Micros = Micros::from_secs(10);
 
-/// Maximum time until the end of an obstacle to a migration for which the job is not vacated.
+/// If an obstacle to a migration ends within this time, the job is not vacated.
 const VACATE_RETRY_WINDOW: Micros = Micros::from_secs(5);
-/// Maximum time until the end of an obstacle to a migration for which the obstacle is not logged.
+/// If an obstacle to a migration ends within this time, the obstacle is not logged.
 const UNLOGGED_WINDOW: Micros = Micros::from_secs(1);
 
 /// Decision to migrate one task away from its host.
@@ -49,7 +49,7 @@ pub enum StayReason {
         /// All other hosts, each with its reason.
         exclusions: Exclusions,
     },
-    /// No host can be the target of a migration of the guest for a while.
+    /// The guest cannot migrate to any host for a while.
     CannotMigrate { why: String },
     /// The guest waits because [`CONCURRENT_MIGRATIONS_MAX`] migrations are running.
     MigrationLimit,
@@ -57,7 +57,7 @@ pub enum StayReason {
     GracePeriod,
     /// The owner allows guests to stay paused until the host accepts guests again.
     PausedForOwner,
-    /// The host's daemon terminates the guests.
+    /// The owner's policy is to terminate guests. The host's daemon terminates them.
     Terminated,
 }
 
@@ -90,27 +90,29 @@ impl fmt::Display for StayReason {
 }
 
 impl StayDecision {
-    /// False for reasons that are not logged, because they soon cease to apply.
+    /// True if the decision is logged. Decisions for reasons that soon cease to apply are not
+    /// logged.
     pub fn is_logged(&self, now: Micros) -> bool {
         match self.reason {
             StayReason::MigrationLimit | StayReason::GracePeriod | StayReason::Terminated => false,
             StayReason::CannotMigrate { .. } => self
                 .retry_at
-                .is_none_or(|next_decision| next_decision.since(now) > UNLOGGED_WINDOW),
+                .is_none_or(|next_decision_at| next_decision_at.since(now) > UNLOGGED_WINDOW),
             StayReason::NoTargetHost { .. } | StayReason::PausedForOwner => true,
         }
     }
 
-    /// True if the task's job must be vacated (checkpointed and ended): the owner's policy requests
-    /// this, and no host will accept the task soon.
+    /// True if the task's job must be vacated (checkpointed and ended): the policy of the host's
+    /// owner requests this, the host is not being drained, and no other host will accept the task
+    /// soon.
     pub fn vacates_job(&self, snapshot: &Snapshot) -> bool {
         let requests_vacating = |host: &HostView| {
             host.guest_policy.vacates_jobs && !matches!(host.owner, OwnerState::Drained { .. })
         };
         // A refusal by a host may end after a short time. The host is then tried again.
-        let ends_soon = self
-            .retry_at
-            .is_some_and(|next_decision| next_decision.since(snapshot.now) <= VACATE_RETRY_WINDOW);
+        let ends_soon = self.retry_at.is_some_and(|next_decision_at| {
+            next_decision_at.since(snapshot.now) <= VACATE_RETRY_WINDOW
+        });
         let has_no_target = matches!(
             self.reason,
             StayReason::NoTargetHost { .. } | StayReason::CannotMigrate { .. }
@@ -123,12 +125,12 @@ impl StayDecision {
     pub fn describe(&self, snapshot: &Snapshot) -> String {
         match &self.reason {
             StayReason::NoTargetHost {
-                exclusions: excluded,
-            } if !excluded.is_empty() => {
+                exclusions: excluded_hosts,
+            } if !excluded_hosts.is_empty() => {
                 format!(
                     "{} ({})",
                     self.reason,
-                    snapshot.describe_exclusions(excluded)
+                    snapshot.describe_exclusions(excluded_hosts)
                 )
             }
             other_reason => other_reason.to_string(),
@@ -236,7 +238,7 @@ impl EvictionPlanner<'_> {
     }
 
     /// Decides about one guest, which is the task at position `task_position` in the task list of
-    /// `host`.
+    /// `host`. Adds the decision to the plan.
     fn decide_guest(&mut self, host: HostId, task_position: usize, guest: Guest) {
         let (snapshot, now) = (self.snapshot, self.snapshot.now);
         let Some(host) = snapshot.host(host) else {
@@ -245,11 +247,11 @@ impl EvictionPlanner<'_> {
         let Some(task) = host.tasks.get(task_position) else {
             return;
         };
-        let stay = |(stay_cause, next_decision)| StayDecision {
+        let stay = |(stay_cause, next_decision_at)| StayDecision {
             tid: task.tid,
             host: host.id,
             reason: stay_cause,
-            retry_at: next_decision,
+            retry_at: next_decision_at,
         };
         // A refusal concerns only this task. The search result of its class therefore does not
         // apply to the task.
@@ -257,11 +259,14 @@ impl EvictionPlanner<'_> {
             .target_obstacles
             .iter()
             .any(|(_, obstacle)| obstacle.until > now);
-        let by_class = || {
+        let class_decision = || {
             self.decide_by_class(guest, host.id)
                 .filter(|_| !has_refusals)
         };
-        if let Some(stay) = stay_reason(now, host, task).map(stay).or_else(by_class) {
+        if let Some(stay) = stay_reason(now, host, task)
+            .map(stay)
+            .or_else(class_decision)
+        {
             self.plan.stays.push(stay);
             return;
         }
@@ -310,8 +315,8 @@ impl EvictionPlanner<'_> {
     }
 }
 
-/// Returns the reason if a guest stays whatever targets exist, with the time of the next decision.
-/// `None` if the guest can leave now.
+/// Returns the reason, and the time of the next decision, if the guest stays regardless of the
+/// possible targets. Returns `None` if the guest can leave now.
 fn stay_reason(
     now: Micros,
     host: &HostView,
@@ -345,8 +350,8 @@ fn stay_reason(
 /// within the owners' limits on the number of guests. `programs`: users and programs of these
 /// tasks. Returns `None` if the hosts have too few slots.
 ///
-/// `reserved_for`: users and programs of another vacated job. Hosts that admit all of them are
-/// reserved for that job and not used.
+/// `reserved_for`: users and programs of another vacated job. Hosts that admit all of these users
+/// and programs are reserved for that job and are not used.
 pub fn assign_hosts(
     snapshot: &Snapshot,
     task_count: u32,
@@ -375,23 +380,23 @@ pub fn assign_hosts(
     let mut slots_left: Vec<(HostId, u32)> = usable_hosts
         .map(|host| (host.id, load(host).remaining_slots()))
         .collect();
-    let mut assigned = Vec::new();
-    while (assigned.len() as u64) < u64::from(task_count) {
+    let mut assigned_hosts = Vec::new();
+    while (assigned_hosts.len() as u64) < u64::from(task_count) {
         slots_left.retain(|(_, slots_left)| *slots_left > 0);
         if slots_left.is_empty() {
             return None;
         }
-        let unassigned_count = task_count as usize - assigned.len();
+        let unassigned_count = task_count as usize - assigned_hosts.len();
         for (host, slots_left) in slots_left.iter_mut().take(unassigned_count) {
-            assigned.push(*host);
+            assigned_hosts.push(*host);
             *slots_left -= 1;
         }
     }
-    Some(assigned)
+    Some(assigned_hosts)
 }
 
-/// True if the hosts would have slots for `task_count` tasks of these users and programs if all
-/// owners were absent and no other task ran.
+/// True if the hosts would have slots for `task_count` tasks of these users and programs in the
+/// best case: all owners are absent, and no other task runs.
 pub fn could_hosts_ever_fit(
     snapshot: &Snapshot,
     task_count: u32,
@@ -413,8 +418,8 @@ fn admits(host: &HostView, programs: &[(u32, String)]) -> bool {
         .all(|(user, program)| host.guest_policy.block_reason(*user, program).is_none())
 }
 
-/// Returns the cause of the evictions from a host with this owner; `None` if the host accepts
-/// guests.
+/// Returns the cause of evictions from a host whose owner is in the state `owner`; `None` if the
+/// host accepts guests.
 fn eviction_cause(owner: &OwnerState) -> Option<MigrationCause> {
     match owner {
         OwnerState::Present { why } | OwnerState::Closed { why } => {
@@ -442,15 +447,15 @@ fn find_target<'a>(
     task: &TaskView,
 ) -> Option<&'a HostView> {
     let mut fallback_hosts = [None; 3];
-    for weighted in loads.shares_best_first(&snapshot.peer_zones(source_host.id, task)) {
-        let host = snapshot.host(weighted.share.host())?;
+    for weighted_share in loads.shares_best_first(&snapshot.peer_zones(source_host.id, task)) {
+        let host = snapshot.host(weighted_share.share.host())?;
         if host.id == source_host.id
             || target_exclusion(snapshot, host, source_host, task, false).is_some()
             || loads.load(host.id).remaining_slots() == 0
         {
             continue;
         }
-        let owner_may_return = matches!(host.owner, OwnerState::Absent { left_at: Some(owner_left) } if snapshot.now.since(owner_left) < OWNER_RETURN_WINDOW);
+        let owner_may_return = matches!(host.owner, OwnerState::Absent { left_at: Some(left_time) } if snapshot.now.since(left_time) < OWNER_RETURN_WINDOW);
         let meets_constraints =
             unmet_constraint(host, snapshot.now, || loads.load(host.id), task).is_none();
         match (meets_constraints, owner_may_return) {
@@ -463,8 +468,8 @@ fn find_target<'a>(
     fallback_hosts.into_iter().flatten().next()
 }
 
-/// Result of a search without a target: the reasons, and the time when a host may become a target
-/// if nothing changes earlier.
+/// Result of a search that found no target: the reasons, and the time when a host may become a
+/// target if nothing changes earlier.
 struct FailedSearch {
     exclusions: Exclusions,
     retry_at: Option<Micros>,
@@ -472,7 +477,7 @@ struct FailedSearch {
 
 impl FailedSearch {
     fn collect(snapshot: &Snapshot, source_host: &HostView, task: &TaskView) -> Self {
-        let (mut builder, mut next_decision) = (ExclusionsBuilder::default(), None::<Micros>);
+        let (mut builder, mut earliest_retry) = (ExclusionsBuilder::default(), None::<Micros>);
         for host in &snapshot.hosts {
             let Some((exclusion, retry_time)) =
                 target_exclusion(snapshot, host, source_host, task, false)
@@ -480,16 +485,16 @@ impl FailedSearch {
                 continue;
             };
             builder.add(host.id, exclusion);
-            next_decision = next_decision.into_iter().chain(retry_time).min();
+            earliest_retry = earliest_retry.into_iter().chain(retry_time).min();
         }
         Self {
             exclusions: builder.build(),
-            retry_at: next_decision,
+            retry_at: earliest_retry,
         }
     }
 
-    /// Returns the decision for another guest of the same class, on `host`. Omits this host from
-    /// the reasons, because the list contains it only as a host that accepts no guests.
+    /// Returns the decision for another guest of the same class, on `host`. The reasons do not
+    /// include `host`, because the list contains `host` only as a host that accepts no guests.
     fn stay_decision(&self, tid: Tid, host: HostId) -> StayDecision {
         let stay_cause = StayReason::NoTargetHost {
             exclusions: self.exclusions.without_host(host),
@@ -570,8 +575,8 @@ pub(super) fn target_exclusion<'a>(
             Some(task_obstacle.until),
         ));
     }
-    let unmet = constraints_apply
+    let unmet_exclusion = constraints_apply
         .then(|| unmet_constraint(host, now, load, task))
         .flatten()?;
-    Some((unmet, None))
+    Some((unmet_exclusion, None))
 }

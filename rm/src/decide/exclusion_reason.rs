@@ -15,7 +15,8 @@ pub enum ExclusionReason<S = String> {
     OtherHost,
     /// The host has another architecture.
     OtherArch { arch: S },
-    /// The request asks for all hosts except those that it names, and it names this host.
+    /// The request asks for all hosts except those that it names, and this host is among the named
+    /// hosts.
     Complement,
     /// The owner is present.
     OwnerPresent {
@@ -58,8 +59,8 @@ pub enum ExclusionReason<S = String> {
     Reserved,
     /// The host was lost or did not answer while this request was carried out.
     NoAnswer,
-    /// The host's daemon has just declined tasks of this request, because of its owner or because
-    /// it has no room.
+    /// The host's daemon has just declined tasks of this request, because of the host's owner or
+    /// because the host has no room.
     Declined,
     /// The host cannot accept migrations at present.
     NoMigrations { why: S },
@@ -68,7 +69,7 @@ pub enum ExclusionReason<S = String> {
 }
 
 impl ExclusionReason<&str> {
-    /// Converts a borrowed text into an owned one.
+    /// Returns the same reason with owned texts.
     pub(super) fn into_owned(self) -> ExclusionReason {
         match self {
             ExclusionReason::OtherHost => ExclusionReason::OtherHost,
@@ -80,17 +81,19 @@ impl ExclusionReason<&str> {
                 ExclusionReason::OwnerPresent { why: why.into() }
             }
             ExclusionReason::Closed { why } => ExclusionReason::Closed { why: why.into() },
-            ExclusionReason::Drained { requester: by } => {
-                ExclusionReason::Drained { requester: by }
-            }
+            ExclusionReason::Drained {
+                requester: drain_requester,
+            } => ExclusionReason::Drained {
+                requester: drain_requester,
+            },
             ExclusionReason::TaskLimit { limit: guests_max } => {
                 ExclusionReason::TaskLimit { limit: guests_max }
             }
             ExclusionReason::MemoryReserved {
-                reserved_bytes: keeps,
+                reserved_bytes: reserved_amount,
                 free_bytes: found_value,
             } => ExclusionReason::MemoryReserved {
-                reserved_bytes: keeps,
+                reserved_bytes: reserved_amount,
                 free_bytes: found_value,
             },
             ExclusionReason::ProgramBlocked { pattern } => ExclusionReason::ProgramBlocked {
@@ -123,7 +126,9 @@ impl<S: fmt::Display + fmt::Debug> fmt::Display for ExclusionReason<S> {
             Self::Complement => f.write_str("the request excludes it"),
             Self::OwnerPresent { why } => write!(f, "owner present ({why})"),
             Self::Closed { why } => write!(f, "no guests now ({why})"),
-            Self::Drained { requester: by } => write!(f, "it is being drained (requested by {by})"),
+            Self::Drained {
+                requester: drain_requester,
+            } => write!(f, "it is being drained (requested by {drain_requester})"),
             Self::TaskLimit { limit: 0 } => f.write_str("its owner allows no tasks"),
             Self::TaskLimit { limit: 1 } => {
                 f.write_str("its owner allows one task, and one is present")

@@ -18,10 +18,10 @@ pub const EXCLUDED_HOSTS_MAX: usize = 256;
 #[derive(Clone, Default)]
 pub struct Exclusions {
     entries: Arc<Vec<(HostId, ExclusionReason)>>,
-    /// Host that is omitted from the result although `listed` may contain it. Decisions about other
-    /// tasks share `listed`.
+    /// Host that is omitted from the result although `entries` may contain it. The exclusions of
+    /// several tasks share `entries`.
     omitted_host: Option<HostId>,
-    /// Number of excluded hosts with a reportable reason that `listed` does not contain.
+    /// Number of excluded hosts with a reportable reason that `entries` does not contain.
     unlisted_count: usize,
 }
 
@@ -61,13 +61,13 @@ impl Exclusions {
         let in_listed_range = self
             .entries
             .last()
-            .is_some_and(|(last_listed, _)| host <= *last_listed);
+            .is_some_and(|(last_listed_host, _)| host <= *last_listed_host);
         let is_listed = in_listed_range
             && self
                 .entries
                 .binary_search_by_key(&host, |(id, _)| *id)
                 .is_ok();
-        let remaining_unlisted = if is_listed {
+        let remaining_unlisted_count = if is_listed {
             self.unlisted_count
         } else {
             self.unlisted_count.saturating_sub(1)
@@ -75,7 +75,7 @@ impl Exclusions {
         Self {
             entries: self.entries.clone(),
             omitted_host: Some(host),
-            unlisted_count: remaining_unlisted,
+            unlisted_count: remaining_unlisted_count,
         }
     }
 }
@@ -109,7 +109,7 @@ impl Index<usize> for Exclusions {
     }
 }
 
-/// True for reasons that are not reported, because the request did not ask for the host.
+/// True if a host with this reason is not reported, because the request did not ask for the host.
 fn is_unreported<S>(why: &ExclusionReason<S>) -> bool {
     matches!(
         why,
@@ -147,7 +147,8 @@ pub(super) struct ExclusionsBuilder {
     pub(super) any_temporary: bool,
     /// True if at least one host was lost or did not answer.
     pub(super) any_unanswered: bool,
-    /// True if the request asks for at least one of the excluded hosts.
+    /// True if at least one excluded host is among the hosts and architectures that the request
+    /// asks for.
     pub(super) any_requested: bool,
 }
 
@@ -155,9 +156,10 @@ impl ExclusionsBuilder {
     pub(super) fn add(&mut self, host: HostId, why: ExclusionReason<&str>) {
         self.any_temporary |= is_temporary(&why);
         self.any_unanswered |= why == ExclusionReason::NoAnswer;
-        let is_omitted = is_unreported(&why);
-        self.any_requested |= !is_omitted && !matches!(why, ExclusionReason::OtherArch { .. });
-        let group_count = if is_omitted {
+        let is_unreported_reason = is_unreported(&why);
+        self.any_requested |=
+            !is_unreported_reason && !matches!(why, ExclusionReason::OtherArch { .. });
+        let group_count = if is_unreported_reason {
             &mut self.unreported_count
         } else {
             &mut self.reportable_count

@@ -22,9 +22,10 @@ pub const QUEUED_REQUESTS_MAX: usize = 65_536;
 /// whose index is nearest to zero is removed.
 pub const USERS_MAX: usize = 65_536;
 
-/// A user's tasks are preempted only if the user's index exceeds twice the index of the waiting
-/// user by this many points. Ten processors held for an hour yield ten points. The margin prevents
-/// users with similar usage from preempting each other.
+/// Margin in points. The tasks of a user are preempted for a waiting user only if the first user's
+/// index exceeds twice the waiting user's index by at least this margin. A negative index of the
+/// waiting user is not doubled. Ten processors held for an hour yield ten points. The margin
+/// prevents users with similar usage from preempting each other.
 pub const PREEMPTION_MARGIN: f64 = 10.0;
 
 /// Rates at which indices change, in points per hour.
@@ -55,14 +56,14 @@ pub struct TaskLimits {
     pub job_tasks_max: Option<u32>,
 }
 
-/// Reason why a limit prevents the start of a request's tasks or its queueing.
+/// Limit that prevents the start of a request's tasks, or the queueing of the request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LimitError {
     /// The request would exceed the limit of its user.
     UserTasks { task_count: u32, limit: u32 },
     /// The request would exceed the limit of its job.
     JobTasks { task_count: u32, limit: u32 },
-    /// The queue is full.
+    /// The queue contains [`QUEUED_REQUESTS_MAX`] requests.
     QueueFull,
 }
 
@@ -70,21 +71,21 @@ impl fmt::Display for LimitError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::UserTasks {
-                task_count: current,
+                task_count: current_count,
                 limit: allowed_max,
             } => {
                 write!(
                     f,
-                    "the user has {current} tasks, and {allowed_max} are allowed"
+                    "the user has {current_count} tasks, and {allowed_max} are allowed"
                 )
             }
             Self::JobTasks {
-                task_count: current,
+                task_count: current_count,
                 limit: allowed_max,
             } => {
                 write!(
                     f,
-                    "the job has {current} tasks, and {allowed_max} are allowed"
+                    "the job has {current_count} tasks, and {allowed_max} are allowed"
                 )
             }
             Self::QueueFull => write!(f, "{QUEUED_REQUESTS_MAX} requests are waiting already"),
@@ -93,16 +94,18 @@ impl fmt::Display for LimitError {
 }
 
 impl TaskLimits {
-    /// Checks whether `new_task_count` further tasks are allowed. `user_task_count` and
-    /// `job_task_count` are the current numbers of tasks of the user and of the job.
+    /// Checks whether `new_task_count` further tasks are allowed; otherwise returns the exceeded
+    /// limit. `user_task_count` and `job_task_count` are the current numbers of tasks of the user
+    /// and of the job.
     pub fn allow(
         &self,
         user_task_count: u32,
         job_task_count: u32,
         new_task_count: u32,
     ) -> Result<(), LimitError> {
-        let exceeded_limit = |current: u32, allowed_max: Option<u32>| {
-            allowed_max.filter(|allowed_max| current.saturating_add(new_task_count) > *allowed_max)
+        let exceeded_limit = |current_count: u32, allowed_max: Option<u32>| {
+            allowed_max
+                .filter(|allowed_max| current_count.saturating_add(new_task_count) > *allowed_max)
         };
         if let Some(allowed_max) = exceeded_limit(user_task_count, self.user_tasks_max) {
             return Err(LimitError::UserTasks {
@@ -207,10 +210,10 @@ impl FairShare {
                 .users
                 .iter()
                 .filter(|(_, u)| u.held_processors == 0 && u.waiting_requests == 0);
-            let nearest_to_zero = idle_users
+            let nearest_user = idle_users
                 .min_by(|(_, a), (_, b)| a.index.abs().total_cmp(&b.index.abs()))
                 .map(|(id, _)| *id);
-            nearest_to_zero.map(|id| self.users.remove(&id));
+            nearest_user.map(|id| self.users.remove(&id));
         }
         let entry = self.users.entry(user).or_insert(UserState {
             updated_at: now,
@@ -232,7 +235,7 @@ impl FairShare {
         user.held_processors = user.held_processors.saturating_sub(processor_count);
     }
 
-    /// Returns the number of processors that the user holds.
+    /// Returns the number of processors that the user holds; 0 for an unknown user.
     pub fn held_processors(&self, user: u32) -> u32 {
         self.users.get(&user).map_or(0, |u| u.held_processors)
     }
@@ -265,8 +268,8 @@ impl FairShare {
         Ok(())
     }
 
-    /// Removes the request `number` from the queue, because it got its hosts or was withdrawn.
-    /// Returns `None` if the queue does not contain the request.
+    /// Removes the request `number` from the queue, because the request got its hosts or was
+    /// withdrawn. Returns the request, or `None` if the queue does not contain it.
     pub fn dequeue(&mut self, now: Micros, user: u32, number: u64) -> Option<QueuedRequest> {
         let queue = self.queue.get_mut(&user)?;
         let request = queue.remove(&number)?;
@@ -286,7 +289,7 @@ impl FairShare {
 
     /// Returns all waiting requests in the order of service.
     pub fn requests_in_order(&self, now: Micros) -> Vec<QueuedRequest> {
-        let with_user_index = |(user, queue): (&u32, &BTreeMap<u64, QueuedRequest>)| {
+        let add_user_index = |(user, queue): (&u32, &BTreeMap<u64, QueuedRequest>)| {
             let index = self.user_index(now, *user);
             queue
                 .values()
@@ -294,7 +297,7 @@ impl FairShare {
                 .collect::<Vec<_>>()
         };
         let mut indexed_requests: Vec<(f64, QueuedRequest)> =
-            self.queue.iter().flat_map(with_user_index).collect();
+            self.queue.iter().flat_map(add_user_index).collect();
         indexed_requests.sort_by(|(a, x), (b, y)| a.total_cmp(b).then(x.number.cmp(&y.number)));
         indexed_requests
             .into_iter()
@@ -350,14 +353,14 @@ impl FairShare {
             .users
             .iter()
             .filter(|(id, u)| **id != user && u.held_processors > 0);
-        let mut exceeding: Vec<_> = holders
+        let mut exceeding_users: Vec<_> = holders
             .map(|(id, _)| (self.user_index(now, *id), *id))
             .collect();
-        exceeding.retain(|(index, _)| {
+        exceeding_users.retain(|(index, _)| {
             *index >= waiting_index + waiting_index.max(0.0) + PREEMPTION_MARGIN
         });
-        exceeding.sort_by(|(a, x), (b, y)| b.total_cmp(a).then(x.cmp(y)));
-        exceeding.into_iter().map(|(_, id)| id).collect()
+        exceeding_users.sort_by(|(a, x), (b, y)| b.total_cmp(a).then(x.cmp(y)));
+        exceeding_users.into_iter().map(|(_, id)| id).collect()
     }
 }
 
@@ -449,8 +452,7 @@ mod tests {
         assert_eq!(fair_share.dequeue(hour(11), 2, 99), None);
     }
 
-    /// A drained queue returns its requests in the order in which single calls of `dequeue` would
-    /// serve them.
+    /// `drain_queue` returns the requests in the order in which they would be served one by one.
     #[test]
     fn draining_the_queue_keeps_the_service_order() {
         let mut fair_share = FairShare::new(UpDownRates::default());
@@ -460,19 +462,25 @@ mod tests {
                 .enqueue(hour(1), request(number, user, hour(1)))
                 .expect("room");
         }
-        let mut single_dequeues = fair_share.clone();
+        let mut sequential_fair_share = fair_share.clone();
         let mut expected_numbers = Vec::new();
-        while let Some((_, next_request)) = single_dequeues.next_requests(hour(2)).first().copied()
+        while let Some((_, next_request)) = sequential_fair_share
+            .next_requests(hour(2))
+            .first()
+            .copied()
         {
-            single_dequeues.dequeue(hour(2), next_request.user, next_request.number);
+            sequential_fair_share.dequeue(hour(2), next_request.user, next_request.number);
             expected_numbers.push(next_request.number);
         }
-        let drained: Vec<u64> = fair_share
+        let drained_numbers: Vec<u64> = fair_share
             .drain_queue(hour(2))
             .iter()
             .map(|r| r.number)
             .collect();
-        assert_eq!((drained, fair_share.queue_len()), (expected_numbers, 0));
+        assert_eq!(
+            (drained_numbers, fair_share.queue_len()),
+            (expected_numbers, 0)
+        );
     }
 
     /// A restored index has decayed since it was stored.

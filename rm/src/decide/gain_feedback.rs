@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 
 /// Range of the factor by which computed gains are multiplied.
 pub const CONFIDENCE_RANGE: std::ops::RangeInclusive<f64> = 0.1..=1.5;
-/// Time in which the correction falls to half if no new observation confirms it.
+/// Time in which the logarithm of a correction falls to half if there is no new observation.
 pub const CONFIDENCE_HALF_LIFE: Micros = Micros::from_secs(2 * 3600);
 /// Minimum weight of the newest observation.
 const NEWEST_WEIGHT: f64 = 0.1;
@@ -59,8 +59,8 @@ impl GainFeedback {
         learned_ratio.powf(0.5_f64.powf(age_half_lives))
     }
 
-    /// Returns the same corrections. Sets the time of the last observation to the start of a new
-    /// clock.
+    /// Returns the same corrections for use with a new clock. The time of the last observation
+    /// becomes the start of that clock.
     pub(super) fn with_clock_reset(self) -> Self {
         Self {
             observed_at: Micros::default(),

@@ -14,9 +14,9 @@ struct GuestClass {
     arch: Box<str>,
     user: u32,
     program: Arc<str>,
-    /// Base-2 logarithm of the guest's memory in bytes, rounded down. It matters because a host may
-    /// have room only for a small guest. `None` if the guest needs no more than the memory that is
-    /// reserved for every task.
+    /// Base-2 logarithm of the guest's memory in bytes, rounded down. `None` if the guest needs no
+    /// more than the memory that is reserved for every task. The memory matters because a host may
+    /// have room only for a small guest.
     memory_log2: Option<u32>,
 }
 
@@ -26,8 +26,8 @@ pub(super) struct Guest {
     pub(super) tid: Tid,
     /// Index of the guest's class.
     pub(super) class_index: usize,
-    /// True if only the class determines the decision: the guest must leave immediately, and no
-    /// host has refused it.
+    /// True if only the class determines the decision: the guest must leave immediately, it can
+    /// migrate, and no host has refused it.
     pub(super) class_decides: bool,
 }
 
@@ -69,12 +69,12 @@ impl EvictableGuests {
         {
             let only_class_matters =
                 leave_now && task.migration_obstacle.is_none() && task.target_obstacles.is_empty();
-            let class = self.add_to_class(host, task);
+            let guest_class_index = self.add_to_class(host, task);
             self.guests.insert(
                 (host.id, task_position),
                 Guest {
                     tid: task.tid,
-                    class_index: class,
+                    class_index: guest_class_index,
                     class_decides: only_class_matters,
                 },
             );

@@ -61,7 +61,7 @@ pub(super) struct HostLoad {
     pub(super) external_threads: u32,
     /// Demand of the virtual machine's tasks beyond one thread for each task, in threads.
     pub(super) extra_threads: u32,
-    /// Number of further tasks for which there is memory.
+    /// Number of further tasks for which there is memory; `u32::MAX` if the memory is unknown.
     pub(super) memory_slots: u32,
     /// True if no idle user is logged in at the host.
     pub(super) unattended: bool,
@@ -74,8 +74,8 @@ impl HostLoad {
     /// Computes the load of a host. `own_tasks`: number of tasks of the virtual machine on the
     /// host.
     pub(super) fn compute(host: &HostView, now: Micros, own_tasks: u32) -> Self {
-        let recent = host.recent_sample(now);
-        let free_bytes = recent.map_or(0, |s| s.sample.available_bytes);
+        let timed_sample = host.recent_sample(now);
+        let free_bytes = timed_sample.map_or(0, |s| s.sample.available_bytes);
         let limits = &host.guest_policy.limits;
         let slots_by_memory = match free_bytes {
             0 => u32::MAX,
@@ -84,18 +84,17 @@ impl HostLoad {
             )
             .unwrap_or(u32::MAX),
         };
-        let capacity = recent.filter(|s| s.sample.cpu_limit > 0.0).map_or(
+        let capacity_permille = timed_sample.filter(|s| s.sample.cpu_limit > 0.0).map_or(
             u64::from(host.cores.max(1)) * 1000,
             |limited_sample| {
-                // The report is not trusted: its processor limit may be negative, huge or not a
-                // number.
+                // The sample is not trusted: its processor limit may be huge or not a number.
                 (f64::from(limited_sample.sample.cpu_limit) * 1000.0)
                     .clamp(1.0, f64::from(u32::MAX)) as u64
             },
         );
         let speed = u64::try_from(host.speed).unwrap_or(0).max(1);
         let external_count = external_threads(host, now).round() as u32;
-        let extra_count = recent
+        let extra_count = timed_sample
             .map_or(0.0, |s| divide_demand(s).extra_threads)
             .round() as u32;
         let (no_idle_login, guest_limit) = (
@@ -104,7 +103,7 @@ impl HostLoad {
         );
         Self {
             host: host.id,
-            processors_permille: capacity,
+            processors_permille: capacity_permille,
             speed_permille: speed,
             vm_task_count: own_tasks,
             external_threads: external_count,
@@ -166,7 +165,8 @@ pub(super) fn external_threads(host: &HostView, now: Micros) -> f32 {
 
 /// Time constant of the mean external demand.
 const EXTERNAL_MEAN_WINDOW: Micros = Micros::from_secs(120);
-/// Time for which the first sample counts as observed. This time determines its weight in the mean.
+/// Time for which the first sample counts as observed. This time determines the sample's weight in
+/// the mean.
 const FIRST_SAMPLE_WINDOW: Micros = Micros::from_secs(5);
 
 /// Mean external demand for processors over some minutes, in threads.
@@ -231,8 +231,8 @@ fn divide_demand(sampled: &TimedSample) -> ThreadDemand {
     let demand = if sample.busy_share >= SATURATED_UTILIZATION_MIN {
         used_processors.max(runnable_threads)
     } else if sample.cpu_pressure >= THROTTLED_PRESSURE_MIN {
-        // Threads wait for processors because of the limit. Without it, they would use processors
-        // also in the time for which they wait.
+        // Threads wait for processors because of the limit. Without the limit, the threads would
+        // use processors instead of waiting.
         used_processors / (1.0 - sample.cpu_pressure).max(0.25)
     } else {
         used_processors
@@ -275,14 +275,14 @@ mod tests {
     /// Returns a sample of a host with two processors. `used_by_tasks`: processors used by tasks of
     /// the virtual machine; `task_count`: number of these tasks.
     fn timed_sample(
-        busy: f32,
+        busy_fraction: f32,
         runnable_count: u32,
         used_by_tasks: Option<f32>,
         task_count: u32,
     ) -> TimedSample {
         let sample = LoadSample {
             cores: 2,
-            busy_share: busy,
+            busy_share: busy_fraction,
             runnable_threads: runnable_count,
             one_minute_load: runnable_count as f32,
             task_cpus: used_by_tasks,
@@ -313,9 +313,9 @@ mod tests {
     /// tasks.
     #[test]
     fn guest_threads_are_not_external_demand() {
-        let eight_runnable = timed_sample(1.0, 8, Some(2.0), 1);
+        let sample_with_eight_threads = timed_sample(1.0, 8, Some(2.0), 1);
         assert_eq!(
-            divide_demand(&eight_runnable),
+            divide_demand(&sample_with_eight_threads),
             ThreadDemand {
                 external_threads: 0.0,
                 extra_threads: 7.0

@@ -83,11 +83,11 @@ pub(super) fn merge_descending<T: Ord, L: Iterator<Item = T>>(
         .filter_map(|(i, list)| Some((list.next()?, i)))
         .collect();
     std::iter::from_fn(move || {
-        let mut largest = heads.peek_mut()?;
-        let i = largest.1;
+        let mut largest_head = heads.peek_mut()?;
+        let i = largest_head.1;
         Some(match lists[i].next() {
-            Some(next) => std::mem::replace(&mut *largest, (next, i)).0,
-            None => PeekMut::pop(largest).0,
+            Some(next) => std::mem::replace(&mut *largest_head, (next, i)).0,
+            None => PeekMut::pop(largest_head).0,
         })
     })
 }
@@ -153,7 +153,6 @@ impl HostIndex {
         &self.evictable_guests
     }
 
-    /// Returns the number of migrating tasks.
     pub(super) fn migrating_task_count(&self) -> usize {
         self.migrating_task_count
     }
@@ -369,9 +368,12 @@ impl HostIndex {
 /// point as an error. Tries the position that follows from the host number first, because host
 /// numbers are usually consecutive.
 fn position(hosts: &[HostView], id: HostId) -> Result<usize, usize> {
-    let guess = usize::from(id.index()) - 1;
-    if hosts.get(guess).is_some_and(|host| host.id == id) {
-        return Ok(guess);
+    let guessed_position = usize::from(id.index()) - 1;
+    if hosts
+        .get(guessed_position)
+        .is_some_and(|host| host.id == id)
+    {
+        return Ok(guessed_position);
     }
     hosts.binary_search_by_key(&id, |host| host.id)
 }
@@ -385,7 +387,7 @@ pub struct HostList {
 }
 
 impl HostList {
-    /// Returns the position of a host in the list.
+    /// Returns the position of a host in the list; `None` if the list does not contain the host.
     pub(super) fn position(&self, id: HostId) -> Option<usize> {
         position(&self.hosts, id).ok()
     }
@@ -437,7 +439,8 @@ impl HostList {
         }
     }
 
-    /// Returns the index as of `now`. Builds a new index if the hosts were not refreshed.
+    /// Returns the index as of `now`. Builds a new index if the hosts were not refreshed since a
+    /// change or since a sample became too old.
     pub(super) fn index(&self, now: Micros) -> Cow<'_, HostIndex> {
         if self.changed_ids.is_empty()
             && self

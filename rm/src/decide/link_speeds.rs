@@ -74,7 +74,8 @@ pub(super) struct LinkSpeeds {
 }
 
 impl LinkSpeeds {
-    /// Records a transfer of `bytes` in `seconds`.
+    /// Records that `bytes` were transferred in `seconds`. Without a pair, updates only the mean of
+    /// all migrations.
     pub(super) fn record_transfer(&mut self, pair: Option<HostPair>, bytes: u64, seconds: f64) {
         let log_speed = (bytes as f64 / seconds.max(1e-6))
             .clamp(
@@ -109,13 +110,13 @@ impl LinkSpeeds {
     pub(super) fn bytes_per_second(&self, pair: Option<HostPair>) -> f64 {
         let host_speed = pair.and_then(|pair| self.host_pairs.get(&pair.hosts));
         let zone_speed = || pair.and_then(|pair| self.zone_pairs.get(&pair.zones));
-        let best_known = host_speed.or_else(zone_speed).or(self.overall.as_ref());
-        best_known.map_or(DEFAULT_BYTES_PER_SECOND, |speed| speed.mean_log.exp())
+        let best_known_speed = host_speed.or_else(zone_speed).or(self.overall.as_ref());
+        best_known_speed.map_or(DEFAULT_BYTES_PER_SECOND, |speed| speed.mean_log.exp())
     }
 
     /// Returns the relative speed of the fastest link between `zone` and one of the zones
-    /// `peer_zones`. The speed is relative to the faster of the links within the two zones. `None`
-    /// until migrations have measured these links.
+    /// `peer_zones`. The speed is relative to the faster of the links within the two zones. Returns
+    /// `None` until migrations have measured these links.
     pub(super) fn relative_speed(&self, zone: u32, peer_zones: &BTreeSet<u32>) -> Option<f64> {
         let pair_log = |a: u32, b: u32| {
             self.zone_pairs
@@ -186,9 +187,12 @@ mod tests {
     #[test]
     fn pair_speed_falls_back_to_zones_then_overall_mean() {
         let mut links = LinkSpeeds::default();
-        let assert_megabytes_per_second = |links: &LinkSpeeds, pair, mb: f64| {
+        let assert_megabytes_per_second = |links: &LinkSpeeds, pair, megabytes: f64| {
             let speed = links.bytes_per_second(pair) / 1e6;
-            assert!((speed / mb - 1.0).abs() < 0.01, "{speed} and not {mb}");
+            assert!(
+                (speed / megabytes - 1.0).abs() < 0.01,
+                "{speed} and not {megabytes}"
+            );
         };
         assert_megabytes_per_second(&links, host_pair(1, 2, (0, 0)), 200.0);
         links.record_transfer(host_pair(1, 2, (0, 0)), 100_000_000, 0.1);

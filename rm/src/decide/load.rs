@@ -1,6 +1,6 @@
 //! Load of all hosts during a decision. Ranks the hosts by the processor share that one more task
-//! would get, after each task that the decision has placed. Also states which limits of a host
-//! exclude one more task, and which loads are unknown.
+//! would get. The tasks that the decision has already placed are included. Also states which limits
+//! of a host exclude one more task, and which loads are unknown.
 
 use super::host_load::{HostLoad, ProcessorShare};
 use super::index::{HostIndex, merge_descending};
@@ -94,7 +94,8 @@ impl<'a> WorkingLoads<'a> {
         self.load(host).share()
     }
 
-    /// Adds a task to a host of the snapshot. Returns the share that the next task would get there.
+    /// Adds a task to a host of the snapshot. Returns the share that the next task would get on
+    /// this host.
     pub(super) fn add_task(&mut self, host: HostId) -> ProcessorShare {
         let previous_load = self.load(host);
         let new_load = HostLoad {
@@ -148,26 +149,26 @@ impl<'a> WorkingLoads<'a> {
     ) -> impl Iterator<Item = WeightedShare> {
         let sorted_shares = self.index.shares_by_zone().map(|(zone, shares)| {
             let permille = self.snapshot.zone_weight_permille(*zone, peer_zones);
-            let unchanged = shares
+            let unchanged_shares = shares
                 .iter()
                 .rev()
                 .filter(|s| !self.changed_loads.contains_key(&s.host()));
-            unchanged.map(move |s| WeightedShare::new(*s, permille))
+            unchanged_shares.map(move |s| WeightedShare::new(*s, permille))
         });
         let mut sorted_shares = merge_descending(sorted_shares).peekable();
-        let mut changed_weighted: Vec<WeightedShare> = self
+        let mut changed_weighted_shares: Vec<WeightedShare> = self
             .changed_shares
             .iter()
             .map(|s| self.weighted_share(*s, peer_zones))
             .collect();
-        changed_weighted.sort_unstable();
+        changed_weighted_shares.sort_unstable();
         std::iter::from_fn(
-            move || match (sorted_shares.peek(), changed_weighted.last()) {
+            move || match (sorted_shares.peek(), changed_weighted_shares.last()) {
                 (Some(unchanged_share), Some(changed_share)) if changed_share > unchanged_share => {
-                    changed_weighted.pop()
+                    changed_weighted_shares.pop()
                 }
                 (Some(_), _) => sorted_shares.next(),
-                (None, _) => changed_weighted.pop(),
+                (None, _) => changed_weighted_shares.pop(),
             },
         )
     }
@@ -192,7 +193,7 @@ pub(super) fn unknown_loads(
         .collect()
 }
 
-/// Returns the reason why the load of a host is unknown; `None` if it is known.
+/// Returns the reason why the load of a host is unknown; `None` if the load is known.
 pub(super) fn unknown_reason(host: &HostView, now: Micros) -> Option<String> {
     match &host.sample {
         None => Some("no sample".into()),

@@ -2,9 +2,9 @@
 //! work.
 //!
 //! A candidate migrates a task that would end last to a host where the task ends sooner.
-//! Alternatively, the candidate exchanges this task with another task, or migrates a task that
-//! shares the host with it. Each candidate is evaluated by simulating the hosts with it and without
-//! it ([`super::makespan_sim`]).
+//! Alternatively, the candidate exchanges this task with another task, or migrates another task of
+//! the same host. Each candidate is evaluated by two simulations of the hosts: with the candidate
+//! and without it ([`super::makespan_sim`]).
 
 use super::evictions::target_exclusion;
 use super::makespan_sim::{SimHost, SimOutcome, SimTask, Simulation};
@@ -24,8 +24,8 @@ const SIM_TASKS_MAX: usize = 64;
 const EXAMINED_TASKS_MAX: usize = 8;
 /// Number of the examined tasks for which an exchange with another task is also tried.
 const EXCHANGES_MAX: usize = 2;
-/// Maximum fluctuation of a host's external load, in threads. The load of a host that exceeds the
-/// maximum is unpredictable, so the host is neither source nor target.
+/// Maximum fluctuation of a host's external load, in threads. A host with a greater fluctuation is
+/// neither source nor target, because its load is unpredictable.
 const EXTERNAL_SPREAD_THREADS_MAX: f64 = 1.0;
 /// A job counts as delayed if its end is later by at least this factor.
 const DELAY_FACTOR_MIN: f64 = 1.001;
@@ -42,8 +42,8 @@ pub(super) struct JobSim<'a> {
     hosts: Vec<HostId>,
     tasks: Vec<&'a TaskView>,
     baseline: Simulation,
-    /// Cost of a migration in seconds. Also contains, for this cost, the time when each task ends
-    /// if the plan gets no further migration.
+    /// Cost of a migration in seconds, and the end times of all tasks for this cost if the plan
+    /// gets no further migration. `None` if these times must be simulated again.
     baseline_ends: Option<(f64, Vec<f64>)>,
     /// Simulation in which candidates are tried. Its memory is reused for each candidate.
     trial: Simulation,
@@ -64,12 +64,13 @@ impl JobCandidate {
 }
 
 impl JobSim<'_> {
-    /// Returns the time in seconds until task `i` ends if all tasks of its host, `host_tasks`, stay
-    /// there.
+    /// Returns the time in seconds until task `i` ends if all tasks of its host stay there.
+    /// `host_tasks`: indices of the tasks of this host.
     fn end_on_shared_host(&self, i: usize, host_tasks: &[usize]) -> f64 {
         let sim_tasks = self.baseline.tasks();
         let sim_task = sim_tasks[i];
-        // Until shorter tasks end, the host also does their work.
+        // Until task `i` ends, the host also does work of its other tasks: of each one at most as
+        // much as the work of task `i`.
         let shared_work: f64 = host_tasks
             .iter()
             .map(|other| sim_tasks[*other].work_left_s.min(sim_task.work_left_s))
@@ -138,7 +139,7 @@ impl JobSim<'_> {
         &mut self.trial
     }
 
-    /// Adds a migration of the plan to the simulation.
+    /// Adds a migration of the plan to the baseline, from which the further simulations start.
     pub(super) fn apply_migration(&mut self, migrated_tid: Tid, target: HostId) {
         let i = self.tasks.iter().position(|t| t.tid == migrated_tid);
         let target = self.hosts.iter().position(|host| *host == target);
@@ -193,11 +194,12 @@ impl<'a> RebalancePlan<'a> {
             }
         }
         let is_small_enough = sim_tasks.len() <= SIM_TASKS_MAX;
-        let (initial, empty_trial) = (Simulation::new(sim_hosts, sim_tasks), Simulation::default());
+        let (initial_simulation, empty_trial) =
+            (Simulation::new(sim_hosts, sim_tasks), Simulation::default());
         is_small_enough.then_some(JobSim {
             hosts,
             tasks,
-            baseline: initial,
+            baseline: initial_simulation,
             baseline_ends: None,
             trial: empty_trial,
         })
@@ -211,12 +213,12 @@ impl<'a> RebalancePlan<'a> {
                 .flat_map(|p| &p.host.tasks)
                 .filter(|t| t.computes())
         };
-        let undeclared: BTreeSet<Tid> = tasks()
+        let undeclared_jobs: BTreeSet<Tid> = tasks()
             .filter(|t| !self.expected_work.get(&t.tid).is_some_and(|e| e.declared))
             .map(|t| t.job)
             .collect();
         let is_declared_job =
-            |job: &Tid| !undeclared.contains(job) && !self.snapshot.barrier_jobs.contains(job);
+            |job: &Tid| !undeclared_jobs.contains(job) && !self.snapshot.barrier_jobs.contains(job);
         tasks().map(|t| t.job).filter(is_declared_job).collect()
     }
 
@@ -244,9 +246,9 @@ impl<'a> RebalancePlan<'a> {
         let jobs: Vec<Tid> = self.declared_jobs.iter().copied().collect();
         for (i, job) in jobs.iter().enumerate() {
             // Each job gets an equal part of the remaining simulation steps.
-            let steps_used = sim.trial.step_count();
-            let steps_max =
-                steps_used + SEARCH_STEPS_MAX.saturating_sub(steps_used) / (jobs.len() - i);
+            let used_step_count = sim.trial.step_count();
+            let steps_max = used_step_count
+                + SEARCH_STEPS_MAX.saturating_sub(used_step_count) / (jobs.len() - i);
             while self.rebalances.len() + 2 <= rebalances_max {
                 let Some(rebalances) = self.best_makespan_candidate(sim, *job, steps_max) else {
                     break;
@@ -271,7 +273,7 @@ impl<'a> RebalancePlan<'a> {
         );
         let job_task_count = sim.baseline.tasks().iter().filter(|p| p.in_job).count() as f64;
         let confidence_factor = self.snapshot.confidence(true);
-        let mut best = None::<(f64, JobCandidate, (f64, f64), f64)>;
+        let mut best_candidate = None::<(f64, JobCandidate, (f64, f64), f64)>;
         for candidate in self.makespan_candidates(sim, job) {
             if sim.trial.step_count() >= steps_max {
                 break;
@@ -283,7 +285,7 @@ impl<'a> RebalancePlan<'a> {
                 .migrations()
                 .map(|(i, target_index)| self.migration_cost(sim, i, target_index))
                 .sum();
-            let best_net = best.map(|(best_net, ..)| best_net);
+            let best_net = best_candidate.map(|(best_net, ..)| best_net);
             // Every task of the job gains the time by which the job ends sooner. Tasks of other
             // jobs at the target lose time.
             let gain = |outcome: SimOutcome| {
@@ -302,14 +304,14 @@ impl<'a> RebalancePlan<'a> {
                 .simulate(candidate.migrations())
                 .run_unless_rejected(|outcome| !is_best(outcome));
             let Some(outcome) = outcome else { continue };
-            best = Some((
+            best_candidate = Some((
                 corrected_gain(gain(outcome), confidence_factor) - margin * cost,
                 candidate,
                 (gain(outcome), cost),
                 baseline.job_end_s - outcome.job_end_s,
             ));
         }
-        best.map(|(_, candidate, gain_and_cost, reduction)| {
+        best_candidate.map(|(_, candidate, gain_and_cost, reduction)| {
             self.to_rebalances(sim, &candidate, gain_and_cost, reduction)
         })
     }
@@ -345,7 +347,7 @@ impl<'a> RebalancePlan<'a> {
         sim: &JobSim<'_>,
         candidate: &JobCandidate,
         (gain, cost): (f64, f64),
-        job_ends_sooner_by: f64,
+        job_time_reduction: f64,
     ) -> Vec<Rebalance> {
         let to_rebalance = |(i, target_host): (usize, usize)| {
             let (source_host, target_host) = (
@@ -354,8 +356,8 @@ impl<'a> RebalancePlan<'a> {
             );
             let (source_rate, target_rate) = self.source_and_target_rates(source_host, target_host);
             let (source_rate, target_rate) = (source_rate as u64, target_rate as u64);
-            let (uncorrected_gain, cost, job_ends_sooner_by) =
-                (micros(gain), micros(cost), Some(micros(job_ends_sooner_by)));
+            let (uncorrected_gain, cost, job_time_reduction) =
+                (micros(gain), micros(cost), Some(micros(job_time_reduction)));
             let (remaining_work, is_declared) = (micros(sim.baseline.tasks()[i].work_left_s), true);
             let gain = micros(corrected_gain(gain, self.snapshot.confidence(is_declared)));
             let rebalance_reason = RebalanceReason {
@@ -364,7 +366,7 @@ impl<'a> RebalancePlan<'a> {
                 gain,
                 cost,
                 for_barrier_job: false,
-                job_time_saved: job_ends_sooner_by,
+                job_time_saved: job_time_reduction,
                 work_left: remaining_work,
                 declared: is_declared,
                 computed_gain: uncorrected_gain,
@@ -382,7 +384,7 @@ impl<'a> RebalancePlan<'a> {
     /// Returns the candidates for a job, the most promising first.
     ///
     /// A candidate migrates a task that would end last, alone or in exchange for another task.
-    /// Alternatively it migrates a task that shares its host.
+    /// Other candidates migrate a task that shares the host with such a task.
     fn makespan_candidates(&self, sim: &JobSim<'_>, job: Tid) -> Vec<JobCandidate> {
         let sim_tasks = sim.baseline.tasks();
         let mut tasks_by_host = vec![Vec::new(); sim.hosts.len()];
@@ -391,7 +393,7 @@ impl<'a> RebalancePlan<'a> {
             .enumerate()
             .for_each(|(i, sim_task)| tasks_by_host[sim_task.host].push(i));
         let is_in_job = |i: &usize| sim.tasks[*i].job == job;
-        let end_time: Vec<f64> = (0..sim_tasks.len())
+        let end_times: Vec<f64> = (0..sim_tasks.len())
             .map(|i| {
                 if is_in_job(&i) {
                     sim.end_on_shared_host(i, &tasks_by_host[sim_tasks[i].host])
@@ -408,15 +410,15 @@ impl<'a> RebalancePlan<'a> {
                 && !self.targets_by_task.contains_key(&task.tid)
         };
         let mut last_tasks: Vec<usize> = (0..sim_tasks.len()).filter(is_in_job).collect();
-        last_tasks.sort_by(|a, b| end_time[*b].total_cmp(&end_time[*a]));
+        last_tasks.sort_by(|a, b| end_times[*b].total_cmp(&end_times[*a]));
         last_tasks.truncate(EXAMINED_TASKS_MAX);
-        let mut candidates = last_tasks.clone();
+        let mut candidate_tasks = last_tasks.clone();
         let shares_host = |i: &usize| {
             last_tasks
                 .iter()
                 .any(|l| sim_tasks[*l].host == sim_tasks[*i].host)
         };
-        candidates.extend(
+        candidate_tasks.extend(
             (0..sim_tasks.len())
                 .filter(|i| !last_tasks.contains(i))
                 .filter(shares_host),
@@ -429,14 +431,14 @@ impl<'a> RebalancePlan<'a> {
         };
         // Returns the time until the task ends on the host if all other tasks stay and share the
         // host with it until then.
-        let end_on = |i: usize, target: usize, tasks: usize| {
-            sim_tasks[i].work_left_s / sim.baseline.hosts()[target].rate(tasks)
+        let end_on = |i: usize, target: usize, task_count: usize| {
+            sim_tasks[i].work_left_s / sim.baseline.hosts()[target].rate(task_count)
         };
         let mut rated_candidates = Vec::new();
-        for i in candidates.into_iter().filter(may_migrate) {
+        for i in candidate_tasks.into_iter().filter(may_migrate) {
             for target in (0..sim.hosts.len()).filter(|target| hosts_allow(i, *target)) {
                 rated_candidates.push((
-                    end_time[i] - end_on(i, target, tasks_by_host[target].len() + 1),
+                    end_times[i] - end_on(i, target, tasks_by_host[target].len() + 1),
                     JobCandidate {
                         migration: (i, target),
                         exchange: None,
@@ -446,21 +448,24 @@ impl<'a> RebalancePlan<'a> {
                     continue;
                 }
                 let source = sim_tasks[i].host;
-                for exchanged in tasks_by_host[target]
-                    .iter()
-                    .copied()
-                    .filter(|exchanged| may_migrate(exchanged) && hosts_allow(*exchanged, source))
+                for exchanged_task in
+                    tasks_by_host[target]
+                        .iter()
+                        .copied()
+                        .filter(|exchanged_task| {
+                            may_migrate(exchanged_task) && hosts_allow(*exchanged_task, source)
+                        })
                 {
                     let later_end = end_on(i, target, tasks_by_host[target].len()).max(end_on(
-                        exchanged,
+                        exchanged_task,
                         source,
                         tasks_by_host[source].len(),
                     ));
                     rated_candidates.push((
-                        end_time[i] - later_end,
+                        end_times[i] - later_end,
                         JobCandidate {
                             migration: (i, target),
-                            exchange: Some((exchanged, source)),
+                            exchange: Some((exchanged_task, source)),
                         },
                     ));
                 }

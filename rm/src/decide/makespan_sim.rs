@@ -1,5 +1,5 @@
-//! Simulates job completion on a copy of the cluster. A candidate migration is evaluated by running
-//! the simulation with it and without it.
+//! Simulates job completion on a copy of the cluster. A candidate migration is evaluated by two
+//! simulations: with the migration and without it.
 //!
 //! The simulation includes later migrations: whenever a processor becomes idle, the task that would
 //! end last migrates to it, if the task becomes faster there. A candidate is therefore compared
@@ -24,23 +24,23 @@ pub(super) struct SimHost {
 }
 
 impl SimHost {
-    /// Returns the work that each task does per second if `tasks` tasks run on the host, in seconds
-    /// of an ordinary processor.
-    pub(super) fn rate(&self, tasks: usize) -> f64 {
-        let threads = tasks as f64 + self.external_threads;
+    /// Returns the work that each task does per second if `task_count` tasks run on the host, in
+    /// seconds of an ordinary processor.
+    pub(super) fn rate(&self, task_count: usize) -> f64 {
+        let threads = task_count as f64 + self.external_threads;
         (self.speed * (self.processors / threads.max(1e-9)).min(1.0)).max(1e-9)
     }
 
-    /// Returns the sum of the completion times of `tasks` tasks in seconds, if all of them stay on
-    /// the host. `works_left`: remaining work of each task, in ascending order.
+    /// Returns the sum of the completion times of `task_count` tasks in seconds, if all of them
+    /// stay on the host. `works_left`: remaining work of each task, in ascending order.
     pub(super) fn completion_sum(
         &self,
-        tasks: usize,
+        task_count: usize,
         works_left: impl Iterator<Item = f64>,
     ) -> f64 {
         let (mut shorter_work, mut sum) = (0.0, 0.0);
         for (ended_count, works_left) in works_left.enumerate() {
-            let running_count = tasks - ended_count;
+            let running_count = task_count - ended_count;
             sum += running_count as f64 * (works_left - shorter_work) / self.rate(running_count);
             shorter_work = works_left;
         }
@@ -65,8 +65,9 @@ pub(super) struct SimTask {
 }
 
 impl SimTask {
-    /// Migrates the task to host `target` at time `now`. `work`: cost of the migration, as
-    /// additional work in seconds of an ordinary processor.
+    /// Migrates the task to host `target` at time `now`: adds the cost, uses up one of the
+    /// migrations left, and starts the cooldown. `work`: cost of the migration, as additional work
+    /// in seconds of an ordinary processor.
     pub(super) fn migrate(&mut self, target: usize, work: f64, now: f64) {
         self.migrations_left = self.migrations_left.saturating_sub(1);
         let previous_migrations = REBALANCES_MAX.saturating_sub(self.migrations_left + 1);
@@ -137,7 +138,7 @@ pub(super) struct Simulation {
     ended_at: Vec<f64>,
     /// Ends of the cooldowns, in descending order.
     cooldown_ends: Vec<f64>,
-    /// True if some processor is idle.
+    /// True if a processor is idle.
     has_idle_processor: bool,
     /// Largest offer that no task has accepted. Smaller or equal offers are skipped: a task that
     /// declines an offer accepts it later only if something else changes.
@@ -160,12 +161,12 @@ impl Simulation {
             updated_at: 0.0,
             rate: 0.0,
         };
-        let mut sorted_cooldowns: Vec<f64> = initial_tasks
+        let mut sorted_cooldown_ends: Vec<f64> = initial_tasks
             .iter()
             .map(|sim_task| sim_task.cooldown_end_s)
             .filter(|end| *end > 0.0)
             .collect();
-        sorted_cooldowns.sort_unstable_by(|a, b| b.total_cmp(a));
+        sorted_cooldown_ends.sort_unstable_by(|a, b| b.total_cmp(a));
         let zeros = vec![0.0; sim_hosts.len()];
         let mut simulation = Self {
             queues: vec![queue; sim_hosts.len()],
@@ -178,7 +179,7 @@ impl Simulation {
             running_count: initial_tasks.len(),
             hosts: sim_hosts,
             sim_tasks: initial_tasks,
-            cooldown_ends: sorted_cooldowns,
+            cooldown_ends: sorted_cooldown_ends,
             declined_rate: NO_OFFERED_RATE,
             ..Self::default()
         };
@@ -281,11 +282,11 @@ impl Simulation {
             } else {
                 self.outcome.job_end_s
             };
-            let other_sum = self.outcome.other_ends_sum_s
+            let other_ends_sum = self.outcome.other_ends_sum_s
                 + (self.running_count - self.running_in_job_count) as f64 * self.now_s;
             if rejects(SimOutcome {
                 job_end_s: end,
-                other_ends_sum_s: other_sum,
+                other_ends_sum_s: other_ends_sum,
             }) {
                 return None;
             }
@@ -400,7 +401,8 @@ impl Simulation {
         candidate
     }
 
-    /// Returns the longest of the tasks of a host that may migrate.
+    /// Returns the task with the most remaining work among the tasks of a host that may migrate.
+    /// Returns `None` if no task of the host may migrate.
     fn longest_movable_task(&self, host: usize) -> Option<usize> {
         let queue = &self.queues[host];
         let may_migrate = |i: usize| {
@@ -419,16 +421,16 @@ impl Simulation {
         longest_task
     }
 
-    fn relocate_task(&mut self, i: usize, target: usize, added_work: f64) {
+    fn relocate_task(&mut self, i: usize, target: usize, added_work_s: f64) {
         self.declined_rate = NO_OFFERED_RATE;
         self.dequeue(i);
         let sim_task = &mut self.sim_tasks[i];
-        sim_task.migrate(target, added_work, self.now_s);
-        let cooldown = sim_task.cooldown_end_s;
+        sim_task.migrate(target, added_work_s, self.now_s);
+        let cooldown_end = sim_task.cooldown_end_s;
         self.cooldown_ends.insert(
             self.cooldown_ends
-                .partition_point(|other| *other > cooldown),
-            cooldown,
+                .partition_point(|other| *other > cooldown_end),
+            cooldown_end,
         );
         self.enqueue(i);
     }
@@ -490,13 +492,13 @@ impl Simulation {
     /// Updates the derived values of a host after its tasks have changed.
     fn recompute(&mut self, host: usize) {
         let (queue, sim_host) = (&mut self.queues[host], &self.hosts[host]);
-        let tasks = queue.len;
-        queue.rate = sim_host.rate(tasks);
+        let task_count = queue.len;
+        queue.rate = sim_host.rate(task_count);
         // True if one more task would slow down no other task.
-        let has_room =
-            tasks == 0 || (tasks + 1) as f64 + sim_host.external_threads <= sim_host.processors;
+        let has_room = task_count == 0
+            || (task_count + 1) as f64 + sim_host.external_threads <= sim_host.processors;
         self.offered_rates[host] = if has_room {
-            sim_host.rate(tasks + 1)
+            sim_host.rate(task_count + 1)
         } else {
             NO_OFFERED_RATE
         };
@@ -506,12 +508,12 @@ impl Simulation {
             self.last_ends[host],
             self.min_accepted_rates[host],
         ) = match self.sim_tasks.get(queue.first_task) {
-            Some(first) => {
+            Some(first_sim_task) => {
                 let end_time = |sim_task: &SimTask| {
                     self.now_s + (sim_task.work_left_s - queue.work_done).max(0.0) / queue.rate
                 };
                 (
-                    end_time(first),
+                    end_time(first_sim_task),
                     end_time(&self.sim_tasks[queue.last_task]),
                     queue.rate * SPEEDUP_FACTOR_MIN,
                 )
@@ -521,35 +523,37 @@ impl Simulation {
     }
 }
 
-/// Returns the maximum of `of(value)` over the values of the list; negative infinity for an empty
-/// list. Computes four independent maxima, so that the compiler can use vector instructions.
+/// Returns the maximum of `value_of(value)` over the values of the list; negative infinity for an
+/// empty list. Computes four independent maxima, so that the compiler can use vector instructions.
 fn max_by_value(list: &[f64], value_of: impl Fn(f64) -> f64) -> f64 {
-    let greater = |a: f64, b: f64| if a > b { a } else { b };
+    let greater_of = |a: f64, b: f64| if a > b { a } else { b };
     let (chunks, rest) = list.as_chunks::<4>();
     let mut maxima = [f64::NEG_INFINITY; 4];
     for chunk in chunks {
-        maxima = std::array::from_fn(|i| greater(value_of(chunk[i]), maxima[i]));
+        maxima = std::array::from_fn(|i| greater_of(value_of(chunk[i]), maxima[i]));
     }
     maxima
         .into_iter()
         .chain(rest.iter().map(|number| value_of(*number)))
-        .fold(f64::NEG_INFINITY, |maxima, number| greater(number, maxima))
+        .fold(f64::NEG_INFINITY, |maxima, number| {
+            greater_of(number, maxima)
+        })
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn outcome(sim_hosts: &[SimHost], tasks: &[SimTask], cost: f64) -> SimOutcome {
+    fn outcome(sim_hosts: &[SimHost], tasks: &[SimTask], cost_s: f64) -> SimOutcome {
         let mut simulation = Simulation::new(sim_hosts.to_vec(), tasks.to_vec());
-        simulation.select_job(|i| tasks[i].in_job, cost);
+        simulation.select_job(|i| tasks[i].in_job, cost_s);
         simulation
             .run_unless_rejected(|_| false)
             .expect("whatever comes will do")
     }
 
-    fn job_end(sim_hosts: &[SimHost], tasks: &[SimTask], cost: f64) -> f64 {
-        outcome(sim_hosts, tasks, cost).job_end_s
+    fn job_end(sim_hosts: &[SimHost], tasks: &[SimTask], cost_s: f64) -> f64 {
+        outcome(sim_hosts, tasks, cost_s).job_end_s
     }
 
     const ORDINARY: SimHost = SimHost {
@@ -558,10 +562,10 @@ mod tests {
         external_threads: 0.0,
     };
 
-    fn sim_task(host_index: usize, work: f64) -> SimTask {
+    fn sim_task(host_index: usize, work_s: f64) -> SimTask {
         SimTask {
             host: host_index,
-            work_left_s: work,
+            work_left_s: work_s,
             migrations_left: 4,
             cooldown_end_s: 0.0,
             in_job: true,
@@ -603,9 +607,9 @@ mod tests {
     fn task_migrates_to_idle_processor_at_a_cost() {
         let two_tasks = [sim_task(0, 10.0), sim_task(0, 10.0)];
         assert_eq!(job_end(&[ORDINARY, ORDINARY], &two_tasks, 1.0), 11.0);
-        let fixed_tasks = two_tasks.map(|piece| SimTask {
+        let fixed_tasks = two_tasks.map(|original_task| SimTask {
             migrations_left: 0,
-            ..piece
+            ..original_task
         });
         assert_eq!(job_end(&[ORDINARY, ORDINARY], &fixed_tasks, 1.0), 20.0);
         // A faster processor becomes idle soon enough, so the task waits for it.
@@ -626,24 +630,24 @@ mod tests {
     /// A task does not migrate before its cooldown has ended.
     #[test]
     fn cooldown_delays_migration() {
-        let cooling_down = SimTask {
+        let cooling_task = SimTask {
             cooldown_end_s: 5.0,
             ..sim_task(0, 10.0)
         };
         // The tasks share a host for five seconds. Then each has a host for itself.
-        let end_of_both = job_end(&[ORDINARY, ORDINARY], &[cooling_down, cooling_down], 0.0);
+        let end_of_both = job_end(&[ORDINARY, ORDINARY], &[cooling_task, cooling_task], 0.0);
         assert!((end_of_both - 12.5).abs() < 0.01, "{end_of_both}");
-        let migrated = {
-            let mut piece = sim_task(0, 10.0);
-            piece.migrate(1, 3.0, 0.0);
-            piece
+        let migrated_task = {
+            let mut new_task = sim_task(0, 10.0);
+            new_task.migrate(1, 3.0, 0.0);
+            new_task
         };
         assert_eq!(
             (
-                migrated.host,
-                migrated.work_left_s,
-                migrated.migrations_left,
-                migrated.cooldown_end_s
+                migrated_task.host,
+                migrated_task.work_left_s,
+                migrated_task.migrations_left,
+                migrated_task.cooldown_end_s
             ),
             (1, 13.0, 3, REBALANCE_COOLDOWN.0 as f64 / 1e6)
         );

@@ -137,8 +137,8 @@ impl Costs {
     }
 
     /// Returns the weight of a processor share, in thousandths, on a host whose link to the peers
-    /// has the relative speed `speed` (1.0: as fast as the links among the peers). An unknown link
-    /// counts as half as fast, which yields `other_zone_permille`.
+    /// has the relative speed `speed` (1.0: as fast as a link within a zone). An unknown link
+    /// counts as half as fast, which yields `other_zone_weight_permille`.
     fn link_weight_permille(self, speed: Option<f64>) -> u32 {
         let other_zone_reduction =
             f64::from(1000u32.saturating_sub(self.other_zone_weight_permille));
@@ -153,7 +153,7 @@ pub struct Snapshot {
     /// Current time. All times and deadlines in the snapshot are on this monotonic clock.
     pub now: Micros,
     pub policy: PlacementPolicy,
-    /// The last host used by round robin. The next placement starts with the host after it.
+    /// The last host used by round robin. The next placement starts with the host after this one.
     pub last_round_robin_host: HostId,
     pub costs: Costs,
     /// Values learned from earlier tasks and migrations.
@@ -189,8 +189,8 @@ pub struct HostView {
     /// This memory counts as used.
     pub promised_bytes: u64,
     pub guest_policy: GuestPolicy,
-    /// Obstacle that prevents migrations to the host at present, for example after a failure of its
-    /// dump engine; `None` if there was no such obstacle.
+    /// The newest obstacle to migrations to the host, for example a failure of its dump engine.
+    /// Does not apply after the end of the obstacle. `None` if there was no obstacle.
     pub migration_obstacle: Option<Obstacle>,
     /// Number of tasks that are being started on the host. These tasks count as load.
     pub starting_task_count: u32,
@@ -220,7 +220,7 @@ pub struct TimedSample {
     /// Arrival time of the report, on the snapshot's clock.
     pub received_at: Micros,
     /// Number of tasks of the virtual machine on the host when the report arrived. The sample
-    /// includes their load.
+    /// includes the load of these tasks.
     pub vm_task_count: u32,
 }
 
@@ -270,9 +270,9 @@ impl OwnerState {
         )
     }
 
-    /// False if a user is logged in and idle. Such a host gets new tasks only if no other host has
-    /// room. Only the login counts: external load does not make the result false, because decisions
-    /// take it into account as load.
+    /// True if no idle user is logged in. A host with an idle login gets new tasks only if no other
+    /// host has room. External load does not change the result, because decisions take it into
+    /// account as load.
     fn is_unattended(&self) -> bool {
         !matches!(
             self,
@@ -313,7 +313,7 @@ pub enum LeaveTime {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct GuestPolicy {
     pub leave_time: LeaveTime,
-    /// True if a guest that no other host accepts has its job vacated (checkpointed and ended).
+    /// True if the job of a guest that no other host accepts is vacated (checkpointed and ended).
     /// Otherwise the guest stays paused on the host.
     pub vacates_jobs: bool,
     /// Limits that apply while the owner accepts guests.
@@ -321,7 +321,7 @@ pub struct GuestPolicy {
 }
 
 impl GuestPolicy {
-    /// Returns the reason if the owner excludes this program or this user.
+    /// Returns the reason if the owner excludes this program or this user; otherwise `None`.
     fn block_reason(&self, user: u32, program: &str) -> Option<ExclusionReason<&str>> {
         if self.limits.blocked_users.contains(&user) {
             return Some(ExclusionReason::UserBlocked { user });
@@ -344,7 +344,8 @@ pub struct Obstacle {
 #[derive(Clone, Debug)]
 pub struct TaskView {
     pub tid: Tid,
-    /// The task serves its host or was not spawned: it cannot migrate and is not a guest.
+    /// True if the task serves its host or was not spawned. Such a task cannot migrate and is not a
+    /// guest.
     pub pinned: bool,
     /// Set while the task is migrating. The inner value is the target; `None` if it is not known.
     pub migration: Option<Option<HostId>>,
@@ -352,7 +353,7 @@ pub struct TaskView {
     /// an explicit resume.
     pub suspended: bool,
     pub user: u32,
-    /// Task at the top of the job: a task that a user has started by hand or that has no parent.
+    /// First task of the job: a task that a user has started by hand or that has no parent.
     pub job: Tid,
     pub name: Arc<str>,
     /// Start time on the snapshot's clock. If the resource manager did not see the start, this is
@@ -484,7 +485,7 @@ impl Snapshot {
     }
 
     /// Returns the zones of the hosts other than `source` that run tasks of the same job. Empty if
-    /// no other host does.
+    /// no other host runs such tasks.
     fn peer_zones(&self, source: HostId, task: &TaskView) -> BTreeSet<u32> {
         let index = self.hosts.index(self.now);
         let other_hosts = index
@@ -520,11 +521,11 @@ impl Snapshot {
 
     /// Formats exclusions, for example "h1: reason; h2: reason; memory >= 2G excludes h3 (1.0G), h4
     /// (512.0M); and 7 more".
-    fn describe_exclusions(&self, excluded: &Exclusions) -> String {
-        let (reportable, unlisted_count) = excluded.reportable_entries();
+    fn describe_exclusions(&self, excluded_hosts: &Exclusions) -> String {
+        let (reportable_hosts, unlisted_count) = excluded_hosts.reportable_entries();
         let (mut sentences, mut hosts_by_condition) =
             (Vec::new(), Vec::<(String, Vec<String>)>::new());
-        for (id, why) in reportable.iter().take(NAMED_HOSTS_MAX) {
+        for (id, why) in reportable_hosts.iter().take(NAMED_HOSTS_MAX) {
             let ExclusionReason::UnmetCondition {
                 condition,
                 actual: actual_value,
@@ -539,7 +540,7 @@ impl Snapshot {
             );
             match hosts_by_condition
                 .iter_mut()
-                .find(|(reportable, _)| *reportable == condition)
+                .find(|(reportable_hosts, _)| *reportable_hosts == condition)
             {
                 Some((_, hosts)) => hosts.push(host),
                 None => hosts_by_condition.push((condition, vec![host])),
@@ -550,7 +551,8 @@ impl Snapshot {
                 .into_iter()
                 .map(|(condition, hosts)| format!("{condition} excludes {}", hosts.join(", "))),
         );
-        let unlisted_count = reportable.len().saturating_sub(NAMED_HOSTS_MAX) + unlisted_count;
+        let unlisted_count =
+            reportable_hosts.len().saturating_sub(NAMED_HOSTS_MAX) + unlisted_count;
         sentences.extend((unlisted_count > 0).then(|| format!("and {unlisted_count} more")));
         sentences.join("; ")
     }

@@ -11,7 +11,7 @@ use super::{
 };
 use sempa_proto::{HostId, PvmError};
 
-/// Returns the reason why a host is excluded for every request; `None` if it is not.
+/// Returns the reason why a host is excluded for every request; `None` if there is no such reason.
 pub fn general_exclusion(snapshot: &Snapshot, id: HostId) -> Option<ExclusionReason> {
     let host = snapshot.host(id)?;
     let limit_reason = || {
@@ -25,8 +25,9 @@ pub fn general_exclusion(snapshot: &Snapshot, id: HostId) -> Option<ExclusionRea
         .map(ExclusionReason::into_owned)
 }
 
-/// Returns sentences that describe the restrictions of a host that apply although it is not
-/// excluded.
+/// Describes the restrictions of a host that apply although the host is not excluded, in one
+/// sentence each: a possible presence of the owner, blocked programs and users, an unknown load,
+/// and an obstacle to migrations.
 pub fn host_restrictions(snapshot: &Snapshot, id: HostId) -> Vec<String> {
     let Some(host) = snapshot.host(id) else {
         return Vec::new();
@@ -42,17 +43,17 @@ pub fn host_restrictions(snapshot: &Snapshot, id: HostId) -> Vec<String> {
         ));
     }
     let limits = &host.guest_policy.limits;
-    let programs = limits.blocked_programs.iter().map(|pattern| {
+    let program_sentences = limits.blocked_programs.iter().map(|pattern| {
         ExclusionReason::ProgramBlocked {
             pattern: pattern.as_str(),
         }
         .to_string()
     });
-    let users = limits
+    let user_sentences = limits
         .blocked_users
         .iter()
         .map(|user| ExclusionReason::<&str>::UserBlocked { user: *user }.to_string());
-    sentences.extend(programs.chain(users));
+    sentences.extend(program_sentences.chain(user_sentences));
     let unknown_load =
         unknown_reason(host, snapshot.now).filter(|_| snapshot.policy == PlacementPolicy::Load);
     sentences.extend(unknown_load.map(|why| format!("its load is not known ({why})")));

@@ -74,8 +74,8 @@ pub enum PlacementReason {
         /// Host of the first task.
         host: String,
     },
-    /// All tasks were placed on one host. Among the hosts with room for all tasks, they get the
-    /// largest share there.
+    /// All tasks were placed on one host: the host with the largest share for them among the hosts
+    /// with room for all tasks.
     SameHost { host: String },
     /// An external chooser selected the hosts.
     ChooserSelected {
@@ -101,15 +101,17 @@ impl fmt::Display for PlacementReason {
         match self {
             Self::HostNamed { host } => write!(f, "the request names {host}"),
             Self::RoundRobin { host_count: 1 } => f.write_str("round robin over one host"),
-            Self::RoundRobin { host_count: hosts } => write!(f, "round robin over {hosts} hosts"),
+            Self::RoundRobin {
+                host_count: hosts_total,
+            } => write!(f, "round robin over {hosts_total} hosts"),
             Self::LargestShare {
                 host,
-                usable_permille: usable,
+                usable_permille: usable_share,
             } => {
                 write!(
                     f,
                     "largest share of a processor, {:.2} on {host}",
-                    *usable as f64 / 1e3
+                    *usable_share as f64 / 1e3
                 )
             }
             Self::Rank { rank, host } => {
@@ -123,8 +125,13 @@ impl fmt::Display for PlacementReason {
             Self::SameHost { host } => {
                 write!(f, "all on one host; {host} has the most to offer")
             }
-            Self::ChooserSelected { chooser: by } => write!(f, "chosen by {by}"),
-            Self::ChooserFailed { chooser: by, why } => write!(f, "{by} chose no host: {why}"),
+            Self::ChooserSelected {
+                chooser: chooser_name,
+            } => write!(f, "chosen by {chooser_name}"),
+            Self::ChooserFailed {
+                chooser: chooser_name,
+                why,
+            } => write!(f, "{chooser_name} chose no host: {why}"),
             Self::InvalidConstraints(error) => error.fmt(f),
             Self::NoSuchHost => f.write_str("no host matches the request"),
             Self::NoneAvailable => f.write_str("no host is free"),
@@ -183,24 +190,24 @@ pub(super) fn failed_placement(
     request: &PlacementRequest<'_>,
     error: PvmError,
     placement_reason: PlacementReason,
-    excluded: Exclusions,
+    excluded_hosts: Exclusions,
 ) -> Placement {
     let hosts = vec![Err(error); request.task_count as usize];
     Placement {
         hosts,
         reason: placement_reason,
-        exclusions: excluded,
+        exclusions: excluded_hosts,
         unknown_load: Vec::new(),
         last_round_robin_host: snapshot.last_round_robin_host,
     }
 }
 
-/// Returns the text before the first colon of a `where` argument. A directory follows the colon.
+/// Returns the part of a `where` argument before the first colon. A directory follows the colon.
 pub(super) fn where_host(where_text: &str) -> &str {
     where_text.split(':').next().unwrap_or_default()
 }
 
-/// Returns the reason why the request does not match this host; `None` if it matches.
+/// Returns the reason why the request does not match this host; `None` if the request matches.
 pub(super) fn request_exclusion<'a>(
     request: &PlacementRequest<'_>,
     host: &'a HostView,
@@ -229,7 +236,8 @@ pub(super) fn request_exclusion<'a>(
     }
 }
 
-/// Returns the reason why a host that matches the request cannot be used; `None` if it can.
+/// Returns the reason why a host that matches the request cannot be used; `None` if the host can be
+/// used.
 pub(super) fn fit_exclusion<'a>(
     request: &PlacementRequest<'_>,
     constraints: &Constraints,

@@ -62,13 +62,13 @@ impl<'a> PlacementRun<'a> {
         let may_use_policy = chooser.is_none()
             && self.constraints.rank.is_none()
             && self.constraints.colocation != Colocation::SameHost;
-        let by_load = may_use_policy
+        let places_by_load = may_use_policy
             && self.snapshot.policy == PlacementPolicy::Load
             && !self.placement_request.spawn_request.names_one_host();
-        if by_load && self.snapshot.hosts.len() > EXPLAINED_HOSTS_MAX {
-            let placed_by_share = self.place_by_share(None);
+        if places_by_load && self.snapshot.hosts.len() > EXPLAINED_HOSTS_MAX {
+            let share_result = self.place_by_share(None);
             if let Some((hosts, examined_hosts)) =
-                placed_by_share.filter(|(hosts, _)| !hosts.is_empty())
+                share_result.filter(|(hosts, _)| !hosts.is_empty())
             {
                 self.record_closed_hosts();
                 let unknown_load = unknown_loads(self.snapshot, examined_hosts.into_iter());
@@ -85,7 +85,7 @@ impl<'a> PlacementRun<'a> {
             }
             self.exclusions = ExclusionsBuilder::default();
         }
-        self.place_after_scan(chooser, by_load)
+        self.place_after_scan(chooser, places_by_load)
     }
 
     fn exclusion_of<'h>(&self, host: &'h HostView) -> Option<ExclusionReason<&'h str>> {
@@ -109,7 +109,11 @@ impl<'a> PlacementRun<'a> {
     }
 
     /// Checks every host, then places the tasks on the suitable hosts.
-    fn place_after_scan(mut self, chooser: Option<&dyn Chooser>, by_load: bool) -> Placement {
+    fn place_after_scan(
+        mut self,
+        chooser: Option<&dyn Chooser>,
+        places_by_load: bool,
+    ) -> Placement {
         let snapshot = self.snapshot;
         let mut suitable_hosts = Vec::new();
         for host in &snapshot.hosts {
@@ -161,13 +165,13 @@ impl<'a> PlacementRun<'a> {
                 .map(|id| snapshot.host_name(*id))
                 .unwrap_or_default();
             (hosts, PlacementReason::Rank { rank, host })
-        } else if by_load {
-            let excluded = std::mem::take(&mut self.exclusions);
+        } else if places_by_load {
+            let saved_exclusions = std::mem::take(&mut self.exclusions);
             let hosts = self
                 .place_by_share(Some(&suitable_hosts))
                 .map(|(hosts, _)| hosts)
                 .unwrap_or_default();
-            self.exclusions = excluded;
+            self.exclusions = saved_exclusions;
             let reason = self.share_reason(hosts.first());
             (hosts, reason)
         } else {
@@ -197,20 +201,20 @@ impl<'a> PlacementRun<'a> {
         suitable_hosts: &[&HostView],
     ) -> (Vec<HostId>, PlacementReason) {
         let task_count = self.placement_request.task_count as usize;
-        let (unattended, attended): (Vec<_>, Vec<_>) = suitable_hosts
+        let (unattended_hosts, attended_hosts): (Vec<_>, Vec<_>) = suitable_hosts
             .iter()
             .copied()
             .partition(|host: &&HostView| host.owner.is_unattended());
-        let mut hosts = self.place_round_robin(&unattended, task_count);
+        let mut hosts = self.place_round_robin(&unattended_hosts, task_count);
         let unplaced_count = task_count - hosts.len();
-        hosts.extend(self.place_round_robin(&attended, unplaced_count));
+        hosts.extend(self.place_round_robin(&attended_hosts, unplaced_count));
         let reason = if self.placement_request.spawn_request.names_one_host() {
             PlacementReason::HostNamed {
                 host: where_host(&self.placement_request.spawn_request.where_arg).to_string(),
             }
         } else {
             let host_count = if unplaced_count == 0 {
-                unattended.len()
+                unattended_hosts.len()
             } else {
                 suitable_hosts.len()
             };
@@ -219,7 +223,8 @@ impl<'a> PlacementRun<'a> {
         (hosts, reason)
     }
 
-    /// Returns a placement without hosts. The error is `OutOfRes` if a later attempt may succeed.
+    /// Returns a placement without hosts. The error is `HostFail` if a host was lost or did not
+    /// answer, `OutOfRes` if a later attempt may succeed, and otherwise `NoHost`.
     fn no_placement(self) -> Placement {
         let (error, placement_reason) =
             if !self.exclusions.any_requested && !self.has_fitting_host() {
@@ -307,17 +312,20 @@ impl<'a> PlacementRun<'a> {
             .iter()
             .position(|h| h.id > self.snapshot.last_round_robin_host)
             .unwrap_or(0);
-        let order: Vec<&HostView> = suitable_hosts[start..]
+        let ordered_hosts: Vec<&HostView> = suitable_hosts[start..]
             .iter()
             .chain(&suitable_hosts[..start])
             .copied()
             .collect();
-        let mut slots_left: Vec<usize> = order.iter().map(|h| self.capacity(h) as usize).collect();
+        let mut slots_left: Vec<usize> = ordered_hosts
+            .iter()
+            .map(|h| self.capacity(h) as usize)
+            .collect();
         let mut hosts = Vec::with_capacity(task_count);
         while hosts.len() < task_count && slots_left.iter().any(|slots_left| *slots_left > 0) {
-            for (i, host) in order.iter().enumerate() {
+            for (i, host) in ordered_hosts.iter().enumerate() {
                 let block_size = (task_count - hosts.len())
-                    .div_ceil(order.len() - i)
+                    .div_ceil(ordered_hosts.len() - i)
                     .min(slots_left[i]);
                 hosts.extend(std::iter::repeat_n(host.id, block_size));
                 slots_left[i] -= block_size;
@@ -326,8 +334,9 @@ impl<'a> PlacementRun<'a> {
         hosts
     }
 
-    /// Places each task on the host where it gets the largest share, after all tasks placed so far.
-    /// Examines only the best of all hosts, or of the hosts in `suitable_hosts`.
+    /// Places each task on the host where it gets the largest share in addition to the tasks placed
+    /// before it. `suitable_hosts`: the hosts to choose from; `None` for all hosts. Examines only
+    /// the best of these hosts.
     ///
     /// Returns the hosts of the tasks, and the suitable hosts that were examined. Returns `None` if
     /// more than [`EXCLUDED_SCAN_MAX`] examined hosts are excluded.
@@ -358,10 +367,12 @@ impl<'a> PlacementRun<'a> {
             .chain(std::iter::from_fn(|| suitable_shares.pop()))
             .peekable();
         while hosts.len() < task_count {
-            // Examine every host that may be better than the best examined one.
-            while let Some(candidate) = candidates
-                .next_if(|candidate| examined_shares.peek().is_none_or(|top| candidate > top))
-            {
+            // Examine every host that may be better than the best host examined so far.
+            while let Some(candidate) = candidates.next_if(|candidate| {
+                examined_shares
+                    .peek()
+                    .is_none_or(|best_examined| candidate > best_examined)
+            }) {
                 let Some(host) = self.snapshot.host(candidate.share.host()) else {
                     continue;
                 };
@@ -402,11 +413,11 @@ impl<'a> PlacementRun<'a> {
         Some((hosts, examined_hosts))
     }
 
-    /// Returns the host on which the last of the tasks gets the largest share if all tasks run
-    /// there. Returns `None` if no host has room for all of them.
+    /// Returns the host on which the last of the tasks gets the largest share if all tasks run on
+    /// this host. Returns `None` if no host has room for all tasks.
     fn best_single_host<'h>(&self, suitable_hosts: &[&'h HostView]) -> Option<&'h HostView> {
         let task_count = self.placement_request.task_count;
-        let roomy_hosts = suitable_hosts
+        let hosts_with_room = suitable_hosts
             .iter()
             .filter(|h| self.capacity(h) >= task_count);
         let last_task = |h: &HostView| {
@@ -418,13 +429,13 @@ impl<'a> PlacementRun<'a> {
             self.loads
                 .weighted_share(last_task.share(), &self.peer_zones)
         };
-        roomy_hosts.max_by_key(|h| last_task(h)).copied()
+        hosts_with_room.max_by_key(|h| last_task(h)).copied()
     }
 
     /// Places tasks by the requested rank: one task per processor on the first host, then on the
     /// next host. After the last host, continues with the first one.
     fn place_by_rank(&self, rank: Rank, suitable_hosts: &[&HostView]) -> Vec<HostId> {
-        let key = |h: &&HostView| {
+        let sort_key = |h: &&HostView| {
             let rank_value = rank
                 .metric
                 .value_on(h, self.snapshot.now, || self.loads.load(h.id));
@@ -435,7 +446,7 @@ impl<'a> PlacementRun<'a> {
         let mut unfilled_hosts: BinaryHeap<_> = suitable_hosts
             .iter()
             .enumerate()
-            .map(|(i, host)| Reverse((key(host), i)))
+            .map(|(i, host)| Reverse((sort_key(host), i)))
             .collect();
         let task_count = self.placement_request.task_count as usize;
         let (mut hosts, mut filled_hosts) = (Vec::with_capacity(task_count), Vec::new());
@@ -548,7 +559,7 @@ impl<'a> SlotCounter<'a> {
         Ok(counter)
     }
 
-    /// Returns the number of slots on a host; 0 if it is excluded.
+    /// Returns the number of slots on a host; 0 if the host is excluded.
     fn slots_on(&self, host: &HostView) -> u64 {
         if self.placement_run.exclusion_of(host).is_some() {
             return 0;
@@ -589,7 +600,7 @@ impl<'a> SlotCounter<'a> {
         let Some(host) = self.placement_run.snapshot.host(id) else {
             return false;
         };
-        let (previous_placeable, previous_slots, vm_task_count) = (
+        let (previous_task_count, previous_slots, vm_task_count) = (
             self.placeable_task_count(),
             self.slots_on(host),
             self.placement_run.loads.load(id).vm_task_count,
@@ -600,7 +611,7 @@ impl<'a> SlotCounter<'a> {
         let new_slots = self.slots_on(host);
         self.subtract_slots(previous_slots);
         self.add_slots(new_slots);
-        let is_improvement = self.placeable_task_count() > previous_placeable;
+        let is_improvement = self.placeable_task_count() > previous_task_count;
         if !is_improvement {
             self.placement_run
                 .loads

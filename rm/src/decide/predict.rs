@@ -134,12 +134,12 @@ fn micros(seconds: f64) -> Micros {
 impl Estimates {
     /// Restores learned values from the history. Ignores values that are not finite or otherwise
     /// invalid.
-    pub fn restore(stored: LearnedCosts) -> Self {
+    pub fn restore(stored_costs: LearnedCosts) -> Self {
         let mut estimates = Self {
-            migration_count: stored.migration_count,
+            migration_count: stored_costs.migration_count,
             ..Self::default()
         };
-        for (program, task_count, mean_log, bytes_log) in stored
+        for (program, task_count, mean_log, bytes_log) in stored_costs
             .programs
             .into_iter()
             .take(PROGRAMS_MAX)
@@ -155,14 +155,18 @@ impl Estimates {
             };
             estimates.programs.insert(Arc::from(program), stats);
         }
-        if stored.freeze_stats.iter().all(|f| f.ratio_log.is_finite()) {
-            estimates.freeze_stats = stored.freeze_stats;
+        if stored_costs
+            .freeze_stats
+            .iter()
+            .all(|f| f.ratio_log.is_finite())
+        {
+            estimates.freeze_stats = stored_costs.freeze_stats;
         }
-        if stored.gain_feedback.is_valid() {
-            estimates.gain_feedback = stored.gain_feedback.with_clock_reset();
+        if stored_costs.gain_feedback.is_valid() {
+            estimates.gain_feedback = stored_costs.gain_feedback.with_clock_reset();
         }
-        if stored.link_speeds.is_valid() {
-            estimates.link_speeds = stored.link_speeds;
+        if stored_costs.link_speeds.is_valid() {
+            estimates.link_speeds = stored_costs.link_speeds;
         }
         estimates
     }
@@ -179,7 +183,7 @@ impl Estimates {
         let Self {
             freeze_stats: freezes,
             gain_feedback: gains,
-            migration_count: moves,
+            migration_count: migration_total,
             ..
         } = *self;
         LearnedCosts {
@@ -187,7 +191,7 @@ impl Estimates {
             freeze_stats: freezes,
             link_speeds: self.link_speeds.clone(),
             gain_feedback: gains.with_clock_reset(),
-            migration_count: moves,
+            migration_count: migration_total,
         }
     }
 
@@ -221,16 +225,18 @@ impl Estimates {
     }
 
     /// Returns the statistics of a program for an update and marks them as updated. Adds statistics
-    /// for an unknown program.
+    /// for an unknown program; if there are too many programs, removes the one that was updated
+    /// longest ago.
     fn program_stats(&mut self, program: &Arc<str>) -> &mut ProgramStats {
         self.program_update_count += 1;
         if !self.programs.contains_key(program) && self.programs.len() >= PROGRAMS_MAX {
-            let least_recent = self
+            let oldest_program = self
                 .programs
                 .iter()
                 .min_by_key(|(_, entry_stats)| entry_stats.update_number)
                 .map(|(name, _)| name.clone());
-            self.programs.remove(&least_recent.expect("there are many"));
+            self.programs
+                .remove(&oldest_program.expect("there are many"));
         }
         let empty_stats = ProgramStats {
             ended_count: 0,
@@ -265,8 +271,9 @@ impl Estimates {
         }
     }
 
-    /// Returns the expected memory of a task in bytes: `bytes`, its memory at the last migration,
-    /// or the mean of its program if `bytes` is 0.
+    /// Returns the expected memory of a task in bytes: `bytes`, its memory at the last migration.
+    /// If `bytes` is 0, returns the mean of the task's program, or a default for an unknown
+    /// program.
     pub fn expected_bytes(&self, program: &str, bytes: u64) -> u64 {
         let program_mean_log = || self.programs.get(program).and_then(|stats| stats.bytes_log);
         if bytes > 0 {
@@ -276,41 +283,48 @@ impl Estimates {
         }
     }
 
-    /// Learns from a completed migration.
+    /// Learns from a completed migration. Ignores a migration in which the program saved its own
+    /// state.
     pub fn record_migration(&mut self, sample: &MigrationSample) {
         let MigrationSample {
             pair: host_pair,
             slowness,
-            image_bytes: image_size,
-            resident_bytes: memory_size,
-            freeze_time: frozen,
+            image_bytes: image_size_bytes,
+            resident_bytes: memory_size_bytes,
+            freeze_time: freeze_duration,
             time_until_complete: total_time,
         } = *sample;
-        if memory_size == 0 {
+        if memory_size_bytes == 0 {
             return;
         }
         self.migration_count += 1;
-        if total_time > frozen {
-            self.record_freeze(memory_size, slowness, seconds(frozen));
-            if memory_size >= LINK_SAMPLE_BYTES_MIN {
+        if total_time > freeze_duration {
+            self.record_freeze(memory_size_bytes, slowness, seconds(freeze_duration));
+            if memory_size_bytes >= LINK_SAMPLE_BYTES_MIN {
                 self.link_speeds.record_transfer(
                     host_pair,
-                    memory_size,
-                    seconds(total_time.since(frozen)),
+                    memory_size_bytes,
+                    seconds(total_time.since(freeze_duration)),
                 );
             }
-        } else if image_size >= LINK_SAMPLE_BYTES_MIN {
+        } else if image_size_bytes >= LINK_SAMPLE_BYTES_MIN {
             // All memory was transferred during the freeze. The transfer took the time by which the
             // freeze exceeds the expected freeze.
-            let frozen = seconds(frozen);
+            let freeze_duration = seconds(freeze_duration);
             self.link_speeds.record_transfer(
                 host_pair,
-                image_size,
-                (frozen - self.expected_freeze_seconds(memory_size, slowness)).max(frozen / 10.0),
+                image_size_bytes,
+                (freeze_duration - self.expected_freeze_seconds(memory_size_bytes, slowness))
+                    .max(freeze_duration / 10.0),
             );
         } else {
-            let transfer_seconds = image_size as f64 / self.link_speeds.bytes_per_second(host_pair);
-            self.record_freeze(memory_size, slowness, seconds(frozen) - transfer_seconds);
+            let transfer_seconds =
+                image_size_bytes as f64 / self.link_speeds.bytes_per_second(host_pair);
+            self.record_freeze(
+                memory_size_bytes,
+                slowness,
+                seconds(freeze_duration) - transfer_seconds,
+            );
         }
     }
 
@@ -324,15 +338,16 @@ impl Estimates {
     }
 
     /// Returns the expected remaining work of a task of this program that has done `work_done`
-    /// work. Without observations this is `work_done`: half of the processes that have run for some
-    /// time run for at least the same time again (Harchol-Balter and Downey, 1996).
+    /// work. Until enough tasks of the program have ended, the result is `work_done`: half of the
+    /// processes that have run for some time run for at least the same time again (Harchol-Balter
+    /// and Downey, 1996).
     pub fn work_left(&self, program: &str, work_done: Micros) -> Micros {
         let mean_work = self
             .programs
             .get(program)
             .filter(|l| l.ended_count >= COMPLETIONS_MIN)
             .map(|l| micros(l.work_log.exp()));
-        let predicted = match mean_work {
+        let predicted_work = match mean_work {
             Some(mean_work) if work_done < mean_work => {
                 Micros(mean_work.0 - work_done.0).max(Micros(work_done.0 / 2))
             }
@@ -341,19 +356,19 @@ impl Estimates {
             Some(_) => Micros(work_done.0 / 2),
             None => work_done,
         };
-        predicted.min(WORK_LEFT_MAX)
+        predicted_work.min(WORK_LEFT_MAX)
     }
 
-    /// Returns the expected freeze of a task in seconds, without the transfer. If no task of its
-    /// size class has migrated, the next smaller class with a migration is used. Larger classes are
-    /// never used.
+    /// Returns the expected freeze of a task in seconds, without the transfer. If no task of the
+    /// same size class has migrated, the next smaller class with a migration is used. Larger
+    /// classes are never used.
     fn expected_freeze_seconds(&self, bytes: u64, slowness: f64) -> f64 {
-        let observed = self.freeze_stats[..=size_class(bytes)]
+        let observed_stats = self.freeze_stats[..=size_class(bytes)]
             .iter()
             .rev()
             .find(|freezes| freezes.migration_count > 0);
         default_freeze_seconds(bytes, slowness)
-            * observed.map_or(1.0, |freezes| freezes.ratio_log.exp())
+            * observed_stats.map_or(1.0, |freezes| freezes.ratio_log.exp())
     }
 
     /// Returns the expected cost of a migration: freeze, transfer and warm-up. `slowness`: result
@@ -362,8 +377,12 @@ impl Estimates {
     /// During post-copy a task runs only until it needs a missing page. The transfer therefore
     /// counts as if the task were frozen.
     pub fn migration_cost(&self, bytes: u64, slowness: f64, pair: Option<HostPair>) -> Micros {
-        let transfer = bytes as f64 / self.link_speeds.bytes_per_second(pair);
-        micros(self.expected_freeze_seconds(bytes, slowness) + transfer + warm_up_seconds(bytes))
+        let transfer_seconds = bytes as f64 / self.link_speeds.bytes_per_second(pair);
+        micros(
+            self.expected_freeze_seconds(bytes, slowness)
+                + transfer_seconds
+                + warm_up_seconds(bytes),
+        )
     }
 
     /// Returns the actual cost of a migration of `bytes` of memory. `total_time`: time until all
@@ -397,8 +416,8 @@ pub fn slowness(source_rate: f64, target_rate: f64) -> f64 {
 mod tests {
     use super::*;
 
-    /// The expected remaining work of a task equals the work done, until enough tasks of its
-    /// program have ended.
+    /// Until enough tasks of a program have ended, the expected remaining work of a task equals the
+    /// work done. Then it follows from the mean work of the ended tasks.
     #[test]
     fn work_left_follows_completed_tasks_of_program() {
         let (mut estimates, program) = (Estimates::default(), Arc::from("worker"));
@@ -422,14 +441,18 @@ mod tests {
     }
 
     /// Returns a migration whose memory was part of the images.
-    fn migration_without_post_copy(bytes: u64, frozen: Micros, slowness: f64) -> MigrationSample {
+    fn migration_without_post_copy(
+        bytes: u64,
+        freeze_duration: Micros,
+        slowness: f64,
+    ) -> MigrationSample {
         MigrationSample {
             pair: None,
             slowness,
             image_bytes: bytes,
             resident_bytes: bytes,
-            freeze_time: frozen,
-            time_until_complete: frozen,
+            freeze_time: freeze_duration,
+            time_until_complete: freeze_duration,
         }
     }
 
@@ -464,13 +487,13 @@ mod tests {
     fn large_post_copy_keeps_cost_of_small_tasks() {
         let mut estimates = Estimates::default();
         let small_cost = estimates.migration_cost(1 << 20, 1.0, None);
-        let (memory_size, frozen) = (2 << 30, Micros::from_millis(900));
+        let (memory_size_bytes, freeze_duration) = (2 << 30, Micros::from_millis(900));
         let post_copy_sample = MigrationSample {
             pair: None,
             slowness: 1.0,
             image_bytes: 200_000,
-            resident_bytes: memory_size,
-            freeze_time: frozen,
+            resident_bytes: memory_size_bytes,
+            freeze_time: freeze_duration,
             time_until_complete: Micros::from_secs(12),
         };
         for _ in 0..30 {
@@ -484,14 +507,14 @@ mod tests {
                 < 15_000,
             "{small_cost:?}"
         );
-        let large_cost = seconds(estimates.migration_cost(memory_size, 1.0, None));
+        let large_cost = seconds(estimates.migration_cost(memory_size_bytes, 1.0, None));
         assert!(
             (14.0..15.0).contains(&large_cost),
             "what it took, and warming up: {large_cost}"
         );
         // Measurements of small tasks are used for large ones, until large ones have migrated.
         let mut estimates = Estimates::default();
-        let large_cost = estimates.migration_cost(memory_size, 1.0, None);
+        let large_cost = estimates.migration_cost(memory_size_bytes, 1.0, None);
         (0..30).for_each(|_| {
             estimates.record_migration(&migration_without_post_copy(
                 1 << 20,
@@ -499,7 +522,7 @@ mod tests {
                 1.0,
             ))
         });
-        assert!(estimates.migration_cost(memory_size, 1.0, None) > large_cost);
+        assert!(estimates.migration_cost(memory_size_bytes, 1.0, None) > large_cost);
     }
 
     /// The expected memory of a task that has never migrated is the mean of its program.
@@ -595,21 +618,24 @@ mod tests {
             Micros::from_secs(30),
             1.0,
         ));
-        let restored = Estimates::restore(estimates.to_learned_costs());
+        let restored_estimates = Estimates::restore(estimates.to_learned_costs());
         let (work_done, bytes) = (Micros::from_secs(30), 1 << 20);
         assert_eq!(
-            restored.work_left("worker", work_done),
+            restored_estimates.work_left("worker", work_done),
             estimates.work_left("worker", work_done)
         );
         assert_eq!(
-            restored.expected_bytes("worker", 0),
+            restored_estimates.expected_bytes("worker", 0),
             estimates.expected_bytes("worker", 0)
         );
         assert_eq!(
-            restored.migration_cost(bytes, 1.0, None),
+            restored_estimates.migration_cost(bytes, 1.0, None),
             estimates.migration_cost(bytes, 1.0, None)
         );
-        assert_eq!(restored.to_learned_costs(), estimates.to_learned_costs());
+        assert_eq!(
+            restored_estimates.to_learned_costs(),
+            estimates.to_learned_costs()
+        );
     }
 
     /// When [`PROGRAMS_MAX`] is exceeded, the program that was updated longest ago is removed.

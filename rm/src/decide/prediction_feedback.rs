@@ -17,13 +17,13 @@ pub const PENDING_PREDICTIONS_MAX: usize = 4096;
 /// Time between the arrival of a task at its target and the measurement of its rate.
 const RATE_CHECK_DELAY: Micros = Micros::from_secs(30);
 /// Minimum time at the target for a measurement of the rate, if the task ends before
-/// [`RATE_CHECK_DELAY`].
+/// `RATE_CHECK_DELAY`.
 const RATE_MEASURE_TIME_MIN: Micros = Micros::from_secs(5);
 /// Maximum recorded ratio of actual to predicted values. Tracking ends when a task has done its
 /// predicted work multiplied by this maximum.
 const RATIO_MAX: f64 = 2.0;
 
-/// Prediction about a migration that is tracked.
+/// Prediction about a tracked migration.
 #[derive(Clone, Copy, Debug)]
 struct PendingPrediction {
     source: HostId,
@@ -76,7 +76,7 @@ pub struct PendingPredictions {
 
 impl PendingPrediction {
     /// Returns the ratio of the actual to the predicted time saved per unit of work, from 0 to
-    /// [`RATIO_MAX`]. The task has done `work_seconds` seconds of work in `seconds` seconds.
+    /// `RATIO_MAX`. The task has done `work_seconds` seconds of work in `seconds` seconds.
     fn measured_rate_ratio(&self, work_seconds: f64, seconds: f64) -> f64 {
         let time_saved = |rate: f64| 1.0 / self.source_rate_permille.max(1.0) - 1.0 / rate.max(1.0);
         (time_saved(1e3 * work_seconds / seconds.max(1e-6)) / time_saved(self.target_rate_permille))
@@ -97,24 +97,28 @@ impl PendingPrediction {
 }
 
 impl PendingPredictions {
-    /// Starts tracking an ordered migration. A task that becomes slower because it makes room for
-    /// another task is not tracked.
+    /// Starts tracking a migration that was ordered. A task that becomes slower, because it makes
+    /// room for another task, is not tracked. A task without remaining work and a migration beyond
+    /// [`PENDING_PREDICTIONS_MAX`] are not tracked either.
     pub fn track(&mut self, rebalance: &Rebalance) {
         let why = &rebalance.reason;
-        let (has, gets, left) = (
+        let (source_rate, target_rate, remaining_seconds) = (
             why.source_rate_permille as f64,
             why.target_rate_permille as f64,
             why.work_left.0 as f64 / 1e6,
         );
-        if gets <= has || left <= 0.0 || self.by_task.len() >= PENDING_PREDICTIONS_MAX {
+        if target_rate <= source_rate
+            || remaining_seconds <= 0.0
+            || self.by_task.len() >= PENDING_PREDICTIONS_MAX
+        {
             return self.discard_prediction(rebalance.tid);
         }
         let prediction = PendingPrediction {
             source: rebalance.source,
             target: rebalance.target,
-            source_rate_permille: has,
-            target_rate_permille: gets,
-            work_left_s: left,
+            source_rate_permille: source_rate,
+            target_rate_permille: target_rate,
+            work_left_s: remaining_seconds,
             declared: why.declared,
             computed_gain: why.computed_gain,
             gain: why.gain,
@@ -159,8 +163,10 @@ impl PendingPredictions {
         self.by_task.keys().copied().collect()
     }
 
-    /// Measures the rate of a running task that has done `total_work` work. Returns the outcome of
-    /// its migration if tracking ends, otherwise `None`.
+    /// Measures the rate of a running task that has done `total_work` work, when the task has been
+    /// at the target for `RATE_CHECK_DELAY`. Ends tracking and returns the outcome of the
+    /// migration if the task has done `RATIO_MAX` times the predicted work; otherwise returns
+    /// `None`.
     pub fn check_prediction(
         &mut self,
         now: Micros,
@@ -172,14 +178,14 @@ impl PendingPredictions {
         let arrival = prediction
             .arrival
             .filter(|arrival| now.since(arrival.arrived_at) >= RATE_CHECK_DELAY)?;
-        let work = total_work.since(arrival.work_done).0 as f64 / 1e6;
+        let work_seconds = total_work.since(arrival.work_done).0 as f64 / 1e6;
         if prediction.rate_ratio.is_none() {
-            let measured_ratio =
-                prediction.measured_rate_ratio(work, now.since(arrival.arrived_at).0 as f64 / 1e6);
+            let measured_ratio = prediction
+                .measured_rate_ratio(work_seconds, now.since(arrival.arrived_at).0 as f64 / 1e6);
             prediction.rate_ratio = Some(measured_ratio);
             estimates.record_rate(now, measured_ratio);
         }
-        if work < RATIO_MAX * prediction.work_left_s {
+        if work_seconds < RATIO_MAX * prediction.work_left_s {
             return None;
         }
         estimates.record_work(now, prediction.declared, RATIO_MAX);
@@ -188,8 +194,8 @@ impl PendingPredictions {
         Some(outcome)
     }
 
-    /// Ends tracking of a task that ended after `total_work` work. Returns the outcome of its
-    /// migration; `None` if the task had not arrived at the target.
+    /// Ends tracking of a task that ended after `total_work` work. Returns the outcome of the
+    /// task's migration; `None` if the task had not arrived at the target.
     pub fn end_tracking(
         &mut self,
         now: Micros,
@@ -199,17 +205,17 @@ impl PendingPredictions {
     ) -> Option<PredictionOutcome> {
         let mut prediction = self.by_task.remove(&tid)?;
         let arrival = prediction.arrival?;
-        let (work, time_at_target) = (
+        let (work_seconds, time_at_target) = (
             total_work.since(arrival.work_done).0 as f64 / 1e6,
             now.since(arrival.arrived_at),
         );
         if prediction.rate_ratio.is_none() && time_at_target >= RATE_MEASURE_TIME_MIN {
             let measured_ratio =
-                prediction.measured_rate_ratio(work, time_at_target.0 as f64 / 1e6);
+                prediction.measured_rate_ratio(work_seconds, time_at_target.0 as f64 / 1e6);
             prediction.rate_ratio = Some(measured_ratio);
             estimates.record_rate(now, measured_ratio);
         }
-        let ratio = (work / prediction.work_left_s).min(RATIO_MAX);
+        let ratio = (work_seconds / prediction.work_left_s).min(RATIO_MAX);
         estimates.record_work(now, prediction.declared, ratio);
         Some(prediction.outcome(tid, &arrival, ratio))
     }
@@ -254,13 +260,13 @@ mod tests {
     }
 
     /// Tracks a migration with 100 seconds of predicted remaining work and returns its outcome. The
-    /// task arrives at second `arrival_second` and does `work` seconds of work at the rate `rate`,
-    /// in thousandths of an ordinary processor.
+    /// task arrives at second `arrival_second` and does `work_seconds` seconds of work at the rate
+    /// `rate`, in thousandths of an ordinary processor.
     fn follow(
         estimates: &mut Estimates,
         arrival_second: u64,
         rate: u64,
-        work: u64,
+        work_seconds: u64,
     ) -> Option<PredictionOutcome> {
         let (mut predictions, arrival_second) = (
             PendingPredictions::default(),
@@ -273,7 +279,7 @@ mod tests {
             host(2),
             (Micros::from_secs(7), Micros::from_secs(2)),
         );
-        let run_time = Micros(work * 1_000_000 * 1000 / rate);
+        let run_time = Micros(work_seconds * 1_000_000 * 1000 / rate);
         let work_after = |run_time: Micros| Micros(7_000_000 + run_time.0 * rate / 1000);
         if run_time > RATE_CHECK_DELAY {
             let check_result = predictions.check_prediction(
@@ -331,21 +337,21 @@ mod tests {
                 later_factor(1),
                 later_factor(4)
             );
-            let restored = Estimates::restore(estimates.to_learned_costs());
+            let restored_estimates = Estimates::restore(estimates.to_learned_costs());
             assert!(
-                (restored.confidence(Micros(0), false) - factor).abs() < 0.05,
+                (restored_estimates.confidence(Micros(0), false) - factor).abs() < 0.05,
                 "it outlives its keeper"
             );
         }
     }
 
-    /// Nothing is learned from a task that arrives at another host than predicted, or that becomes
-    /// slower to make room for other tasks.
+    /// Nothing is learned from a task that becomes slower to make room for other tasks, that never
+    /// arrives, or that migrates on to another host.
     #[test]
     fn unmeasurable_migrations_teach_nothing() {
         let (mut predictions, mut estimates) =
             (PendingPredictions::default(), Estimates::default());
-        let much_later = Micros::from_secs(1000);
+        let late_time = Micros::from_secs(1000);
         predictions.track(&Rebalance {
             reason: RebalanceReason {
                 target_rate_permille: 400,
@@ -356,7 +362,7 @@ mod tests {
         assert!(predictions.tracked_tasks().is_empty());
         predictions.track(&doubling_rebalance(9));
         assert_eq!(
-            predictions.end_tracking(much_later, tid(), much_later, &mut estimates),
+            predictions.end_tracking(late_time, tid(), late_time, &mut estimates),
             None,
             "it never arrived"
         );
@@ -364,11 +370,11 @@ mod tests {
         predictions.record_arrival(Micros(0), tid(), host(2), (Micros(0), Micros(0)));
         predictions.record_arrival(Micros(1), tid(), host(3), (Micros(0), Micros(0)));
         assert_eq!(
-            predictions.end_tracking(much_later, tid(), much_later, &mut estimates),
+            predictions.end_tracking(late_time, tid(), late_time, &mut estimates),
             None,
             "an owner came"
         );
-        assert_eq!(estimates.confidence(much_later, false), 1.0);
+        assert_eq!(estimates.confidence(late_time, false), 1.0);
     }
 
     proptest! {

@@ -37,12 +37,12 @@ pub enum ResumeTarget {
 }
 
 /// Selects the tasks to suspend so that a waiting request gets hosts. Returns an empty list if the
-/// request needs no preemption. Tasks of the users with the highest indices come first, and among
-/// them the most recently started tasks.
+/// request needs no preemption. Tasks of the users with the highest indices come first. Among the
+/// tasks of a user, the most recently started ones come first.
 ///
-/// The request gets as many hosts as if no task of these users ran, which may be fewer than it asks
-/// for. Tasks that each free a slot are selected first. Groups of tasks on one host that free a
-/// slot only together follow.
+/// The request gets as many hosts as if no task of these users ran. This may be fewer hosts than
+/// the request asks for. Tasks that each free a slot are selected first. Groups of tasks on one
+/// host that free a slot only together follow.
 pub fn select_victims(
     snapshot: &Snapshot,
     fair: &FairShare,
@@ -87,8 +87,7 @@ struct VictimSelection<'a> {
 }
 
 impl VictimSelection<'_> {
-    /// Selects the tasks of which each one frees a slot. Returns the tasks that were examined and
-    /// not selected.
+    /// Selects the tasks that free a slot each. Returns the examined tasks that were not selected.
     fn select_singles(
         &mut self,
         tasks: impl Iterator<Item = (Tid, HostId)>,
@@ -159,7 +158,7 @@ pub fn select_resumable(
         .iter()
         .filter_map(|id| snapshot.host(*id));
     let hosted_tasks = hosts.flat_map(|host| host.tasks.iter().map(move |task| (host, task)));
-    let suspended_long_enough = |tid: &Tid| {
+    let long_suspension_start = |tid: &Tid| {
         preempted_at
             .get(tid)
             .copied()
@@ -167,7 +166,7 @@ pub fn select_resumable(
     };
     let candidates = hosted_tasks.filter(|(_, task)| task.suspended && task.migration.is_none());
     let mut candidates: Vec<_> = candidates
-        .filter_map(|(host, task)| Some((suspended_long_enough(&task.tid)?, host, task)))
+        .filter_map(|(host, task)| Some((long_suspension_start(&task.tid)?, host, task)))
         .collect();
     candidates.sort_by_key(|(suspended_at, _, task)| (*suspended_at, task.tid));
     let mut capacity = ResumeCapacity {
@@ -233,7 +232,7 @@ impl ResumeCapacity<'_> {
     }
 
     /// Returns the task's current host if the host accepts the task and `is_sufficient` is true for
-    /// its load.
+    /// the host's load.
     fn current_host_if_suitable(
         &self,
         host: &HostView,
@@ -245,8 +244,9 @@ impl ResumeCapacity<'_> {
         load.is_some_and(is_sufficient).then_some(host.id)
     }
 
-    /// Returns the best other host with a processor for the task. `ignore_external_load`: a
-    /// processor that external load uses too is sufficient.
+    /// Returns the best other host with a processor for the task; `None` if there is no such host
+    /// or the task must stay. `ignore_external_load`: a processor that external load uses too is
+    /// sufficient.
     fn find_other_host(
         &self,
         host: &HostView,

@@ -4,12 +4,12 @@
 //! **Unit.** Gain and cost are sums of task time. The gain of a migration is the time by which the
 //! task finishes sooner, plus the time that tasks at the source save, minus the time that tasks at
 //! the target lose. In a job with barriers all tasks wait for the slowest one. The gain of such a
-//! job is the gain of its slowest task times the number of tasks, and each migration delays all its
-//! tasks.
+//! job is the gain of its slowest task times the number of tasks, and each migration delays all
+//! tasks of the job.
 //!
 //! **Declared work.** If a program has declared the work of its tasks
-//! ([`super::Constraints::work`]), their remaining work is known. In this case the completion time
-//! of the whole job is optimized first ([`super::makespan_moves`]).
+//! ([`super::Constraints::work`]), the remaining work of these tasks is known. In this case the
+//! completion time of the whole job is optimized first ([`super::makespan_moves`]).
 //!
 //! **Stability.** These rules prevent migrations back and forth:
 //!
@@ -235,7 +235,7 @@ impl<'a> RebalancePlan<'a> {
         let declared = self
             .expected_work
             .get(&candidate.task.tid)
-            .is_some_and(|expected| expected.declared);
+            .is_some_and(|work_estimate| work_estimate.declared);
         let gain = corrected_gain(computed_gain, self.snapshot.confidence(declared));
         let cost = self.snapshot.migration_cost(
             candidate.task,
@@ -270,7 +270,8 @@ impl<'a> RebalancePlan<'a> {
     }
 
     /// Returns the weights of a processor share for the task at its source and at its target. A
-    /// weight of 1 means that the peers of the task are in the zone of the host.
+    /// weight of 1 means that the peers of the task are in the zone of the host. If source and
+    /// target are in the same zone, both weights are 1.
     fn zone_weights(
         &self,
         candidate: &Candidate<'_>,
@@ -330,37 +331,47 @@ impl<'a> RebalancePlan<'a> {
             .collect()
     }
 
-    /// Appends the worthwhile migrations to `moves`. If `only` is `Some`, appends only migrations
-    /// from or to the two hosts in it.
+    /// Appends the worthwhile migrations to `migration_list`. If `host_filter` is `Some`, appends
+    /// only migrations from or to the two hosts in `host_filter`.
     fn collect_migrations(
         &self,
         candidates: &[Candidate<'_>],
-        moves: &mut Vec<CandidateMigration>,
-        only: Option<[HostId; 2]>,
+        migration_list: &mut Vec<CandidateMigration>,
+        host_filter: Option<[HostId; 2]>,
     ) {
-        let all: Vec<&PlannedHost<'_>> = self.hosts.values().collect();
-        let some: Vec<&PlannedHost<'_>> = only.iter().flatten().map(|id| &self.hosts[id]).collect();
-        for (i, mover) in candidates
+        let all_hosts: Vec<&PlannedHost<'_>> = self.hosts.values().collect();
+        let filtered_hosts: Vec<&PlannedHost<'_>> = host_filter
+            .iter()
+            .flatten()
+            .map(|id| &self.hosts[id])
+            .collect();
+        for (i, candidate) in candidates
             .iter()
             .enumerate()
-            .filter(|(_, mover)| !self.targets_by_task.contains_key(&mover.task.tid))
+            .filter(|(_, candidate)| !self.targets_by_task.contains_key(&candidate.task.tid))
         {
-            let from = &self.hosts[&mover.source];
-            let to = if only.is_none_or(|only| only.contains(&mover.source)) {
-                &all
-            } else {
-                &some
-            };
-            // The value does not depend on the target. It is computed only if a target needs it.
-            let left_behind = LazyCell::new(|| {
-                from.completion_sum_without(from.external_range.0, mover.work_left_s)
+            let source = &self.hosts[&candidate.source];
+            let targets =
+                if host_filter.is_none_or(|host_filter| host_filter.contains(&candidate.source)) {
+                    &all_hosts
+                } else {
+                    &filtered_hosts
+                };
+            // The sum of the completion times without the task does not depend on the target. The
+            // sum is computed only if a target needs it.
+            let remaining_sum = LazyCell::new(|| {
+                source.completion_sum_without(source.external_range.0, candidate.work_left_s)
             });
-            for to in to.iter().filter(|to| to.host.id != mover.source) {
-                let judged = self.evaluate_migration(mover, from, to, || *left_behind);
-                moves.extend(judged.map(|(net, why)| CandidateMigration {
+            for target in targets
+                .iter()
+                .filter(|target| target.host.id != candidate.source)
+            {
+                let gain_and_reason =
+                    self.evaluate_migration(candidate, source, target, || *remaining_sum);
+                migration_list.extend(gain_and_reason.map(|(net, why)| CandidateMigration {
                     net_gain_s: net,
                     candidate_index: i,
-                    target: to.host.id,
+                    target: target.host.id,
                     reason: why,
                     delays_job: false,
                 }));
@@ -368,9 +379,9 @@ impl<'a> RebalancePlan<'a> {
         }
     }
 
-    /// Returns the migration with the largest net gain whose target accepts the task and which
-    /// delays no job. `None` if there is no such migration. Removes the returned migration and the
-    /// migrations to refusing targets from `migrations`.
+    /// Returns the migration with the largest net gain among the migrations that delay no job and
+    /// whose target accepts the task. `None` if there is no such migration. Removes the returned
+    /// migration and the migrations to refusing targets from `migrations`.
     fn take_best_migration(
         &self,
         candidates: &[Candidate<'_>],
@@ -382,17 +393,17 @@ impl<'a> RebalancePlan<'a> {
             .iter_mut()
             .for_each(|migration| migration.delays_job = false);
         loop {
-            let order = |a: &CandidateMigration, b: &CandidateMigration| {
+            let compare_migrations = |a: &CandidateMigration, b: &CandidateMigration| {
                 a.net_gain_s
                     .total_cmp(&b.net_gain_s)
                     .then((b.candidate_index, b.target).cmp(&(a.candidate_index, a.target)))
             };
-            let undelayed = migrations
+            let undelayed_migrations = migrations
                 .iter()
                 .enumerate()
                 .filter(|(_, migration)| !migration.delays_job);
-            let index = undelayed
-                .max_by(|a, b| order(a.1, b.1))
+            let index = undelayed_migrations
+                .max_by(|a, b| compare_migrations(a.1, b.1))
                 .map(|(index, _)| index)?;
             let (Candidate { task, source, .. }, target) = (
                 &candidates[migrations[index].candidate_index],
@@ -516,15 +527,17 @@ impl<'a> RebalancePlan<'a> {
                 entry.1.push(i);
             }
         }
-        let mut without_gain = BTreeSet::new();
+        let mut gainless_jobs = BTreeSet::new();
         for (job, (cost, rebalance_indices)) in costs {
             let (rate_before, rate_after, task_count, longest_work) = self.slowest_task_rates(job);
-            let saved_per_task = longest_work * (1e3 / rate_before - 1e3 / rate_after);
-            let (uncorrected_gain, cost) =
-                (task_count as f64 * saved_per_task, task_count as f64 * cost);
+            let seconds_saved_per_task = longest_work * (1e3 / rate_before - 1e3 / rate_after);
+            let (uncorrected_gain, cost) = (
+                task_count as f64 * seconds_saved_per_task,
+                task_count as f64 * cost,
+            );
             let gain = corrected_gain(uncorrected_gain, self.snapshot.confidence(false));
             if gain < self.snapshot.costs.margin_ratio() * cost + seconds(GAIN_MIN) {
-                without_gain.insert(job);
+                gainless_jobs.insert(job);
             }
             for i in rebalance_indices {
                 let rebalance_reason = &mut self.rebalances[i].reason;
@@ -536,7 +549,7 @@ impl<'a> RebalancePlan<'a> {
                 rebalance_reason.computed_gain = micros(uncorrected_gain);
             }
         }
-        without_gain
+        gainless_jobs
     }
 }
 
@@ -553,12 +566,12 @@ pub fn plan_rebalances(snapshot: &Snapshot) -> Vec<Rebalance> {
             plan.plan_makespan_migrations(sim, rebalances_max);
         }
         plan.plan_task_migrations(sim, rebalances_max);
-        let without_gain = plan.evaluate_barrier_jobs();
-        if without_gain.is_empty() {
+        let gainless_jobs = plan.evaluate_barrier_jobs();
+        if gainless_jobs.is_empty() {
             return plan.rebalances;
         }
-        // The tasks of these jobs stay, so another plan is made. Each round fixes at least one job,
-        // so the loop ends.
-        jobs_without_gain.extend(without_gain);
+        // The tasks of the jobs without gain stay, so another plan is made. Each round fixes at
+        // least one job, so the loop ends.
+        jobs_without_gain.extend(gainless_jobs);
     }
 }

@@ -39,7 +39,7 @@ pub struct RebalanceReason {
     /// predictions.
     pub gain: Micros,
     pub cost: Micros,
-    /// True if the job's tasks wait for each other at barriers.
+    /// True if gain and cost are those of a whole job whose tasks wait for each other at barriers.
     pub for_barrier_job: bool,
     /// Time by which the whole job ends sooner. `None` if the completion time of the job was not
     /// optimized.
@@ -111,54 +111,58 @@ pub(super) struct PlannedHost<'a> {
 }
 
 impl PlannedHost<'_> {
-    pub(super) fn rate(&self, task_count: u32, external: f64) -> f64 {
-        let threads = f64::from(task_count) + external;
+    pub(super) fn rate(&self, task_count: u32, external_load: f64) -> f64 {
+        let threads = f64::from(task_count) + external_load;
         self.load.speed_permille as f64 * (self.load.processors() / threads.max(1e-9)).min(1.0)
     }
 
     /// Returns the host for the simulation. The remaining work of tasks that arrive from hosts
     /// outside the plan is not known. Each of these tasks counts as an external thread.
-    pub(super) fn sim_host(&self, external: f64) -> SimHost {
-        let unknown_tasks = f64::from(self.load.vm_task_count) - self.works_left_s.len() as f64;
+    pub(super) fn sim_host(&self, external_load: f64) -> SimHost {
+        let unknown_task_count =
+            f64::from(self.load.vm_task_count) - self.works_left_s.len() as f64;
         SimHost {
             processors: self.load.processors(),
             speed: self.load.speed_permille as f64 / 1e3,
-            external_threads: external + unknown_tasks.max(0.0),
+            external_threads: external_load + unknown_task_count.max(0.0),
         }
     }
 
     /// Returns the sum of the completion times of the host's tasks in seconds.
-    pub(super) fn completion_sum(&self, external: f64) -> f64 {
-        self.sim_host(external)
+    pub(super) fn completion_sum(&self, external_load: f64) -> f64 {
+        self.sim_host(external_load)
             .completion_sum(self.works_left_s.len(), self.works_left_s.iter().copied())
     }
 
     /// Returns the sum of the completion times in seconds if a task with the remaining work
     /// `leaving_work` leaves the host.
-    pub(super) fn completion_sum_without(&self, external: f64, leaving_work: f64) -> f64 {
+    pub(super) fn completion_sum_without(&self, external_load: f64, leaving_work: f64) -> f64 {
         let Some(index) = self
             .works_left_s
             .iter()
-            .position(|remaining| *remaining == leaving_work)
+            .position(|listed_work| *listed_work == leaving_work)
         else {
-            return self.completion_sum(external);
+            return self.completion_sum(external_load);
         };
         let remaining_works_s = self.works_left_s[..index]
             .iter()
             .chain(&self.works_left_s[index + 1..]);
-        self.sim_host(external)
+        self.sim_host(external_load)
             .completion_sum(self.works_left_s.len() - 1, remaining_works_s.copied())
     }
 
     /// Returns the sum of the completion times in seconds if a task with the remaining work
     /// `arriving_work` joins the host.
-    pub(super) fn completion_sum_with(&self, external: f64, arriving_work: f64) -> f64 {
-        let (shorter, longer) = self.works_left_s.split_at(
+    pub(super) fn completion_sum_with(&self, external_load: f64, arriving_work: f64) -> f64 {
+        let (shorter_works, longer_works) = self.works_left_s.split_at(
             self.works_left_s
                 .partition_point(|works| *works < arriving_work),
         );
-        let works = shorter.iter().chain([&arriving_work]).chain(longer);
-        self.sim_host(external)
+        let works = shorter_works
+            .iter()
+            .chain([&arriving_work])
+            .chain(longer_works);
+        self.sim_host(external_load)
             .completion_sum(self.works_left_s.len() + 1, works.copied())
     }
 
@@ -173,8 +177,8 @@ impl PlannedHost<'_> {
     }
 }
 
-/// A plan of rebalancing migrations under construction, with the hosts between which it migrates
-/// tasks.
+/// A plan of rebalancing migrations under construction, with the hosts between which the plan
+/// migrates tasks.
 pub(super) struct RebalancePlan<'a> {
     pub(super) snapshot: &'a Snapshot,
     pub(super) hosts: BTreeMap<HostId, PlannedHost<'a>>,
@@ -194,7 +198,7 @@ impl RebalancePlan<'_> {
     pub(super) fn work_left(&self, tid: Tid) -> f64 {
         self.expected_work
             .get(&tid)
-            .map_or(0.0, |expected| expected.work_left_s)
+            .map_or(0.0, |work_estimate| work_estimate.work_left_s)
     }
 
     /// Adds a migration to the plan. If there is a simulation of the plan's jobs, the caller must
@@ -202,23 +206,29 @@ impl RebalancePlan<'_> {
     pub(super) fn add_rebalance(&mut self, rebalance: Rebalance) {
         let task_work = self.work_left(rebalance.tid);
         for (id, is_target) in [(rebalance.source, false), (rebalance.target, true)] {
-            let planned = self
+            let planned_host = self
                 .hosts
                 .get_mut(&id)
                 .expect("the plan migrates tasks between its own hosts");
             if is_target {
-                planned.load.vm_task_count += 1;
-                planned.works_left_s.insert(
-                    planned.works_left_s.partition_point(|l| *l < task_work),
+                planned_host.load.vm_task_count += 1;
+                planned_host.works_left_s.insert(
+                    planned_host
+                        .works_left_s
+                        .partition_point(|l| *l < task_work),
                     task_work,
                 );
             } else {
-                planned.load.vm_task_count -= 1;
-                if let Some(index) = planned.works_left_s.iter().position(|l| *l == task_work) {
-                    planned.works_left_s.remove(index);
+                planned_host.load.vm_task_count -= 1;
+                if let Some(index) = planned_host
+                    .works_left_s
+                    .iter()
+                    .position(|l| *l == task_work)
+                {
+                    planned_host.works_left_s.remove(index);
                 }
             }
-            planned.recompute();
+            planned_host.recompute();
         }
         self.targets_by_task.insert(rebalance.tid, rebalance.target);
         self.rebalances.push(rebalance);
@@ -316,7 +326,7 @@ pub(super) fn may_rebalance_to_idle(now: Micros, task: &TaskView) -> bool {
     may_rebalance_after_cooldown(now, task) && cooldown_end_for_idle_target(now, task) <= now
 }
 
-/// True if at most a cooldown prevents rebalancing of the task.
+/// True if the task may be rebalanced as soon as its cooldown has ended.
 fn may_rebalance_after_cooldown(now: Micros, task: &TaskView) -> bool {
     task.migration.is_none()
         && task

@@ -43,13 +43,14 @@ fn slots_when_empty(
     }
 }
 
-/// Returns hosts to reserve for a spawn. Together they have slots for all its tasks when their
-/// current tasks have ended. Hosts in `previous` come first, then the hosts with the fewest
-/// computing tasks. Empty if all hosts together have too few slots.
+/// Returns hosts to reserve for a spawn. Together these hosts have slots for all tasks of the spawn
+/// when the tasks that now run on them have ended. Hosts in `previous_hosts` come first, then the
+/// hosts with the fewest computing tasks. Returns an empty list if all hosts together have too few
+/// slots.
 pub fn hosts_to_reserve(
     snapshot: &Snapshot,
     placement_request: &PlacementRequest<'_>,
-    previous: &[HostId],
+    previous_hosts: &[HostId],
 ) -> Vec<HostId> {
     let Ok(constraints) = Constraints::from_request(placement_request.spawn_request) else {
         return Vec::new();
@@ -71,7 +72,7 @@ pub fn hosts_to_reserve(
         .map(|(host, slots)| {
             let computing_task_count = host.tasks.iter().filter(|task| task.computes()).count();
             (
-                Reverse(previous.contains(&host.id)),
+                Reverse(previous_hosts.contains(&host.id)),
                 computing_task_count,
                 host.id,
                 slots,
@@ -79,12 +80,12 @@ pub fn hosts_to_reserve(
         })
         .collect();
     hosts.sort_unstable();
-    let (mut reserved, mut slot_sum) = (Vec::new(), 0);
+    let (mut reserved_hosts, mut slot_sum) = (Vec::new(), 0);
     for (.., id, slots) in hosts {
-        reserved.push(id);
+        reserved_hosts.push(id);
         slot_sum += slots;
         if slot_sum >= task_count {
-            return reserved;
+            return reserved_hosts;
         }
     }
     Vec::new()

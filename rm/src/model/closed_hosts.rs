@@ -93,7 +93,7 @@ impl Model {
     /// Returns the guests whose stay must be reported: those that stay although their host accepts
     /// no guests. Returns a guest again only if the kind of its reason has changed.
     pub fn unreported_stays<'m>(&mut self, plan: &'m EvictionPlan) -> Vec<&'m StayDecision> {
-        let (mut unreported, snapshot) = (Vec::new(), &self.snapshot);
+        let (mut unreported_decisions, snapshot) = (Vec::new(), &self.snapshot);
         for stay in plan
             .stays
             .iter()
@@ -108,8 +108,8 @@ impl Model {
                 continue;
             };
             task.reported_stay_reason = reason_kind;
-            unreported.push(stay);
+            unreported_decisions.push(stay);
         }
-        unreported
+        unreported_decisions
     }
 }

@@ -11,8 +11,8 @@ use sempa_proto::migration::{Failure, MigrationCause, Refusal};
 use sempa_proto::{HostId, Micros, PvmError, Tid};
 
 impl Model {
-    /// Records a completed migration and its measurements, and compares its cost with the
-    /// prediction.
+    /// Records a completed migration: learns from its measurements, updates the task's state, and
+    /// records the task's arrival and the actual cost for a comparison with the prediction.
     pub(super) fn record_measured_migration(
         &mut self,
         now: Micros,

@@ -29,8 +29,8 @@ mod work_accounting;
 const ENDED_TASKS_MAX: usize = 65_536;
 /// Maximum time without an event about a migration. After this time a task list is requested.
 pub const MIGRATION_SILENCE_MAX: Micros = Micros::from_secs(60);
-/// Minimum age of a migration for which a task list is believed that lists the task as not
-/// migrating. For a more recent migration the list may be older than the migration.
+/// Minimum age of a migration that is dropped when a task list states that the task is not
+/// migrating. The list may be older than a more recent migration.
 const MIGRATION_LIST_DELAY: Micros = Micros::from_secs(3);
 /// Time for which a host is excluded as a target of a task after one failure. Doubles with each
 /// further failure, up to [`TARGET_RETRY_MAX`].
@@ -77,7 +77,7 @@ struct HostState {
 struct TaskState {
     host: HostId,
     job: Tid,
-    /// `None` until an event or a list describes the task.
+    /// Parent of the task; `None` until an event or a list describes the task.
     parent: Option<Tid>,
     uid: u32,
     name: Arc<str>,
@@ -134,7 +134,7 @@ impl TaskState {
 /// Known state of hosts and tasks.
 #[derive(Debug)]
 pub struct Model {
-    /// Input of the decisions. Its entries for the hosts in `dirty_hosts` are out of date.
+    /// Input of the decisions. The entries for the hosts in `changed_hosts` are out of date.
     snapshot: Snapshot,
     changed_hosts: BTreeSet<HostId>,
     /// Hosts whose last guest may have left since the last call of
@@ -160,7 +160,7 @@ pub struct Model {
 
 impl Model {
     /// Creates an empty model. `local_host`: host of the resource manager. The first round-robin
-    /// placement starts with the host after it.
+    /// placement starts with the host after `local_host`.
     pub fn new(policy: PlacementPolicy, local_host: HostId, labels: HostLabels) -> Self {
         Self {
             snapshot: Snapshot {
@@ -279,8 +279,8 @@ impl Model {
             .filter_map(|tid| Some((*tid, self.tasks.get(tid)?)))
     }
 
-    /// Returns the job of a task: the job of its parent, or the task itself if no task is its
-    /// parent.
+    /// Returns the job of a task: the job of its parent, the parent itself if it is unknown, or the
+    /// task itself if no task is its parent.
     fn job_of(&self, tid: Tid, parent: Tid) -> Tid {
         let job_if_parent_unknown = if parent.is_task() { parent } else { tid };
         self.tasks
@@ -378,14 +378,13 @@ impl Model {
         }
         for (tid, job) in new_tasks {
             // A daemon lists its own user as the user of each task. A spawned task belongs to the
-            // user of the top task of its job.
+            // user of the first task of its job.
             if let Some(user) = self.tasks.get(&job).map(|top_task| top_task.uid) {
                 self.set_task_user(tid, user);
             }
         }
     }
 
-    /// Sets the user of a task.
     pub fn set_task_user(&mut self, tid: Tid, user: u32) {
         if let Some(task) = self.edit_task(tid) {
             task.uid = user;
@@ -531,21 +530,21 @@ impl Model {
             .any(|task| task.job == job && (task.migration.is_some() || task.suspended))
     }
 
-    /// Returns the top task of the job that contains `tid`. The job can be checkpointed by this
-    /// task.
+    /// Returns the first task of the job that contains `tid`. A checkpoint of the job is requested
+    /// with the tid of this task.
     ///
     /// Returns `None` if an ancestor of the task has ended or is unknown, because then some tasks
-    /// of the job cannot be found from its top task. Also returns `None` if a user has started the
-    /// top task by hand, because vacating the job would end a program that this user runs.
+    /// of the job cannot be found from its first task. Also returns `None` if a user has started
+    /// the first task by hand, because vacating the job would end a program that this user runs.
     pub fn checkpoint_root(&self, tid: Tid) -> Option<Tid> {
-        let mut current = (tid, self.tasks.get(&tid)?);
+        let mut current_task = (tid, self.tasks.get(&tid)?);
         // A chain of parents is at most as long as the number of tasks.
         for _ in 0..self.tasks.len() {
-            let parent_tid = current.1.parent?;
+            let parent_tid = current_task.1.parent?;
             if !parent_tid.is_task() {
-                return Some(current.0);
+                return Some(current_task.0);
             }
-            current = (
+            current_task = (
                 parent_tid,
                 self.tasks
                     .get(&parent_tid)
@@ -624,7 +623,7 @@ impl Model {
         ))
     }
 
-    /// Returns the name of a host, or its number if it is unknown.
+    /// Returns the name of a host, or the host's number if the host is unknown.
     pub fn host_name(&self, id: HostId) -> String {
         self.hosts
             .get(&id)
@@ -638,7 +637,7 @@ impl Model {
             .map(|(id, _)| *id)
     }
 
-    /// Records that the event with this number was applied. Requests new lists if events before it
+    /// Records that the event with this number was applied. Requests new lists if earlier events
     /// were missed.
     fn record_event_number(&mut self, number: u64) {
         match self.last_event_number {
@@ -652,7 +651,7 @@ impl Model {
         }
     }
 
-    /// Applies an entry of the event log. If entries before it were missed, new lists of hosts and
+    /// Applies an entry of the event log. If earlier entries were missed, new lists of hosts and
     /// tasks are needed ([`Model::is_stale`]).
     pub fn apply_event(&mut self, now: Micros, event: &Event) {
         self.record_event_number(event.number);
@@ -683,7 +682,8 @@ impl Model {
                 self.record_task_end(*tid);
             }
             EventKind::Restarted { tasks, .. } => {
-                // The restarted tasks are recorded as ended. A new task list describes them.
+                // The restarted tasks may be recorded as ended. Removes these records; a new task
+                // list describes the tasks.
                 tasks
                     .iter()
                     .for_each(|(tid, _)| self.ended_tasks.remove(*tid));
@@ -707,8 +707,8 @@ impl Model {
                 to: target_host,
                 cause,
                 bytes,
-                resident: memory_size,
-                frozen,
+                resident: memory_size_bytes,
+                frozen: freeze_duration,
                 transfer_time: time_until_complete,
                 ..
             } => {
@@ -716,8 +716,8 @@ impl Model {
                     pair: self.host_pair(*source, *target_host),
                     slowness: self.snapshot.slowness(*source, *target_host),
                     image_bytes: *bytes,
-                    resident_bytes: *memory_size,
-                    freeze_time: *frozen,
+                    resident_bytes: *memory_size_bytes,
+                    freeze_time: *freeze_duration,
                     time_until_complete: *time_until_complete,
                 };
                 self.record_measured_migration(now, *tid, *target_host, cause, &sample);
@@ -735,7 +735,7 @@ impl Model {
     }
 
     /// Applies a load watcher's report. Returns an event to record if the report changes whether
-    /// the host accepts guests, or changes the kind of reason for which the host excludes them.
+    /// the host accepts guests, or changes the kind of reason for which the host excludes guests.
     pub fn apply_report(&mut self, now: Micros, report: &LoadReport) -> Option<EventKind> {
         let id = report.host;
         let vm_task_count = self.computing_task_count(id);
@@ -787,9 +787,9 @@ impl Model {
                         .tasks_on(id)
                         .map(|(tid, task)| task.view(tid))
                         .collect();
-                    let starting = self.starting_task_counts.get(&id).copied().unwrap_or(0);
+                    let starting_count = self.starting_task_counts.get(&id).copied().unwrap_or(0);
                     let view = HostView {
-                        starting_task_count: starting,
+                        starting_task_count: starting_count,
                         ..host.view(id, tasks)
                     };
                     self.snapshot.hosts.insert(view);
@@ -857,7 +857,7 @@ impl HostState {
 }
 
 impl TaskState {
-    /// True if the task is part of its host's load.
+    /// True if the task is part of its host's load: neither pinned nor suspended.
     fn computes(&self) -> bool {
         !self.pinned && !self.suspended
     }

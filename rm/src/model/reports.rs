@@ -23,7 +23,7 @@ pub(super) fn expire_promises(promises: &mut VecDeque<(Micros, u64)>, now: Micro
 }
 
 impl Model {
-    /// Records that tasks are being started on a host that need `bytes` of memory in total.
+    /// Records that tasks that need `bytes` of memory in total are being started on a host.
     pub fn promise_memory(&mut self, now: Micros, id: HostId, bytes: u64) {
         let Some(host) = self.edit_host(id) else {
             return;
@@ -57,11 +57,11 @@ pub(super) fn owner_from_report(report: &LoadReport, owner_left_at: Option<Micro
 }
 
 /// Returns the owner's policy for guests according to a report, with times on the model's clock.
-/// Shares the limits with `previous` if they are unchanged.
+/// Shares the limits with `previous_policy` if they are unchanged.
 pub(super) fn guest_policy_from_report(
     now: Micros,
     report: &LoadReport,
-    previous: &GuestPolicy,
+    previous_policy: &GuestPolicy,
 ) -> GuestPolicy {
     let guest_leave_time = match report.guest_access {
         GuestAccess::Paused {
@@ -82,9 +82,9 @@ pub(super) fn guest_policy_from_report(
             ..
         }
     );
-    let is_unchanged = *previous.limits == report.guest_limits;
+    let is_unchanged = *previous_policy.limits == report.guest_limits;
     let limits = if is_unchanged {
-        previous.limits.clone()
+        previous_policy.limits.clone()
     } else {
         Arc::new(report.guest_limits.clone())
     };
@@ -96,18 +96,19 @@ pub(super) fn guest_policy_from_report(
 }
 
 /// True if the change of the owner's state must be recorded: the host now accepts guests and did
-/// not before, or the reverse, or it excludes guests for another kind of reason than before.
-pub(super) fn is_recorded_change(previous: &OwnerState, current: &OwnerState) -> bool {
-    let excluded_now = current.excludes_guests();
-    previous.excludes_guests() != excluded_now
-        || (excluded_now && std::mem::discriminant(previous) != std::mem::discriminant(current))
+/// not before, or the reverse, or the host excludes guests for another kind of reason than before.
+pub(super) fn is_recorded_change(previous_owner: &OwnerState, current_owner: &OwnerState) -> bool {
+    let excludes_guests_now = current_owner.excludes_guests();
+    previous_owner.excludes_guests() != excludes_guests_now
+        || (excludes_guests_now
+            && std::mem::discriminant(previous_owner) != std::mem::discriminant(current_owner))
 }
 
-/// Returns the event that records a change of the owner's state. `previous`: the state before the
-/// report.
-pub(super) fn owner_change_event(previous: &OwnerState, report: &LoadReport) -> EventKind {
+/// Returns the event that records a change of the owner's state. `previous_owner`: the state before
+/// the report.
+pub(super) fn owner_change_event(previous_owner: &OwnerState, report: &LoadReport) -> EventKind {
     let (host, why) = (report.host, report.owner_reason.clone());
-    match (&report.guest_access, &report.owner_verdict, previous) {
+    match (&report.guest_access, &report.owner_verdict, previous_owner) {
         (_, OwnerVerdict::Present { since, detected_at }, _) => EventKind::OwnerPresent {
             host,
             since: *since,

@@ -44,14 +44,14 @@ pub struct ReplayResult {
     pub waited_mean_s: f64,
     /// Longest time from a spawn request to its reply, in seconds.
     pub waited_most_s: f64,
-    /// Number of migrations because of owners.
+    /// Number of migrations because of owners, drains or requests.
     pub moves_owner: u64,
     /// Number of migrations for performance.
     pub moves_load: u64,
     /// Number of jobs that were vacated because of owners.
     pub parked: u64,
-    /// Total time for which tasks did not run, because they were paused for owners or were
-    /// migrating, in seconds.
+    /// Total time in seconds for which tasks did not run: they were paused for owners, suspended or
+    /// migrating, or had done their work and waited for their children.
     pub stood_still_s: f64,
     /// Number of tasks that did all their work.
     pub finished: u64,
@@ -221,52 +221,52 @@ pub fn comparison_table(columns: [(&str, &ReplayResult); 2]) -> String {
         let _ = writeln!(out, "{name}: {}", figures.policy);
     }
     let _ = writeln!(out, "\n{:40} {a_name:>14} {b_name:>14}", "");
-    let mut row = |what: &str, cell: &dyn Fn(&ReplayResult) -> String| {
-        let _ = writeln!(out, "{what:40} {:>14} {:>14}", cell(a), cell(b));
+    let mut write_row = |label: &str, cell: &dyn Fn(&ReplayResult) -> String| {
+        let _ = writeln!(out, "{label:40} {:>14} {:>14}", cell(a), cell(b));
     };
-    row("spawns", &|f| f.spawns.to_string());
-    row("tasks started", &|f| f.started.to_string());
-    row("tasks refused", &|f| f.refused.to_string());
-    row("migrations because of owners", &|f| {
+    write_row("spawns", &|f| f.spawns.to_string());
+    write_row("tasks started", &|f| f.started.to_string());
+    write_row("tasks refused", &|f| f.refused.to_string());
+    write_row("migrations because of owners", &|f| {
         f.moves_owner.to_string()
     });
-    row("migrations for performance", &|f| f.moves_load.to_string());
-    row("jobs vacated because of owners", &|f| f.parked.to_string());
-    row("tasks that did all their work", &|f| f.finished.to_string());
-    row("tasks lost with their hosts", &|f| f.lost.to_string());
-    row("waited for a host, mean, s", &|f| {
+    write_row("migrations for performance", &|f| f.moves_load.to_string());
+    write_row("jobs vacated because of owners", &|f| f.parked.to_string());
+    write_row("tasks that did all their work", &|f| f.finished.to_string());
+    write_row("tasks lost with their hosts", &|f| f.lost.to_string());
+    write_row("waited for a host, mean, s", &|f| {
         format!("{:.2}", f.waited_mean_s)
     });
-    row("waited for a host, longest, s", &|f| {
+    write_row("waited for a host, longest, s", &|f| {
         format!("{:.2}", f.waited_most_s)
     });
-    row("from start to end, mean, s", &|f| {
+    write_row("from start to end, mean, s", &|f| {
         format!("{:.2}", f.run_mean_s)
     });
-    row("last end, s after the beginning", &|f| {
+    write_row("last end, s after the beginning", &|f| {
         format!("{:.2}", f.last_end_s)
     });
-    row("not running, all tasks together, s", &|f| {
+    write_row("not running, all tasks together, s", &|f| {
         format!("{:.2}", f.stood_still_s)
     });
     let hosts: std::collections::BTreeSet<&String> =
         a.placed.keys().chain(b.placed.keys()).collect();
     for host in hosts {
-        row(&format!("tasks started on {host}"), &|f| {
+        write_row(&format!("tasks started on {host}"), &|f| {
             f.placed.get(host).copied().unwrap_or(0).to_string()
         });
     }
     let users: std::collections::BTreeSet<u32> =
         a.users.keys().chain(b.users.keys()).copied().collect();
     for user in users.iter().filter(|_| users.len() > 1) {
-        let of = |f: &ReplayResult, cell: fn(&UserResult) -> f64| {
+        let user_cell = |f: &ReplayResult, cell: fn(&UserResult) -> f64| {
             format!("{:.2}", f.users.get(user).map_or(0.0, cell))
         };
-        row(&format!("user {user} waited, mean, s"), &|f| {
-            of(f, |u| u.waited_mean_s)
+        write_row(&format!("user {user} waited, mean, s"), &|f| {
+            user_cell(f, |u| u.waited_mean_s)
         });
-        row(&format!("user {user} waited, longest, s"), &|f| {
-            of(f, |u| u.waited_most_s)
+        write_row(&format!("user {user} waited, longest, s"), &|f| {
+            user_cell(f, |u| u.waited_most_s)
         });
     }
     out

@@ -19,11 +19,13 @@ use sempa_proto::{HostId, Message, Micros, Tid};
 impl<V: VmApi> Service<V> {
     /// Decides whether the requesting task gets a grant after all tasks of its request were
     /// started.
-    pub(super) fn consider_grant(&mut self, incoming: &IncomingSpawn) {
+    pub(super) fn consider_grant(&mut self, incoming_spawn: &IncomingSpawn) {
         let now = self.vm.now();
         // The requesting task may have ended while the tasks of its request were started.
-        if self.model.has_task(incoming.requester) && self.grants.record_request(now, incoming) {
-            self.grant_hosts(now, incoming.requester);
+        if self.model.has_task(incoming_spawn.requester)
+            && self.grants.record_request(now, incoming_spawn)
+        {
+            self.grant_hosts(now, incoming_spawn.requester);
         }
     }
 
@@ -137,12 +139,12 @@ impl<V: VmApi> Service<V> {
 
     /// Revokes all grants, so that tasks must send a request for each spawn.
     pub(super) fn revoke_grants(&mut self) {
-        let revoked = self.grants.revoke_all(self.vm.now());
-        self.notify_revoked(revoked);
+        let revoked_grants = self.grants.revoke_all(self.vm.now());
+        self.notify_revoked(revoked_grants);
     }
 
-    fn notify_revoked(&mut self, revoked: Vec<(Tid, i32)>) {
-        for (task, wid) in revoked {
+    fn notify_revoked(&mut self, revoked_grants: Vec<(Tid, i32)>) {
+        for (task, wid) in revoked_grants {
             self.send(
                 task,
                 SM_PLACEMENT_LEASE,
@@ -189,18 +191,18 @@ impl<V: VmApi> Service<V> {
     }
 
     /// Records the tasks as a spawn request, so that a replay requests the same tasks.
-    fn record_granted_spawn(&mut self, incoming: &IncomingSpawn, tasks: &[(HostId, Tid)]) {
+    fn record_granted_spawn(&mut self, incoming_spawn: &IncomingSpawn, tasks: &[(HostId, Tid)]) {
         let Some((_, first_tid)) = tasks.first() else {
             return;
         };
-        let request_id = (incoming.requester, first_tid.raw());
+        let request_id = (incoming_spawn.requester, first_tid.raw());
         let IncomingSpawn {
             caller_host: caller,
             user,
             job,
             ref request,
             ..
-        } = *incoming;
+        } = *incoming_spawn;
         let request = || SpawnRequest {
             task_count: tasks.len() as u32,
             ..request.clone()

@@ -50,19 +50,19 @@ impl<V: VmApi> Service<V> {
     /// to another virtual machine, discards the state of that virtual machine first.
     pub(super) fn sync_history(&mut self) -> Result<(), Error> {
         let end_position = self.history.writer.history.log_position();
-        let mut same_vm = false;
+        let mut belongs_to_same_vm = false;
         if end_position.event_number > 0 {
             let stored_entry = self.vm.events(end_position.event_number, 1)?;
             // The master drops its oldest entries. If the entry at the end of the history was
             // dropped, the first entry in the log of the same virtual machine has a greater number.
-            same_vm = stored_entry.first().is_some_and(|e| {
+            belongs_to_same_vm = stored_entry.first().is_some_and(|e| {
                 e.number > end_position.event_number || LogPosition::after_event(e) == end_position
             });
-            if !same_vm {
+            if !belongs_to_same_vm {
                 self.history.writer.history.start_new_vm();
             }
         }
-        self.history.is_same_vm = same_vm;
+        self.history.is_same_vm = belongs_to_same_vm;
         self.read_missed_events()?;
         // The task list must be requested after the log. A task that the log reports as started is
         // then in the list, or has ended.
@@ -74,7 +74,7 @@ impl<V: VmApi> Service<V> {
         self.history.writer.history.record_decision(
             wall_time,
             DecisionKind::RmStarted {
-                continues_state: same_vm,
+                continues_state: belongs_to_same_vm,
             },
         );
         Ok(())
@@ -172,7 +172,8 @@ impl<V: VmApi> Service<V> {
         start_result.is_ok()
     }
 
-    /// Records that a migration was ordered or refused.
+    /// Records that a migration was ordered or refused. A refusal that was recorded last for this
+    /// task is not recorded again.
     fn record_migration_order(
         &mut self,
         tid: Tid,
@@ -305,8 +306,8 @@ impl<V: VmApi> Service<V> {
             }
             Ok(Some(RmQuery::Drain {
                 host,
-                time_limit: within,
-            })) => self.start_drain(message.src, &host, within),
+                time_limit: time_until_deadline,
+            })) => self.start_drain(message.src, &host, time_until_deadline),
             Ok(Some(RmQuery::Undrain { host })) => self.end_drain(message.src, &host),
             Ok(Some(RmQuery::DrainStatus { host })) => self.drain_progress(&host),
             Ok(Some(RmQuery::Kill(job))) => self.kill_job(message.src, job),

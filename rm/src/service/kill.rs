@@ -14,7 +14,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 /// Time between SIGTERM and SIGKILL.
 pub const TERM_TIMEOUT: Micros = Micros::from_secs(10);
-/// Maximum number of jobs that are being ended at once. When it is exceeded, no further signals are
+/// Maximum number of jobs that are being ended at once. If there are more, no further signals are
 /// sent to the job whose request is oldest.
 pub const JOB_KILLS_MAX: usize = 64;
 /// Maximum number of signals that are sent to a job before other messages are processed.
@@ -62,8 +62,8 @@ impl JobKill {
     fn take_due_signals(&mut self, now: Micros, tasks: &[Tid]) -> Vec<(Tid, i32)> {
         let due_signal = |tid: &Tid| match self.signalled_at.get(tid) {
             None => Some((*tid, SIGTERM)),
-            Some(last_signal) => {
-                (now.since(*last_signal) >= TERM_TIMEOUT).then_some((*tid, SIGKILL))
+            Some(last_signal_at) => {
+                (now.since(*last_signal_at) >= TERM_TIMEOUT).then_some((*tid, SIGKILL))
             }
         };
         let mut signals: Vec<(Tid, i32)> = tasks.iter().filter_map(due_signal).collect();
@@ -142,7 +142,8 @@ impl JobKills {
 }
 
 impl<V: VmApi> Service<V> {
-    /// Handles a request of task `requesting_task` to end a whole job. `tid`: any task of the job.
+    /// Handles a request of task `requesting_task` to end a whole job: sends the first signals and
+    /// returns the progress. `tid`: any task of the job.
     pub(super) fn kill_job(&mut self, requesting_task: Tid, tid: Tid) -> RmReply {
         let now = self.vm.now();
         let recorded_job = self.history.writer.history.job_of(tid).map(|job| job.job);
@@ -158,13 +159,13 @@ impl<V: VmApi> Service<V> {
                 && (kill.remaining_count > 0 || kill.next_check > now)
         });
         if self.job_kills.0.len() >= JOB_KILLS_MAX {
-            let oldest = self
+            let oldest_job = self
                 .job_kills
                 .0
                 .iter()
                 .min_by_key(|(_, kill)| kill.started_at)
                 .map(|(job, _)| *job);
-            oldest.map(|oldest| self.job_kills.0.remove(&oldest));
+            oldest_job.map(|oldest_job| self.job_kills.0.remove(&oldest_job));
         }
         self.job_kills
             .0
@@ -263,16 +264,16 @@ mod tests {
     fn tasks_get_sigterm_once_then_sigkill_in_batches() {
         let (job_tasks, mut now) = (tasks(300), Micros::from_secs(100));
         let mut kill = JobKill::new(Tid::NONE, now);
-        let mut signalled = Vec::new();
+        let mut signalled_tasks = Vec::new();
         for _ in 0..3 {
             let signals = kill.take_due_signals(now, &job_tasks);
             assert!(
                 signals.len() <= SIGNAL_BATCH_MAX
                     && signals.iter().all(|(_, signal)| *signal == SIGTERM)
             );
-            signalled.extend(signals.into_iter().map(|(tid, _)| tid));
+            signalled_tasks.extend(signals.into_iter().map(|(tid, _)| tid));
         }
-        assert_eq!(signalled, job_tasks);
+        assert_eq!(signalled_tasks, job_tasks);
         assert_eq!(
             (kill.take_due_signals(now, &job_tasks), kill.next_check),
             (Vec::new(), now + CHECK_INTERVAL)

@@ -53,8 +53,8 @@ pub const TAG_HOST_DELETE: i32 = 4;
 /// Tag of reports from load watchers.
 pub const TAG_LOAD_REPORT: i32 = 5;
 
-/// Tag of a message with the content of the policy file. The thread that watches the file sends it
-/// when the file has changed.
+/// Tag of a message with the content of the policy file. The thread that watches the file sends the
+/// message when the file has changed.
 pub const TAG_POLICY: i32 = 6;
 
 /// Maximum time between two checks of the deadlines.
@@ -181,15 +181,16 @@ fn first_int(message: &Message) -> Option<i32> {
 }
 
 impl<V: VmApi> Service<V> {
-    /// Registers, lists hosts and tasks, and starts the load watchers.
+    /// Registers, lists hosts and tasks, restores the state from the history, and starts the load
+    /// watchers.
     ///
     /// # Errors
     ///
-    /// [`ServiceError::AlreadyRegistered`] if another resource manager is alive; it stays
-    /// registered. [`ServiceError::UnknownChooser`] if the policy names an unknown chooser.
+    /// [`ServiceError::AlreadyRegistered`] if another resource manager is alive; the other one
+    /// stays registered. [`ServiceError::UnknownChooser`] if the policy names an unknown chooser.
     /// [`ServiceError::InvalidPolicy`] or [`ServiceError::UnreadablePolicy`] if the policy file
     /// cannot be applied and no earlier content is stored. [`ServiceError::Refused`] if the daemon
-    /// refuses a request, or [`ServiceError::Stopped`] if it is gone.
+    /// refuses a request, or [`ServiceError::Stopped`] if the daemon is gone.
     pub fn start(vm: V, mut options: Options) -> Result<Self, ServiceError> {
         let listed_tasks = vm.tasks().map_err(ServiceError::Refused)?;
         let is_rm = |t: &&TaskInfo| t.flags & TASK_RM != 0 && t.tid != vm.tid();
@@ -209,8 +210,8 @@ impl<V: VmApi> Service<V> {
             && previous_rm != vm.tid()
             && listed_tasks.iter().any(|t| t.tid == previous_rm)
         {
-            // The other resource manager registered after this one had listed the tasks and before
-            // this one registered. The other one must stay registered.
+            // Another resource manager registered after this one had listed the tasks and before
+            // this one registered. The other resource manager must stay registered.
             let mut body = Packer::new(Encoding::Xdr);
             body.pack_int(previous_rm.raw());
             vm.send(Tid::MY_DAEMON, SM_HANDOFF, 0, body.finish())
@@ -440,7 +441,7 @@ impl<V: VmApi> Service<V> {
                 if self.model.is_guest(*tid) {
                     self.rebalance_at = self
                         .rebalance_at
-                        .map(|at| at.min(now + REBALANCE_DELAY_AFTER_EXIT));
+                        .map(|due_time| due_time.min(now + REBALANCE_DELAY_AFTER_EXIT));
                 }
             }
             _ => {}
@@ -512,11 +513,11 @@ impl<V: VmApi> Service<V> {
     fn handle_acknowledgement(&mut self, message: &Message) {
         let start_results = unpack_tids(message.body.clone());
         let now = self.vm.now();
-        if let Some(watcher) =
+        if let Some(started_watcher) =
             self.watchers
                 .handle_acknowledgement(now, message.wid, &start_results)
         {
-            if let Some((host, tid)) = watcher {
+            if let Some((host, tid)) = started_watcher {
                 self.model.record_task_start(now, tid, host, true);
             }
         } else if !self
@@ -581,7 +582,7 @@ impl<V: VmApi> Service<V> {
         grants.close_unknown(|tid| model.has_task(tid));
     }
 
-    /// Requests new lists of hosts and tasks.
+    /// Requests new lists of hosts and tasks and applies them.
     fn refresh(&mut self) -> Result<(), Error> {
         self.next_refresh_at = self.vm.now() + REFRESH_INTERVAL;
         self.refresh_hosts()?;
@@ -753,18 +754,18 @@ impl<V: VmApi> Service<V> {
     fn start_rebalances(&mut self, now: Micros) {
         self.rebalance_at = Some(now + REBALANCE_INTERVAL);
         self.model.account_work(now);
-        for planned in plan_rebalances(self.model.update_snapshot(now)) {
+        for planned_rebalance in plan_rebalances(self.model.update_snapshot(now)) {
             let cause = MigrationCause::Load {
-                why: planned.reason.to_string(),
+                why: planned_rebalance.reason.to_string(),
             };
             if self.start_migration(
                 now,
-                planned.tid,
-                (planned.source, planned.target),
+                planned_rebalance.tid,
+                (planned_rebalance.source, planned_rebalance.target),
                 cause,
-                Some(decision_records::predicted_benefit(&planned)),
+                Some(decision_records::predicted_benefit(&planned_rebalance)),
             ) {
-                self.model.start_gain_measurement(&planned);
+                self.model.start_gain_measurement(&planned_rebalance);
             }
         }
     }
@@ -776,10 +777,11 @@ impl<V: VmApi> Service<V> {
                 host,
                 parent,
                 request,
-                memory_bytes: memory,
+                memory_bytes: promised_bytes,
             } => {
-                if memory > 0 {
-                    self.model.promise_memory(self.vm.now(), host, memory);
+                if promised_bytes > 0 {
+                    self.model
+                        .promise_memory(self.vm.now(), host, promised_bytes);
                 }
                 let wid = self.vm.start_tasks(host, parent, &request).ok();
                 self.spawns.record_order_sent(order, wid);
@@ -787,13 +789,14 @@ impl<V: VmApi> Service<V> {
             spawns::SpawnOutput::NotifyWait {
                 requester: receiver,
                 wid,
-                waited,
+                waited: waited_time,
             } => {
-                if waited.is_some() {
+                if waited_time.is_some() {
                     self.suspensions.record_waiting_request();
                 }
-                let waiting_since =
-                    waited.map(|waited| Micros(self.vm.wall_clock().0.saturating_sub(waited.0)));
+                let waiting_since = waited_time.map(|waited_time| {
+                    Micros(self.vm.wall_clock().0.saturating_sub(waited_time.0))
+                });
                 self.send(
                     receiver,
                     SM_SPAWN_WAITS,
@@ -827,11 +830,11 @@ impl<V: VmApi> Service<V> {
                 pinned,
                 constraints: task_constraints,
                 user_and_job,
-                is_child: child,
+                is_child: has_parent,
             } => {
                 let now = self.vm.now();
                 self.model.record_task_start(now, tid, host, pinned);
-                if child {
+                if has_parent {
                     self.model.set_task_job(tid, user_and_job.1);
                 }
                 self.model

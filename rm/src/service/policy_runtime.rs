@@ -48,12 +48,13 @@ impl Options {
         Ok(policy)
     }
 
-    /// Applies the policy at the start. If the policy file is invalid, applies its stored text and
-    /// returns a sentence that reports the error. Otherwise returns `None`.
+    /// Applies the policy at the start. If the policy file is invalid or cannot be read, applies
+    /// the stored text of the file and returns a sentence that reports the error. Otherwise returns
+    /// `None`.
     ///
     /// # Errors
     ///
-    /// The error of the file, if no valid text of it is stored.
+    /// The error of the file, if no valid text of the file is stored.
     pub(super) fn apply_policy_at_start(
         &mut self,
         history: &mut History,
@@ -119,7 +120,8 @@ impl<V: VmApi> Service<V> {
         self.options.policy
     }
 
-    /// Puts a policy into force and revokes all grants.
+    /// Puts a policy into force and revokes all grants. Starts or stops rebalancing as the policy
+    /// requires, and records the policy as input.
     pub(super) fn apply_policy(&mut self, new_policy: EffectivePolicy) {
         self.options.policy = new_policy;
         self.model
@@ -134,8 +136,8 @@ impl<V: VmApi> Service<V> {
         self.record_input(|| RecordedInput::Policy(new_policy));
     }
 
-    /// Handles a change of the policy file. If the new content is invalid, the current policy stays
-    /// in force and the error is logged.
+    /// Handles a change of the policy file: stores the new content and applies it. If the new
+    /// content is invalid, the current policy stays in force and the error is logged.
     pub(super) fn handle_policy_change(&mut self, content: &[u8]) {
         let new_policy = match self.options.parse_policy(content) {
             Ok(new_policy) => new_policy,
@@ -161,8 +163,8 @@ impl<V: VmApi> Service<V> {
         if let Ok(table) = self.vm.host_table() {
             self.record_input(|| RecordedInput::Hosts(table));
         }
-        if let Some(labels) = RecordedInput::labels(&self.options.labels) {
-            self.record_input(|| labels);
+        if let Some(labels_input) = RecordedInput::labels(&self.options.labels) {
+            self.record_input(|| labels_input);
         }
         self.record_drains();
     }

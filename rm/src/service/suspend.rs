@@ -120,7 +120,7 @@ impl<V: VmApi> Service<V> {
     }
 
     /// Handles a request of task `requester` to suspend or resume a whole job. `tid`: any task of
-    /// the job.
+    /// the job. Returns the changed tasks, and the unchanged tasks with the reasons.
     pub(super) fn set_job_suspended(&mut self, requester: Tid, tid: Tid, suspend: bool) -> RmReply {
         let Some(job) = self.history.writer.history.job_of(tid).map(|job| job.job) else {
             return RmReply::NotFound;
@@ -160,9 +160,10 @@ impl<V: VmApi> Service<V> {
                     },
                 )
             {
-                // A preempted task also needs the suspension or the resume of its job as a cause of
-                // its own. Without this cause, the end of the preemption would resume or suspend
-                // the task separately from its job. A failure is therefore reported.
+                // For a preempted task, the request of its job is a second cause of suspension,
+                // which must be set or removed separately. If this fails, the end of the preemption
+                // would resume or suspend the task separately from its job. The failure is
+                // therefore reported.
                 unchanged_tasks.push((tid, error.to_string()));
                 continue;
             }
@@ -249,8 +250,9 @@ impl<V: VmApi> Service<V> {
     }
 
     /// Makes a preemption check: preempts tasks for the first waiting request that gets hosts by
-    /// preemption. If no request gets hosts, resumes preempted tasks for which there is room.
-    /// Returns true if tasks were preempted, so that waiting requests should be retried.
+    /// preemption. If no request gets hosts, resumes preempted tasks for which there is room. If
+    /// the policy no longer preempts, resumes all preempted tasks. Returns true if tasks were
+    /// preempted, so that waiting requests should be retried.
     ///
     /// The caller must first have placed the requests that find hosts without preemption.
     pub(super) fn preempt_and_resume(&mut self, now: Micros) -> bool {
@@ -281,11 +283,14 @@ impl<V: VmApi> Service<V> {
         let selections = spawns
             .requests_waiting_for_hosts(now)
             .take(PREEMPTION_REQUESTS_MAX)
-            .map(|(incoming, task_count, other_reserved_hosts)| {
-                let (user, caller_host, request) =
-                    (incoming.user, incoming.caller_host, &incoming.request);
+            .map(|(incoming_spawn, task_count, other_reserved_hosts)| {
+                let (user, caller_host, request) = (
+                    incoming_spawn.user,
+                    incoming_spawn.caller_host,
+                    &incoming_spawn.request,
+                );
                 let placement_request = PlacementRequest {
-                    peer_hosts: &snapshot.peer_hosts(caller_host, incoming.job),
+                    peer_hosts: &snapshot.peer_hosts(caller_host, incoming_spawn.job),
                     reserved_hosts: other_reserved_hosts,
                     ..PlacementRequest::new(user, request, task_count, caller_host)
                 };
@@ -316,8 +321,8 @@ impl<V: VmApi> Service<V> {
     /// Resumes preempted tasks for which there is room. Some of them must first migrate to another
     /// host.
     fn resume_preempted(&mut self, now: Micros) {
-        let jobs = &self.suspensions.job_requesters;
-        let may_resume = |tid: &Tid| !jobs.contains_key(&self.model.user_and_job(*tid).1);
+        let suspended_jobs = &self.suspensions.job_requesters;
+        let may_resume = |tid: &Tid| !suspended_jobs.contains_key(&self.model.user_and_job(*tid).1);
         let candidates = self
             .suspensions
             .preempted_at

@@ -59,7 +59,7 @@ pub(super) struct VacateState {
     /// Tasks of each job that this resource manager has vacated or is vacating.
     tasks_by_job: BTreeMap<Tid, Vec<Tid>>,
     /// Jobs whose restart was cancelled while they were being checkpointed, each with the task that
-    /// requested this.
+    /// requested the cancellation.
     cancellation_requesters: BTreeMap<Tid, Tid>,
     next_check_at: Micros,
 }
@@ -222,7 +222,8 @@ impl<V: VmApi> Service<V> {
     }
 
     /// Restarts at most one vacated job: among the jobs for which hosts have room, the job that has
-    /// waited longest.
+    /// waited longest. First carries out requested cancellations, and removes the checkpoints whose
+    /// restart has failed too often.
     pub(super) fn restart_next_vacated(&mut self, now: Micros) {
         if self.vacate_state.next_check_at > now {
             return;
@@ -282,54 +283,54 @@ impl<V: VmApi> Service<V> {
         state.waiting_since.retain(|checkpoint_name, _| {
             stored_history
                 .vacated_jobs()
-                .any(|vacated| vacated.checkpoint == *checkpoint_name)
+                .any(|vacated_job| vacated_job.checkpoint == *checkpoint_name)
         });
         let snapshot = self.model.update_snapshot(now);
-        let (mut reserved, mut restartable): (Option<&VacatedJob>, _) = (None, None);
-        for vacated in stored_history.vacated_jobs() {
+        let (mut reservation, mut restart_choice): (Option<&VacatedJob>, _) = (None, None);
+        for vacated_job in stored_history.vacated_jobs() {
             let waiting_from = *state
                 .waiting_since
-                .entry(vacated.checkpoint.clone())
+                .entry(vacated_job.checkpoint.clone())
                 .or_insert(now);
-            if restartable.is_some()
+            if restart_choice.is_some()
                 || state
                     .restart_backoffs
-                    .get(&vacated.checkpoint)
+                    .get(&vacated_job.checkpoint)
                     .is_some_and(|backoff| backoff.next_attempt_at > now)
             {
                 continue;
             }
             let VacatedJob {
-                task_count: tasks,
+                task_count: task_total,
                 programs: task_programs,
                 ..
-            } = vacated;
+            } = vacated_job;
             match assign_hosts(
                 snapshot,
-                *tasks,
+                *task_total,
                 task_programs,
-                reserved.map(|reserved_job| &reserved_job.programs[..]),
+                reservation.map(|reserved_job| &reserved_job.programs[..]),
             ) {
                 Some(assigned_hosts) => {
                     let hosts = assigned_hosts
                         .iter()
                         .map(|host| snapshot.host_name(*host))
                         .collect();
-                    restartable = Some((vacated.checkpoint.clone(), hosts));
+                    restart_choice = Some((vacated_job.checkpoint.clone(), hosts));
                 }
-                None if reserved.is_none()
+                None if reservation.is_none()
                     && now.since(waiting_from) >= VACATED_RESERVATION_DELAY
-                    && could_hosts_ever_fit(snapshot, *tasks, task_programs) =>
+                    && could_hosts_ever_fit(snapshot, *task_total, task_programs) =>
                 {
-                    reserved = Some(vacated);
+                    reservation = Some(vacated_job);
                 }
                 None => {}
             }
         }
-        let reserved =
-            reserved.map(|reserved_job| (reserved_job.checkpoint.clone(), reserved_job.job));
-        self.log_vacated_reservation(reserved);
-        restartable
+        let reservation =
+            reservation.map(|reserved_job| (reserved_job.checkpoint.clone(), reserved_job.job));
+        self.log_vacated_reservation(reservation);
+        restart_choice
     }
 
     /// Logs the reservation for a checkpoint, unless the last logged reservation was for the same
@@ -350,7 +351,8 @@ impl<V: VmApi> Service<V> {
     }
 
     /// Handles a request of task `requester` not to restart the vacated job that contains the task
-    /// `tid`.
+    /// `tid`. If the job is still being checkpointed, replies that no vacated job was found and
+    /// carries out the cancellation later.
     pub(super) fn cancel_restart(&mut self, requester: Tid, tid: Tid) -> RmReply {
         let job_of_task = self
             .vacate_state
@@ -412,7 +414,7 @@ impl<V: VmApi> Service<V> {
             self.history
                 .writer
                 .history
-                .remove_vacated(|vacated| vacated.checkpoint == name);
+                .remove_vacated(|vacated_job| vacated_job.checkpoint == name);
             self.log_note(format!(
                 "checkpoint {name} could not be restarted in {RESTART_FAILURES_MAX} attempts and is given up; 'pvm restart {name}' \
                  restarts it"

@@ -36,13 +36,13 @@ pub use crate::decide::SPAWN_TASKS_MAX;
 pub const PENDING_SPAWNS_MAX: usize = 1024;
 /// Timeout for a host's acknowledgement of an order.
 pub const START_ACK_TIMEOUT: Micros = Micros::from_secs(20);
-/// Timeout of a request, in addition to its waiting time. Tasks that have not started when it
-/// expires have failed.
+/// Timeout of a request, in addition to its waiting time. Tasks that have not started when the
+/// timeout expires have failed.
 pub const SPAWN_TIMEOUT: Micros = Micros::from_secs(60);
 /// Time for which a host that declined tasks of a request gets no other task of that request. The
 /// load watcher's report, which explains the refusal, arrives within this time.
 const DECLINED_WINDOW: Micros = Micros::from_secs(5);
-/// Maximum number of placement attempts that are recorded per request. When it is exceeded, the
+/// Maximum number of placement attempts that are recorded per request. If there are more, the
 /// second oldest attempt is removed, so that the first one remains.
 const RECORDED_ATTEMPTS_MAX: usize = 2 * ATTEMPTS_MAX;
 /// Maximum number of abandoned orders whose wait id is remembered, in order to recognize a late
@@ -72,7 +72,7 @@ impl IncomingSpawn {
     /// Returns the output that records the result of the request in the history.
     fn decision_output(
         &self,
-        started: Vec<(Tid, String)>,
+        started_tasks: Vec<(Tid, String)>,
         error: Option<PvmError>,
         wait_time: Micros,
         attempts: Vec<PlacementAttempt>,
@@ -89,7 +89,7 @@ impl IncomingSpawn {
             job,
             user,
             count,
-            started,
+            started: started_tasks,
             error,
             waited: wait_time,
             attempts,
@@ -121,9 +121,9 @@ pub enum SpawnOutput {
         /// minimum.
         memory_bytes: u64,
     },
-    /// Notify the requesting task that its request waits for a host, or that it stops waiting. None
-    /// of the requested tasks has started while the request waits. The requesting task may
-    /// therefore send the request again to another resource manager.
+    /// Notify the requesting task that its request waits for a host, or that the request no longer
+    /// waits. None of the requested tasks has started while the request waits. The requesting task
+    /// may therefore send the request again to another resource manager.
     NotifyWait {
         requester: Tid,
         /// Wait id of the request.
@@ -170,7 +170,6 @@ pub enum SpawnOutput {
 pub struct GrantedTask {
     pub tid: Tid,
     pub host: HostId,
-    /// Name of the task's host.
     pub host_name: String,
 }
 
@@ -272,10 +271,10 @@ impl Spawns {
         self.rules = rules;
     }
 
-    /// Accepts a request. [`Spawns::place_next_request`] places the request later, unless it is
-    /// refused immediately.
-    pub fn accept_request(&mut self, now: Micros, incoming: IncomingSpawn) {
-        let task_count = incoming.request.task_count;
+    /// Accepts a request. [`Spawns::place_next_request`] places the request later, unless the
+    /// request is refused immediately.
+    pub fn accept_request(&mut self, now: Micros, incoming_spawn: IncomingSpawn) {
+        let task_count = incoming_spawn.request.task_count;
         let refusal = match task_count {
             0 => Some((PvmError::BadParam, "it requests no tasks".to_string())),
             n if n > SPAWN_TASKS_MAX => Some((
@@ -289,7 +288,7 @@ impl Spawns {
             _ => None,
         };
         if let Some((error, refusal_reason)) = refusal {
-            return self.reply_error_and_log(now, &incoming, error, refusal_reason);
+            return self.reply_error_and_log(now, &incoming_spawn, error, refusal_reason);
         }
         let task_count = task_count as usize;
         self.last_number += 1;
@@ -298,10 +297,10 @@ impl Spawns {
             self.rules
                 .wait_max
                 .0
-                .saturating_sub(incoming.earlier_wait.0),
+                .saturating_sub(incoming_spawn.earlier_wait.0),
         );
         let spawn = PendingSpawn {
-            incoming,
+            incoming: incoming_spawn,
             deadline: now + remaining_wait + SPAWN_TIMEOUT,
             accepted_at: now,
             placed_at: now,
@@ -423,18 +422,19 @@ impl Spawns {
                 .filter(|s| s.incoming.requester == tid)
                 .map(|s| (*n, s.incoming.user))
         };
-        let withdrawn: Vec<(u64, u32)> = self
+        let withdrawn_requests: Vec<(u64, u32)> = self
             .waiting_numbers
             .iter()
             .filter_map(waiting_request)
             .collect();
-        for (number, user) in withdrawn {
+        for (number, user) in withdrawn_requests {
             self.stop_waiting(now, user, number);
             self.pending_spawns.remove(&number);
         }
     }
 
-    /// Records the wait id of an order that was sent; `None` if it could not be sent.
+    /// Records the wait id of an order that was sent. `None`: the order could not be sent; its
+    /// tasks are placed on other hosts or fail.
     pub fn record_order_sent(&mut self, order: StartOrderId, wid: Option<i32>) {
         match (self.start_orders.get_mut(&order), wid) {
             (Some(order), Some(wid)) => order.wid = Some(wid),
@@ -504,7 +504,7 @@ impl Spawns {
     }
 
     /// Handles the loss of a host. The tasks of its unacknowledged orders are placed on other
-    /// hosts.
+    /// hosts, or fail if the request names the host.
     pub fn handle_host_loss(&mut self, host: HostId) {
         let affected_orders: Vec<StartOrderId> = self
             .start_orders
@@ -517,7 +517,8 @@ impl Spawns {
             .for_each(|order| self.abandon_order(order));
     }
 
-    /// Abandons orders, ends waiting times, and fails requests whose timeout has expired.
+    /// Abandons orders whose timeout has expired, ends expired waiting times, and fails requests
+    /// whose timeout has expired.
     pub fn handle_timeouts(&mut self, now: Micros) {
         let overdue_orders: Vec<StartOrderId> = self
             .start_orders
@@ -528,18 +529,18 @@ impl Spawns {
         overdue_orders
             .into_iter()
             .for_each(|order| self.abandon_order(order));
-        let expired_wait = |n: &u64| {
+        let expired_waits = |n: &u64| {
             self.pending_spawns
                 .get(n)
                 .filter(|s| s.wait_until <= now)
                 .map(|s| (*n, s.incoming.user))
         };
-        let expired_wait: Vec<(u64, u32)> = self
+        let expired_waits: Vec<(u64, u32)> = self
             .waiting_numbers
             .iter()
-            .filter_map(expired_wait)
+            .filter_map(expired_waits)
             .collect();
-        for (number, user) in expired_wait {
+        for (number, user) in expired_waits {
             self.stop_waiting(now, user, number);
             self.placement_queue.push_back(number);
         }
@@ -582,8 +583,8 @@ impl Spawns {
         self.outputs.pop_front()
     }
 
-    /// Abandons an order that its host has not acknowledged in time. The tasks of the order are
-    /// placed on other hosts, or fail if the request names the host.
+    /// Abandons an order that its host has not acknowledged. The tasks of the order are placed on
+    /// other hosts, or fail if the request names the host.
     fn abandon_order(&mut self, order: StartOrderId) {
         let Some(order) = self.start_orders.remove(&order) else {
             return;
@@ -640,7 +641,7 @@ impl Spawns {
             body: pack_tids(&results),
         });
         let hosts: Vec<HostId> = spawn.task_hosts.into_iter().flatten().collect();
-        let reasons = spawn
+        let reason_text = spawn
             .attempts
             .iter()
             .map(|a| a.reason.as_str())
@@ -648,14 +649,16 @@ impl Spawns {
             .join("; then ");
         let first_error = results.iter().filter_map(|r| r.as_ref().err()).next();
         let started_tasks = results.iter().filter_map(|r| r.ok()).zip(&hosts);
-        let name = |host: &HostId| {
+        let name_of_host = |host: &HostId| {
             spawn
                 .host_names
                 .get(host)
                 .cloned()
                 .unwrap_or_else(|| host.to_string())
         };
-        let started_hosts = started_tasks.map(|(tid, host)| (tid, name(host))).collect();
+        let started_hosts = started_tasks
+            .map(|(tid, host)| (tid, name_of_host(host)))
+            .collect();
         let total_wait = incoming_spawn.earlier_wait + spawn.placed_at.since(spawn.accepted_at);
         self.outputs.push_back(incoming_spawn.decision_output(
             started_hosts,
@@ -664,23 +667,23 @@ impl Spawns {
             spawn.attempts,
         ));
         let event = match (first_error, hosts.is_empty()) {
-            (Some(error), true) => incoming_spawn.failure_event(*error, &reasons),
+            (Some(error), true) => incoming_spawn.failure_event(*error, &reason_text),
             (Some(error), false) => {
                 let failed_count = results.len() - hosts.len();
-                let reasons = format!(
-                    "{reasons}; {failed_count} of {} failed: {error}",
+                let reason_text = format!(
+                    "{reason_text}; {failed_count} of {} failed: {error}",
                     results.len()
                 );
                 EventKind::Placed {
                     name: incoming_spawn.request.program,
                     hosts,
-                    why: reasons,
+                    why: reason_text,
                 }
             }
             (None, _) => EventKind::Placed {
                 name: incoming_spawn.request.program,
                 hosts,
-                why: reasons,
+                why: reason_text,
             },
         };
         self.outputs.push_back(SpawnOutput::LogEvent(event));
@@ -691,22 +694,21 @@ impl Spawns {
     /// them. Their daemon has reported their start to the event log.
     pub fn record_granted(
         &mut self,
-        incoming: IncomingSpawn,
+        incoming_spawn: IncomingSpawn,
         granted_tasks: Vec<GrantedTask>,
         attempt: PlacementAttempt,
     ) {
-        self.outputs.extend(
-            granted_tasks
-                .iter()
-                .map(|granted| started_output(&incoming, granted.tid, granted.host)),
-        );
+        self.outputs
+            .extend(granted_tasks.iter().map(|granted_task| {
+                started_output(&incoming_spawn, granted_task.tid, granted_task.host)
+            }));
         let IncomingSpawn {
             requester: spawner,
             request,
             job,
             user,
             ..
-        } = incoming;
+        } = incoming_spawn;
         self.outputs
             .push_back(SpawnOutput::RecordDecision(DecisionKind::Spawn {
                 program: request.program,
@@ -716,7 +718,7 @@ impl Spawns {
                 count: granted_tasks.len() as u32,
                 started: granted_tasks
                     .into_iter()
-                    .map(|granted| (granted.tid, granted.host_name))
+                    .map(|granted_task| (granted_task.tid, granted_task.host_name))
                     .collect(),
                 error: None,
                 waited: Micros(0),
@@ -726,9 +728,9 @@ impl Spawns {
 }
 
 impl PendingSpawn {
-    /// True if tasks that a host declined may be placed on other hosts. Some tasks must share a
-    /// host, or their number per host is limited. They may be placed on other hosts only if all
-    /// tasks of the request were declined.
+    /// True if tasks that a host declined may be placed on other hosts. If the tasks of the request
+    /// must share a host, or if their number per host is limited, this is allowed only if all tasks
+    /// of the request were declined.
     fn may_use_other_hosts(&self, results: &[PvmResult<Tid>]) -> bool {
         if self.incoming.request.names_host_or_arch()
             || !results.contains(&Err(GUEST_REFUSED_ERROR))
@@ -755,20 +757,20 @@ fn add_attempt(attempts: &mut Vec<PlacementAttempt>, attempt: PlacementAttempt) 
 }
 
 /// Returns the output that reports a task of this request as started.
-fn started_output(incoming: &IncomingSpawn, tid: Tid, host: HostId) -> SpawnOutput {
-    let constraints = Constraints::from_request(&incoming.request).unwrap_or_default();
+fn started_output(incoming_spawn: &IncomingSpawn, tid: Tid, host: HostId) -> SpawnOutput {
+    let constraints = Constraints::from_request(&incoming_spawn.request).unwrap_or_default();
     let (names_host, pinned) = (
-        incoming.request.names_one_host(),
-        incoming.request.flags & SPAWN_PINNED != 0,
+        incoming_spawn.request.names_one_host(),
+        incoming_spawn.request.flags & SPAWN_PINNED != 0,
     );
-    let has_parent = incoming.request.flags & SPAWN_NO_PARENT == 0;
+    let has_parent = incoming_spawn.request.flags & SPAWN_NO_PARENT == 0;
     SpawnOutput::ReportStarted {
         tid,
         host,
         host_named: names_host,
         pinned,
         constraints,
-        user_and_job: (incoming.user, incoming.job),
+        user_and_job: (incoming_spawn.user, incoming_spawn.job),
         is_child: has_parent,
     }
 }

@@ -17,8 +17,9 @@ use std::collections::BTreeMap;
 type TasksByHost = BTreeMap<HostId, Vec<usize>>;
 
 impl Spawns {
-    /// Places the first request in the queue. `chooser`: external chooser, if the policy names one.
-    /// Returns the host after which the next round-robin placement starts.
+    /// Places the first request in the queue, or queues it again if it may wait for a free host.
+    /// `chooser`: external chooser, if the policy names one. Returns the host after which the next
+    /// round-robin placement starts.
     pub fn place_next_request(
         &mut self,
         now: Micros,

@@ -60,22 +60,22 @@ impl Spawns {
     pub fn reply_error_and_log(
         &mut self,
         now: Micros,
-        incoming: &IncomingSpawn,
+        incoming_spawn: &IncomingSpawn,
         error: PvmError,
         reason: String,
     ) {
-        self.reply_error(incoming.requester, incoming.wait_id, error);
+        self.reply_error(incoming_spawn.requester, incoming_spawn.wait_id, error);
         if !self
             .refusals
-            .should_log(now, (incoming.requester, error.code()))
+            .should_log(now, (incoming_spawn.requester, error.code()))
         {
             return;
         }
-        let note = incoming.failure_event(error, &reason);
-        self.outputs.push_back(incoming.decision_output(
+        let note = incoming_spawn.failure_event(error, &reason);
+        self.outputs.push_back(incoming_spawn.decision_output(
             Vec::new(),
             Some(error),
-            incoming.earlier_wait,
+            incoming_spawn.earlier_wait,
             vec![limit_attempt(reason)],
         ));
         self.outputs.push_back(SpawnOutput::LogEvent(note));

@@ -44,8 +44,8 @@ impl Reservation {
         self.request_number != number && !self.is_ignored_by(now, fair_share, user)
     }
 
-    /// True if a request of this user or job must wait. The reserved request then waits because of
-    /// a limit of the same user or job.
+    /// True if a request of this user or job must wait, because the request with the reservation
+    /// waits for a task limit of the same user or job.
     fn blocks_user_or_job(&self, user: u32, job: Tid) -> bool {
         self.limited_user_and_job
             .is_some_and(|user_and_job| user_and_job.0 == user || user_and_job.1 == job)
@@ -54,8 +54,8 @@ impl Reservation {
 
 impl Spawns {
     /// Checks the limits before a placement. Returns true if a limit prevents the placement. In
-    /// this case the request waits. It is refused if its waiting time has ended or if the limits
-    /// could never allow it.
+    /// this case the request waits, or is refused if its waiting time has ended or if the limits
+    /// could never allow the request.
     pub(super) fn check_limits(&mut self, now: Micros, number: u64) -> bool {
         let Some(spawn) = self.pending_spawns.get_mut(&number) else {
             return false;
@@ -71,11 +71,11 @@ impl Spawns {
             &self.tasks_per_job,
             (user, job),
         );
-        let later_allowed =
+        let later_result =
             self.rules
                 .task_limits
                 .could_allow(current_counts.0, current_counts.1, new_task_count);
-        let may_wait = later_allowed.is_ok() && now < spawn.wait_until;
+        let may_wait = later_result.is_ok() && now < spawn.wait_until;
         let current_reservation = self.reservation.as_ref().filter(|current_reservation| {
             current_reservation.applies_to(now, &self.fair_share, (number, user))
         });
@@ -91,7 +91,7 @@ impl Spawns {
             self.enqueue(now, number, tasks, wait_reason);
             return true;
         }
-        let Err(limit_error) = later_allowed.and_then(|()| {
+        let Err(limit_error) = later_result.and_then(|()| {
             self.rules
                 .task_limits
                 .allow(current_counts.0, current_counts.1, new_task_count)
@@ -123,13 +123,13 @@ impl Spawns {
             .as_ref()
             .filter(|reservation| reservation.hosts.contains(&host))?;
         let spawn = self.pending_spawns.get(&reservation.request_number)?;
-        let (count, file, requesting_task) = (
+        let (count, program_name, requesting_task) = (
             spawn.unplaced_tasks.len(),
             &spawn.incoming.request.program,
             spawn.incoming.requester,
         );
         Some(format!(
-            "it is reserved for {count} {file} for {requesting_task}, which have waited long"
+            "it is reserved for {count} {program_name} for {requesting_task}, which have waited long"
         ))
     }
 
@@ -151,7 +151,7 @@ impl Spawns {
             return;
         };
         let IncomingSpawn {
-            earlier_wait: waited,
+            earlier_wait: earlier_wait_time,
             ref request,
             requester: requesting_task,
             ..
@@ -163,7 +163,7 @@ impl Spawns {
         let is_taken = other_reservation.is_some_and(|other_reservation| {
             !other_reservation.is_ignored_by(now, &self.fair_share, spawn.incoming.user)
         });
-        if now.since(spawn.accepted_at) + waited < RESERVATION_DELAY || is_taken {
+        if now.since(spawn.accepted_at) + earlier_wait_time < RESERVATION_DELAY || is_taken {
             return;
         }
         let hosts = hosts();
@@ -177,14 +177,14 @@ impl Spawns {
             .as_ref()
             .is_none_or(|reservation| reservation.request_number != number)
         {
-            let (count, file) = (spawn.unplaced_tasks.len(), &request.program);
+            let (count, program_name) = (spawn.unplaced_tasks.len(), &request.program);
             let consequence = if limited_user_and_job.is_some() {
                 "other requests of its user and its job wait for it"
             } else {
                 "hosts are reserved for it"
             };
             let text = format!(
-                "{count} {file} for {requesting_task} have waited {} s for hosts: {consequence}",
+                "{count} {program_name} for {requesting_task} have waited {} s for hosts: {consequence}",
                 RESERVATION_DELAY.0 / 1_000_000
             );
             self.outputs
@@ -198,8 +198,9 @@ impl Spawns {
         });
     }
 
-    /// Queues a request until a host is free. If the queue is full, ends the waiting time of the
-    /// request, so that the next placement refuses it.
+    /// Queues a request until a host is free, and notifies the requesting task that the request
+    /// waits. If the queue is full, ends the waiting time of the request, so that the next
+    /// placement refuses the request.
     pub(super) fn enqueue(&mut self, now: Micros, number: u64, tasks: Vec<usize>, reason: String) {
         let Some(spawn) = self.pending_spawns.get_mut(&number) else {
             return;
@@ -211,10 +212,10 @@ impl Spawns {
             job,
             requester: requesting_task,
             wait_id: wid,
-            earlier_wait: waited,
+            earlier_wait: wait_time,
             ..
         } = spawn.incoming;
-        let arrived_at = Micros(now.0.saturating_sub(waited.0));
+        let arrived_at = Micros(now.0.saturating_sub(wait_time.0));
         match self.fair_share.enqueue(
             now,
             QueuedRequest {
@@ -239,11 +240,11 @@ impl Spawns {
                     && spawn.task_hosts.iter().all(Option::is_none)
                 {
                     spawn.wait_notified = true;
-                    let waited = Some(waited + now.since(spawn.accepted_at));
+                    let wait_time = Some(wait_time + now.since(spawn.accepted_at));
                     self.outputs.push_back(SpawnOutput::NotifyWait {
                         requester: requesting_task,
                         wid,
-                        waited,
+                        waited: wait_time,
                     });
                 }
             }
@@ -265,12 +266,11 @@ impl Spawns {
 
     pub(super) fn stop_waiting(&mut self, now: Micros, user: u32, number: u64) {
         self.reservation
-            .take_if(|current| current.request_number == number);
+            .take_if(|current_reservation| current_reservation.request_number == number);
         self.fair_share.dequeue(now, user, number);
         self.waiting_numbers.remove(&number);
     }
 
-    /// Returns the number of waiting requests.
     pub fn waiting_count(&self) -> usize {
         self.waiting_numbers.len()
     }
@@ -337,15 +337,15 @@ impl Spawns {
             let IncomingSpawn {
                 requester: requesting_task,
                 ref request,
-                earlier_wait: waited,
+                earlier_wait: wait_time,
                 ..
             } = spawn.incoming;
-            let waited = waited + now.since(spawn.accepted_at);
+            let wait_time = wait_time + now.since(spawn.accepted_at);
             let program = truncate(&request.program, PROGRAM_BYTES_MAX).to_string();
             let reason = spawn.wait_reason.clone();
             let (count, since) = (
                 spawn.unplaced_tasks.len() as u32,
-                Micros(wall_time.0.saturating_sub(waited.0)),
+                Micros(wall_time.0.saturating_sub(wait_time.0)),
             );
             Some(WaitingSpawn {
                 program,

@@ -17,10 +17,10 @@ pub fn placement_attempt(placement: &Placement, snapshot: &Snapshot) -> Placemen
         PlacementReason::RoundRobin { .. } => PlacementRule::RoundRobin,
         PlacementReason::LargestShare {
             host,
-            usable_permille: usable,
+            usable_permille: usable_share,
         } => PlacementRule::Load {
             host: host.clone(),
-            permille: *usable,
+            permille: *usable_share,
         },
         PlacementReason::Rank { .. } => PlacementRule::Rank,
         PlacementReason::SameHost { .. } => PlacementRule::SameHost,
@@ -40,12 +40,12 @@ pub fn placement_attempt(placement: &Placement, snapshot: &Snapshot) -> Placemen
 }
 
 /// Converts excluded hosts to their stored form, at most the first [`REJECTED_HOSTS_MAX`].
-pub fn rejected_hosts(excluded: &decide::Exclusions, snapshot: &Snapshot) -> Vec<RejectedHost> {
+pub fn rejected_hosts(exclusions: &decide::Exclusions, snapshot: &Snapshot) -> Vec<RejectedHost> {
     let to_rejected_host = |(host, why): &(HostId, ExclusionReason)| RejectedHost {
         host: snapshot.host_name(*host),
         why: rejection_reason(why),
     };
-    excluded
+    exclusions
         .iter()
         .take(REJECTED_HOSTS_MAX)
         .map(to_rejected_host)
@@ -57,7 +57,9 @@ fn rejection_reason(exclusion_reason: &ExclusionReason) -> RejectionReason {
         ExclusionReason::OtherHost | ExclusionReason::Complement => {
             RejectionReason::OtherHostRequested
         }
-        ExclusionReason::OtherArch { arch: has } => RejectionReason::Arch { has: has.clone() },
+        ExclusionReason::OtherArch { arch: found_value } => RejectionReason::Arch {
+            has: found_value.clone(),
+        },
         ExclusionReason::OwnerPresent {
             why: exclusion_reason,
         } => RejectionReason::Owner {
@@ -65,10 +67,10 @@ fn rejection_reason(exclusion_reason: &ExclusionReason) -> RejectionReason {
         },
         ExclusionReason::UnmetCondition {
             condition,
-            actual: has,
+            actual: found_value,
         } => RejectionReason::ConstraintViolated {
             condition: condition.to_string(),
-            has: has.to_string(),
+            has: found_value.to_string(),
         },
         ExclusionReason::NoAnswer => RejectionReason::Unresponsive,
         other => RejectionReason::Other {
@@ -102,8 +104,8 @@ pub fn host_state(
 pub fn stay_decision(stay: &StayDecision, snapshot: &Snapshot) -> DecisionKind {
     let rejections = match &stay.reason {
         StayReason::NoTargetHost {
-            exclusions: excluded,
-        } => rejected_hosts(excluded, snapshot),
+            exclusions: excluded_hosts,
+        } => rejected_hosts(excluded_hosts, snapshot),
         _ => Vec::new(),
     };
     DecisionKind::CannotLeave {

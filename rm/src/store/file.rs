@@ -204,7 +204,7 @@ impl HistoryFile {
         }
         let mut note = None;
         let (db, entries) = match open_and_read_guarded(&path) {
-            Ok(opened) => opened,
+            Ok(opened_database) => opened_database,
             Err(OpenError::InUse) => return Err(StoreError::InUse(path)),
             Err(OpenError::Unusable(why)) => {
                 let new_path = renamed_path(&path);
@@ -218,7 +218,7 @@ impl HistoryFile {
                     new_path.display()
                 ));
                 match open_and_read_guarded(&path) {
-                    Ok(opened) => opened,
+                    Ok(opened_database) => opened_database,
                     Err(OpenError::InUse) => return Err(StoreError::InUse(path)),
                     Err(OpenError::Unusable(why)) => {
                         return Err(StoreError::CannotCreate { path, why });
@@ -226,13 +226,13 @@ impl HistoryFile {
                 }
             }
         };
-        let (batches, queue) = sync_channel(1);
-        let (error_sender, errors) = sync_channel(1);
+        let (sender, queue) = sync_channel(1);
+        let (error_sender, error_queue) = sync_channel(1);
         let thread = std::thread::spawn(move || run_writer(db, &path, &queue, &error_sender));
         Ok(OpenedHistory {
             file: Self {
-                batch_sender: Some(batches),
-                error_receiver: errors,
+                batch_sender: Some(sender),
+                error_receiver: error_queue,
                 thread: Some(thread),
             },
             entries,
@@ -247,10 +247,10 @@ impl HistoryFile {
     /// Returns the batch if the thread has not accepted the previous one. The caller must try again
     /// later.
     pub fn try_send_batch(&self, batch: Batch) -> Result<(), Batch> {
-        let Some(batches) = &self.batch_sender else {
+        let Some(sender) = &self.batch_sender else {
             return Ok(());
         };
-        match batches.try_send(batch) {
+        match sender.try_send(batch) {
             Ok(()) | Err(TrySendError::Disconnected(_)) => Ok(()),
             Err(TrySendError::Full(batch)) => Err(batch),
         }
@@ -264,10 +264,10 @@ impl HistoryFile {
     /// Sends the last batch to the writer thread. Waits until it is written, at most for
     /// `CLOSE_TIMEOUT`.
     pub fn write_and_close(mut self, final_batch: Batch) {
-        if let Some(batches) = self.batch_sender.take()
-            && batches.send(final_batch).is_ok()
+        if let Some(sender) = self.batch_sender.take()
+            && sender.send(final_batch).is_ok()
         {
-            drop(batches);
+            drop(sender);
             let deadline = Instant::now() + CLOSE_TIMEOUT;
             while self.thread.as_ref().is_some_and(|t| !t.is_finished())
                 && Instant::now() < deadline
@@ -296,12 +296,12 @@ fn run_writer(
     queue: &Receiver<Batch>,
     error_sender: &SyncSender<String>,
 ) {
-    let (mut error_reported, mut compact_at) = (false, COMPACTION_BYTES_MIN);
+    let (mut error_reported, mut compaction_limit_bytes) = (false, COMPACTION_BYTES_MIN);
     while let Ok(batch) = queue.recv() {
         match write(&db, &batch) {
             Ok(()) => {
                 error_reported = false;
-                compact_at = compact_if_large(&mut db, path, compact_at);
+                compaction_limit_bytes = compact_if_large(&mut db, path, compaction_limit_bytes);
             }
             // Of several errors in a row, only the first is reported. Writing continues with the
             // next batch.
@@ -331,13 +331,13 @@ fn compact_if_large(db: &mut Database, path: &Path, size_limit_bytes: u64) -> u6
     reason = "one for a batch that could not be written, told at once"
 )]
 fn write(db: &Database, batch: &Batch) -> Result<(), redb::Error> {
-    let begin = db.begin_write()?;
-    for sheet in Table::ALL {
-        let changes: Vec<_> = batch.iter().filter(|c| c.table == sheet).collect();
+    let transaction = db.begin_write()?;
+    for table_id in Table::ALL {
+        let changes: Vec<_> = batch.iter().filter(|c| c.table == table_id).collect();
         if changes.is_empty() {
             continue;
         }
-        let mut table = begin.open_table(table_definition(sheet))?;
+        let mut table = transaction.open_table(table_definition(table_id))?;
         for change in changes {
             match &change.value {
                 Some(value) => drop(table.insert(change.key, value.as_slice())?),
@@ -345,6 +345,6 @@ fn write(db: &Database, batch: &Batch) -> Result<(), redb::Error> {
             }
         }
     }
-    begin.commit()?;
+    transaction.commit()?;
     Ok(())
 }

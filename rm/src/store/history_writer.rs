@@ -58,10 +58,10 @@ impl HistoryWriter {
             Ok(OpenedHistory {
                 file: opened_file,
                 entries,
-                rename_note: moved_aside,
+                rename_note: note_of_rename,
             }) => {
                 let (stored_history, invalid_count) = History::from_entries(user, task, entries);
-                let mut notes: Vec<String> = moved_aside.into_iter().collect();
+                let mut notes: Vec<String> = note_of_rename.into_iter().collect();
                 if invalid_count > 0 {
                     notes.push(format!(
                         "{invalid_count} entries of the resource manager's history could not be read"
@@ -87,7 +87,7 @@ impl HistoryWriter {
 
     /// True if changes must be written now.
     pub fn is_due(&self, now: Micros) -> bool {
-        self.next_write_at.is_some_and(|at| at <= now)
+        self.next_write_at.is_some_and(|due_time| due_time <= now)
     }
 
     /// Schedules a write after [`WRITE_DELAY`] if there are changes and no write is scheduled.

@@ -75,10 +75,11 @@ fn simulate_jobs_on(
             best_completion_s(&speeds, &works_s),
             uninformed_completion_s(&speeds, &works_s),
         );
-        let (over_best, over_blind) = (undeclared_s / best_s, undeclared_s / equal_progress_s);
+        let (over_best, ratio_to_equal_progress) =
+            (undeclared_s / best_s, undeclared_s / equal_progress_s);
         DurationRatios {
             over_best,
-            over_equal_progress: over_blind,
+            over_equal_progress: ratio_to_equal_progress,
             declared_over_best: declared_s / best_s,
             speedup: round_robin_s / undeclared_s,
         }
@@ -98,8 +99,8 @@ fn worst_ratio(jobs: &[DurationRatios], select: impl Fn(&DurationRatios) -> f64)
 /// with round-robin placement.
 #[test]
 fn unequal_hosts_finish_near_best_assignment() {
-    // The best assignment depends on the sizes of the tasks; the decisions do not know them. If the
-    // sizes differ by at most a factor of three, every job is near the best assignment.
+    // The best assignment depends on the sizes of the tasks; the decisions do not know the sizes.
+    // If the sizes differ by at most a factor of three, every job is near the best assignment.
     for DurationRatios {
         over_best, speedup, ..
     } in simulate_jobs(20, 300.0, 900.0)
@@ -162,8 +163,8 @@ fn undeclared_work_finishes_near_equal_progress() {
     }
 }
 
-/// The tasks are so short that the cooldown allows at most two migrations of each task. A migration
-/// takes a hundredth of the job's completion time.
+/// A job of short tasks finishes near the best assignment, although the cooldown allows at most two
+/// migrations of each task, and a migration takes a hundredth of the job's completion time.
 #[test]
 fn short_job_finishes_near_best_despite_cooldown() {
     let jobs = simulate_jobs_on(&SLOW_HOSTS, 200, 2.5, 14.5);
@@ -173,21 +174,24 @@ fn short_job_finishes_near_best_despite_cooldown() {
             worst_ratio(&jobs, mean_and_worst),
         )
     };
-    let (undeclared, declared) = (
+    let (undeclared_ratios, declared_ratios) = (
         mean_and_worst(|r| r.over_best),
         mean_and_worst(|r| r.declared_over_best),
     );
     let slow_job_count = jobs.iter().filter(|r| r.over_best > 1.15).count();
     println!(
-        "nothing declared: {undeclared:.3?} of the best assignment on average and at worst; work declared: {declared:.3?}"
+        "nothing declared: {undeclared_ratios:.3?} of the best assignment on average and at worst; work declared: {declared_ratios:.3?}"
     );
     println!(
         "{slow_job_count} of {} of which nothing was declared took more than 1.15 times the best",
         jobs.len()
     );
     assert!(
-        undeclared.0 <= 1.08 && undeclared.1 <= 1.25,
-        "{undeclared:.3?}"
+        undeclared_ratios.0 <= 1.08 && undeclared_ratios.1 <= 1.25,
+        "{undeclared_ratios:.3?}"
     );
-    assert!(declared.0 <= 1.06 && declared.1 <= 1.25, "{declared:.3?}");
+    assert!(
+        declared_ratios.0 <= 1.06 && declared_ratios.1 <= 1.25,
+        "{declared_ratios:.3?}"
+    );
 }

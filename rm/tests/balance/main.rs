@@ -308,27 +308,28 @@ impl JobSim {
     /// Makes a rebalancing decision and carries out its migrations.
     fn rebalance(&mut self, external_threads: &[f64]) {
         self.update_snapshot(external_threads);
-        for planned in plan_rebalances(&self.snapshot) {
+        for planned_rebalance in plan_rebalances(&self.snapshot) {
             let task = self
                 .tasks
                 .iter_mut()
-                .find(|w| w.tid == planned.tid)
+                .find(|w| w.tid == planned_rebalance.tid)
                 .expect("tasks that run are moved");
-            assert_eq!(task.host, planned.source);
-            (task.host, task.remaining_pause_s) = (planned.target, self.migration_pause_s);
+            assert_eq!(task.host, planned_rebalance.source);
+            (task.host, task.remaining_pause_s) =
+                (planned_rebalance.target, self.migration_pause_s);
             task.rebalance_times.push(self.snapshot.now);
-            self.predictions.track(&planned);
+            self.predictions.track(&planned_rebalance);
             let (now, assumed_work) = (
                 self.snapshot.now,
                 Micros((task.assumed_work_s * 1e6) as u64),
             );
             self.predictions.record_arrival(
                 now,
-                planned.tid,
-                planned.target,
+                planned_rebalance.tid,
+                planned_rebalance.target,
                 (assumed_work, Micros((self.migration_pause_s * 1e6) as u64)),
             );
-            self.rebalances.push((self.now_s, planned));
+            self.rebalances.push((self.now_s, planned_rebalance));
         }
     }
 

@@ -76,8 +76,8 @@ fn task_leaves_slow_host_with_reason() {
     );
 }
 
-/// A task does not migrate if it has just started, if its spawn named the host, if it is pinned, or
-/// if it has migrated often. It does not migrate either if the migration costs more than it gains.
+/// A task does not migrate if it has just started or migrated, if its spawn named the host, if it
+/// is pinned, if it has migrated often, or if the migration costs more than it gains.
 #[test]
 fn young_named_and_often_migrated_tasks_stay() {
     let hosts = [
@@ -130,7 +130,7 @@ fn young_named_and_often_migrated_tasks_stay() {
     );
 }
 
-/// The cooldown after a migration is shorter if the target has no tasks.
+/// The cooldown after a rebalancing migration is shorter if the target has no tasks.
 #[test]
 fn cooldown_is_shorter_for_empty_target() {
     let hosts = [500, 4000].map(|speed| SimHost { cores: 1, speed });
@@ -147,21 +147,21 @@ fn cooldown_is_shorter_for_empty_target() {
         change_task(&mut sim.snapshot.hosts.edit(host_id(1)).expect("a host").tasks[0]);
         !plan_rebalances(&sim.snapshot).is_empty()
     };
-    let rebalanced_before = |age_s: u64| {
+    let set_rebalance_age = |age_s: u64| {
         move |task: &mut TaskView| task.recent_rebalances = vec![Micros::from_secs(100 - age_s)]
     };
     let (one_task, two_tasks): (&[f64], &[f64]) = (&[1000.0], &[1000.0, 1000.0]);
     assert_eq!(
         [
-            is_rebalanced(one_task, &rebalanced_before(9)),
-            is_rebalanced(one_task, &rebalanced_before(10))
+            is_rebalanced(one_task, &set_rebalance_age(9)),
+            is_rebalanced(one_task, &set_rebalance_age(10))
         ],
         [false, true]
     );
     assert_eq!(
         [
-            is_rebalanced(two_tasks, &rebalanced_before(29)),
-            is_rebalanced(two_tasks, &rebalanced_before(30))
+            is_rebalanced(two_tasks, &set_rebalance_age(29)),
+            is_rebalanced(two_tasks, &set_rebalance_age(30))
         ],
         [false, true],
         "it holds up the other one there"
@@ -226,7 +226,7 @@ fn slow_link_affects_only_its_own_migrations() {
 }
 
 /// If the actual gain of migrations is a third of the prediction, a migration must have a larger
-/// predicted gain. This lasts until the observation is old.
+/// predicted gain. This requirement lasts until the observation is old.
 #[test]
 fn overestimated_gains_reduce_confidence_for_a_while() {
     let hosts = [500, 1000].map(|speed| SimHost { cores: 1, speed });
@@ -282,8 +282,8 @@ fn overestimated_gains_reduce_confidence_for_a_while() {
             && small_rebalance.reason.computed_gain == large_rebalance.reason.computed_gain,
         "{small_rebalance:?}"
     );
-    // The seconds of this period are not simulated. The receive times of the samples are set to its
-    // end, because the samples would have expired.
+    // The seconds of this period are not simulated. The receive times of the samples are set to the
+    // end of the period, because the samples would have expired.
     let period_end = sim.snapshot.now + Micros(6 * CONFIDENCE_HALF_LIFE.0);
     let renew_sample = |sim: &mut JobSim, id| {
         let renew_sample = sim.snapshot.hosts.edit(host_id(id)).expect("a host");

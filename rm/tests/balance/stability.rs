@@ -1,4 +1,4 @@
-//! Noise in the measurements and periodic load cause no repeated migrations.
+//! Noise in the measurements causes no migrations, and periodic load causes only few.
 
 use crate::{DECISION_INTERVAL_S, JobSim, SimHost, next_random};
 use proptest::prelude::*;
@@ -47,8 +47,8 @@ proptest! {
         prop_assert!(sim.rebalances.is_empty(), "{:?}", sim.rebalances);
     }
 
-    /// External load that starts and stops periodically for two hours causes no repeated
-    /// migrations, whether it has the same or opposite phase on the hosts.
+    /// External load that starts and stops periodically for two hours causes only few migrations,
+    /// whatever its period and its phases on the hosts are ([`assert_no_flapping`]).
     #[test]
     fn oscillating_load_does_not_make_tasks_flap(
         period_s in 5_u64..600, phase_s in 0_u64..600, thread_count in 1_u32..6, host_count in 2_usize..5, is_work_declared in any::<bool>(),
@@ -57,8 +57,9 @@ proptest! {
     }
 }
 
-/// These parameters caused repeated migrations in earlier versions. The load was sampled only
-/// briefly, always in the same phase, or when it differed most from the mean.
+/// Load periods that caused many migrations in earlier versions cause only few. In those versions
+/// the load was sampled only briefly, always in the same phase, or when it differed most from the
+/// mean.
 #[test]
 fn known_load_periods_cause_no_flapping() {
     let cases = [
@@ -85,8 +86,10 @@ fn known_load_periods_cause_no_flapping() {
     }
 }
 
-/// Asserts that external load that alternates between hosts causes no repeated migrations of a
-/// task.
+/// Asserts that external load that alternates between hosts for two hours causes only few
+/// migrations: each task makes at most [`REBALANCES_MAX`] migrations per hour, with a cooldown
+/// between them. If the period is at most a minute, the number of all migrations is at most the
+/// number of hosts.
 fn assert_no_flapping(
     period_s: u64,
     phase_s: u64,

@@ -100,28 +100,28 @@ impl DayScenario {
             if n % self.batch_size == 0 && n > 0 {
                 arrival_s += rng.next_exponential(self.batch_interval_s);
             }
-            let (processes, work) = (
+            let (process_total, work_seconds) = (
                 self.light_job.0,
                 self.light_job.1 * (0.75 + 0.5 * rng.next_uniform()),
             );
             light_jobs.push(DayJob {
                 user: LIGHT_USERS[n % LIGHT_USERS.len()],
                 arrival_s,
-                process_count: processes,
-                work_s: work,
+                process_count: process_total,
+                work_s: work_seconds,
             });
         }
         // The greedy user's jobs have twice the work that all hosts can do in the day.
-        let (processes, work) = self.greedy_job;
+        let (process_total, work_seconds) = self.greedy_job;
         let job_count = (2.0 * f64::from(self.host_count) * arrival_s.max(24.0 * HOUR)
-            / (f64::from(processes) * work))
+            / (f64::from(process_total) * work_seconds))
             .ceil() as usize;
         let greedy_jobs = vec![
             DayJob {
                 user: GREEDY_USER,
                 arrival_s: 0.0,
-                process_count: processes,
-                work_s: work
+                process_count: process_total,
+                work_s: work_seconds
             };
             job_count
         ];
@@ -296,23 +296,26 @@ impl DayComparison {
     pub(crate) fn from_runs(
         day: &DayScenario,
         seed: u64,
-        alone: &ReplayResult,
-        beside: &ReplayResult,
+        alone_result: &ReplayResult,
+        beside_result: &ReplayResult,
     ) -> Self {
         let user_figures = |figures: &ReplayResult, user: u32| {
             figures.users.get(&user).cloned().unwrap_or_default()
         };
-        let pair = |user: u32| {
-            let (alone, beside) = (user_figures(alone, user), user_figures(beside, user));
-            let sorted = |user_figures: &UserResult| {
+        let user_comparison = |user: u32| {
+            let (alone_result, beside_result) = (
+                user_figures(alone_result, user),
+                user_figures(beside_result, user),
+            );
+            let sorted_waits = |user_figures: &UserResult| {
                 let mut waits = user_figures.waits_s.clone();
                 waits.sort_by(f64::total_cmp);
                 waits
             };
             UserComparison {
-                waits_s: (sorted(&alone), sorted(&beside)),
-                alone,
-                beside,
+                waits_s: (sorted_waits(&alone_result), sorted_waits(&beside_result)),
+                alone: alone_result,
+                beside: beside_result,
             }
         };
         let DayScenario {
@@ -324,14 +327,14 @@ impl DayComparison {
             pool,
             hosts,
             seed,
-            greedy: user_figures(beside, GREEDY_USER),
-            light: LIGHT_USERS.map(pair).into(),
+            greedy: user_figures(beside_result, GREEDY_USER),
+            light: LIGHT_USERS.map(user_comparison).into(),
         }
     }
 
-    /// True if the greedy user hardly affects the light users. All their jobs run and do not run
-    /// longer. The mean and the maximum waiting time are at most [`WAIT_FACTOR_MAX`] times those
-    /// without the greedy user plus [`PREEMPTION_INTERVAL_S`].
+    /// True if the greedy user hardly affects the light users. All jobs of the light users run, and
+    /// they do not run longer. The mean and the maximum waiting time are at most
+    /// [`WAIT_FACTOR_MAX`] times those without the greedy user plus [`PREEMPTION_INTERVAL_S`].
     pub(crate) fn is_fair(&self) -> bool {
         let is_user_fair = |UserComparison { alone, beside, .. }: &UserComparison| {
             let is_within_limit = |uncontended_s: f64, contended_s: f64| {
@@ -355,14 +358,14 @@ impl DayComparison {
             for (user, UserComparison { alone, beside, .. }) in LIGHT_USERS.iter().zip(&day.light) {
                 let format_pair =
                     |of: fn(&UserResult) -> f64| format!("{:.1}, {:.1}", of(alone), of(beside));
-                let (mean, most) = (
+                let (mean, longest) = (
                     format_pair(|u| u.waited_mean_s),
                     format_pair(|u| u.waited_most_s),
                 );
                 let run = format_pair(|u| u.run_mean_s);
                 let _ = writeln!(
                     text,
-                    "{:8}{:>6}{user:>6}{mean:>18}{most:>18}{run:>18}",
+                    "{:8}{:>6}{user:>6}{mean:>18}{longest:>18}{run:>18}",
                     day.pool, day.seed
                 );
             }

@@ -160,7 +160,7 @@ impl DesktopPool {
         let has_owner: Vec<bool> = (1..=host_count)
             .map(|i| owner_presence(i, 0.0).is_none_or(|p| rng.next_uniform() < p))
             .collect();
-        let owner = |has_owner: bool| match has_owner {
+        let owner_state = |has_owner: bool| match has_owner {
             true => OwnerState::Present {
                 why: "at the keyboard".into(),
             },
@@ -168,7 +168,7 @@ impl DesktopPool {
         };
         let host_views: HostList = (1..=host_count)
             .zip(&has_owner)
-            .map(|(i, has_owner)| desktop_host(i, owner(*has_owner)))
+            .map(|(i, has_owner)| desktop_host(i, owner_state(*has_owner)))
             .collect();
         let free_count = has_owner.iter().filter(|has_owner| !**has_owner).count();
         let mut pool = Self {
@@ -213,7 +213,7 @@ impl DesktopPool {
         self.owner_arrivals_s[usize::from(host) - 1].is_some()
     }
 
-    /// Returns the number of tasks on hosts with a present owner that are not migrating.
+    /// Returns the number of tasks that are not migrating and whose host has a present owner.
     pub(crate) fn count_tasks_beside_owners(&self) -> usize {
         self.tasks
             .values()
@@ -233,8 +233,8 @@ impl DesktopPool {
             OWNER_VISIT_MEAN_S * (1.0 - presence) / presence.max(0.01)
         };
         // The next event is at most one hour later, because the probability depends on the time of
-        // day. After an hour without a change, the event only draws a new waiting time; bit 15 of
-        // its host marks that.
+        // day. After an hour without a change, the event only draws a new waiting time. Bit 15 of
+        // the host number in the event marks such an event.
         let wait_s = self.rng.next_exponential(mean_s);
         let event_time_s = self.now_s + wait_s.min(HOUR_S);
         self.schedule(
@@ -357,14 +357,14 @@ impl DesktopPool {
             memory_bytes: PROCESS_BYTES,
             ..TaskView::new(tid, to_micros(self.now_s))
         };
-        let migrating = task.migration_target.map(|target| Some(host_id(target)));
+        let migration_state = task.migration_target.map(|target| Some(host_id(target)));
         let (work_done, user, suspended) = (
             to_micros(task.work_s - task.remaining_s),
             self.jobs[task.job_index].user,
             task.suspended,
         );
         TaskView {
-            migration: migrating,
+            migration: migration_state,
             work_done,
             user,
             suspended,
@@ -386,7 +386,10 @@ impl DesktopPool {
         if host_tasks.is_empty() {
             match self.owner_arrivals_s[usize::from(host) - 1] {
                 None => self.empty_host_count += 1,
-                Some(since) => self.statistics.clear_times_s.push(self.now_s - since),
+                Some(owner_arrival_s) => self
+                    .statistics
+                    .clear_times_s
+                    .push(self.now_s - owner_arrival_s),
             }
         }
     }
@@ -438,15 +441,17 @@ impl DesktopPool {
         task.migration_target = Some(target.index());
         let (host, was_running) = (task.host, !task.suspended);
         let duration_s = match self.owner_arrivals_s[usize::from(host) - 1] {
-            Some(since) => {
+            Some(owner_arrival_s) => {
                 let (clear_s, stop_s) = (self.draw(|t| &t.clear_s), self.draw(|t| &t.stop_s));
                 // A preempted task was already paused when the owner arrived, so its run time after
                 // the arrival is not recorded.
                 self.statistics
                     .runs_beside_owner_s
                     .extend(was_running.then_some(stop_s));
-                self.statistics.stuck_seconds += self.now_s - since;
-                self.statistics.eviction_delays_s.push(self.now_s - since);
+                self.statistics.stuck_seconds += self.now_s - owner_arrival_s;
+                self.statistics
+                    .eviction_delays_s
+                    .push(self.now_s - owner_arrival_s);
                 // The task counts as paused until the end of the migration, although a real task
                 // resumes slightly before the end.
                 self.statistics.paused_seconds += (clear_s - stop_s).max(0.0);

@@ -17,8 +17,8 @@ use std::sync::Arc;
 pub(crate) const HOSTS_MAX: u16 = 10_000;
 
 /// Function that is called once for each decision. Its arguments are the name of the decision, and
-/// a function that makes the decision and asserts the expected result. That second function may be
-/// called repeatedly; its argument is the number of earlier calls.
+/// a function that makes the decision and asserts the expected result. The function that makes the
+/// decision may be called repeatedly; its argument is the number of earlier calls.
 pub(crate) type VisitDecisionFn<'a> = dyn FnMut(&'static str, &mut dyn FnMut(usize)) + 'a;
 
 /// Returns the tid of the task with this number (less than 8) on this host.
@@ -246,38 +246,49 @@ pub(crate) fn visit_global_decisions(hosts: u16, visit: &mut VisitDecisionFn<'_>
 /// Visits the decisions in which owners are present on all hosts or on many hosts.
 fn visit_owner_arrivals(snapshot: &Snapshot, visit: &mut VisitDecisionFn<'_>) {
     let host_count = snapshot.hosts.len() as u16;
-    let mut one_free_host = snapshot.clone();
-    change_all_hosts(&mut one_free_host, |i, host| {
+    let mut snapshot_with_one_free_host = snapshot.clone();
+    change_all_hosts(&mut snapshot_with_one_free_host, |i, host| {
         if i != 3 {
             host.owner = present_owner();
         }
         host.tasks.iter_mut().for_each(|task| task.pinned = i != 3);
     });
-    let mut no_free_host = one_free_host.clone();
-    change_all_hosts(&mut no_free_host, |_, host| {
+    let mut snapshot_without_free_host = snapshot_with_one_free_host.clone();
+    change_all_hosts(&mut snapshot_without_free_host, |_, host| {
         host.owner = present_owner();
         host.tasks.iter_mut().for_each(|task| task.pinned = false);
     });
     visit(
         "refuse by owners",
-        &mut decide_placement(&no_free_host, 1, "", false),
+        &mut decide_placement(&snapshot_without_free_host, 1, "", false),
     );
     visit(
         "an owner visits, no host is free",
-        &mut decide_owner_visit(&mut one_free_host, false),
+        &mut decide_owner_visit(&mut snapshot_with_one_free_host, false),
     );
-    let guest_count: usize = no_free_host.hosts.iter().map(|host| host.tasks.len()).sum();
+    let guest_count: usize = snapshot_without_free_host
+        .hosts
+        .iter()
+        .map(|host| host.tasks.len())
+        .sum();
     visit("owners on all hosts", &mut |_| {
-        assert_eq!(plan_evictions(&no_free_host).stays.len(), guest_count)
+        assert_eq!(
+            plan_evictions(&snapshot_without_free_host).stays.len(),
+            guest_count
+        )
     });
-    let mut many_owners = snapshot.clone();
+    let mut snapshot_with_many_owners = snapshot.clone();
     change_hosts(
-        &mut many_owners,
+        &mut snapshot_with_many_owners,
         (1..=host_count).filter(|i| i % 4 == 3),
         |_, host| host.owner = present_owner(),
     );
     visit("owners on many hosts", &mut |_| {
-        assert!(!plan_evictions(&many_owners).evictions.is_empty())
+        assert!(
+            !plan_evictions(&snapshot_with_many_owners)
+                .evictions
+                .is_empty()
+        )
     });
 }
 

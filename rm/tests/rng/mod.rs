@@ -1,4 +1,4 @@
-//! An xorshift random number generator. The seed determines its sequence.
+//! An xorshift random number generator. The seed determines the sequence of numbers.
 
 pub(crate) struct Rng(u64);
 

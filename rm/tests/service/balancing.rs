@@ -9,17 +9,17 @@ use sempa_proto::rm::{DecisionKind, MigrationBenefit, RmQuery, RmReply};
 use sempa_proto::task::{SPAWN_HOST, SpawnRequest};
 use sempa_proto::{Micros, Tid};
 
-/// If the policy enables rebalancing, tasks of a crowded host migrate to free hosts. Otherwise they
-/// stay.
+/// If the policy enables rebalancing, tasks of a crowded host migrate to free hosts. Otherwise the
+/// tasks stay.
 #[test]
 fn balancing_spreads_tasks_of_crowded_host() {
-    for balance in [false, true] {
+    for is_rebalancing_enabled in [false, true] {
         let vm = fake_vm(3);
         vm.0.borrow_mut()
             .tasks
             .extend((1..=6).map(|n| spawned_task_info(task_id(2, n), 2)));
         let options = options_with_policy(EffectivePolicy {
-            rebalances: balance,
+            rebalances: is_rebalancing_enabled,
             ..EffectivePolicy::default()
         });
         let mut bed = TestBed::start_with_options(&vm, options);
@@ -35,7 +35,7 @@ fn balancing_spreads_tasks_of_crowded_host() {
             .collect();
         assert_eq!(
             bed.state().take_migrations().len(),
-            if balance { 4 } else { 0 },
+            if is_rebalancing_enabled { 4 } else { 0 },
             "{causes:?}"
         );
         assert!(causes.iter().all(|why| why.starts_with("load: ") && why.contains(" of a processor instead of ")));
@@ -81,9 +81,9 @@ fn query_migration_result(
     decisions.iter().find_map(|decision| match &decision.kind {
         DecisionKind::BenefitMeasured {
             expected,
-            actual_benefit: actual,
+            actual_benefit: measured_benefit,
             ..
-        } => Some((*expected, *actual, decision.kind.to_string())),
+        } => Some((*expected, *measured_benefit, decision.kind.to_string())),
         _ => None,
     })
 }
@@ -139,13 +139,16 @@ fn predicted_gain_is_compared_with_result() {
         },
     );
     bed.process_inbox();
-    let (predicted, actual, text) =
+    let (predicted_benefit, measured_benefit, text) =
         query_migration_result(&mut bed, first_task).expect("it is known");
     assert!(
-        predicted.gain > Micros::from_secs(1) && predicted.cost > Micros(0),
+        predicted_benefit.gain > Micros::from_secs(1) && predicted_benefit.cost > Micros(0),
         "{text}"
     );
-    assert!(actual.gain > Micros(0) && actual.cost > Micros(0), "{text}");
+    assert!(
+        measured_benefit.gain > Micros(0) && measured_benefit.cost > Micros(0),
+        "{text}"
+    );
     assert!(
         text.starts_with(&format!("the migration of {first_task} from h2 to h")),
         "{text}"
@@ -156,10 +159,10 @@ fn predicted_gain_is_compared_with_result() {
         "nothing is known of that one yet"
     );
     (0..30).for_each(|_| advance_and_report(&mut bed));
-    let (predicted, actual, text) =
+    let (predicted_benefit, measured_benefit, text) =
         query_migration_result(&mut bed, last_task).expect("it is known");
     assert!(
-        actual.gain > predicted.gain,
+        measured_benefit.gain > predicted_benefit.gain,
         "it has worked there for longer than it was expected to: {text}"
     );
 }

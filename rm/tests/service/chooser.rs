@@ -57,7 +57,8 @@ fn options_with_chooser(name: &str) -> Options {
     }
 }
 
-/// The selection of an external chooser is checked, and the explanation names the chooser.
+/// An external chooser selects among the hosts that accept guests. The explanation names the
+/// chooser, or states why the chooser selected no host.
 #[test]
 fn external_choice_is_checked_and_reported() {
     let vm = fake_vm(3);
@@ -131,7 +132,7 @@ fn unknown_chooser_is_refused() {
         .map(|_| ())
         .expect_err("nobody is called so");
     assert!(
-        matches!(&error, ServiceError::UnknownChooser(no) if no.name == "slurm" && no.available_choosers == "there are last"),
+        matches!(&error, ServiceError::UnknownChooser(unknown_chooser) if unknown_chooser.name == "slurm" && unknown_chooser.available_choosers == "there are last"),
         "{error}"
     );
     let vm = fake_vm(3);

@@ -31,7 +31,6 @@ pub(crate) fn task_id(host: u16, local_number: u32) -> Tid {
     Tid::for_task(host_id(host), local_number).expect("a task")
 }
 
-/// Returns the tid of the resource manager.
 pub(crate) fn rm_tid() -> Tid {
     task_id(1, 1)
 }
@@ -123,21 +122,27 @@ impl VmApi for FakeVm {
         }
         Ok(message)
     }
-    fn send(&self, to: Tid, tag: i32, wid: i32, body: Bytes) -> Result<(), Error> {
-        self.0.borrow_mut().base_messages.push((to, tag, wid, body));
+    fn send(&self, receiver: Tid, tag: i32, wid: i32, body: Bytes) -> Result<(), Error> {
+        self.0
+            .borrow_mut()
+            .base_messages
+            .push((receiver, tag, wid, body));
         Ok(())
     }
-    fn send_rm(&self, to: Tid, tag: i32, wid: i32, body: Bytes) -> Result<(), Error> {
-        self.0.borrow_mut().rm_messages.push((to, tag, wid, body));
+    fn send_rm(&self, receiver: Tid, tag: i32, wid: i32, body: Bytes) -> Result<(), Error> {
+        self.0
+            .borrow_mut()
+            .rm_messages
+            .push((receiver, tag, wid, body));
         Ok(())
     }
-    fn events(&self, from: u64, limit: u32) -> Result<Vec<Event>, Error> {
+    fn events(&self, first_number: u64, count_max: u32) -> Result<Vec<Event>, Error> {
         let state = self.0.borrow();
         Ok(state
             .event_log
             .iter()
-            .filter(|e| e.number >= from)
-            .take(limit as usize)
+            .filter(|e| e.number >= first_number)
+            .take(count_max as usize)
             .cloned()
             .collect())
     }
@@ -296,7 +301,7 @@ impl FakeVmState {
         self.event_count += 1;
     }
 
-    /// Drops all messages in the inbox.
+    /// Drops all messages in the inbox, as if the service had never received them.
     pub(crate) fn clear_inbox(&mut self) {
         self.inbox.clear();
     }
@@ -309,20 +314,20 @@ impl FakeVmState {
         self.post_message(task, CTX_BASE, SM_SPAWN, wid, pack_spawn(request, None));
     }
 
-    /// Like [`FakeWorld::spawn`], for a request that has waited at an earlier resource manager
-    /// since `since`.
+    /// Like [`FakeVmState::request_spawn`], for a request that has waited at an earlier resource
+    /// manager since `waiting_since`.
     pub(crate) fn request_spawn_waiting_since(
         &mut self,
         wid: i32,
         request: &SpawnRequest,
-        since: Micros,
+        waiting_since: Micros,
     ) {
         self.post_message(
             client_tid(),
             CTX_BASE,
             SM_SPAWN,
             wid,
-            pack_spawn(request, Some(since)),
+            pack_spawn(request, Some(waiting_since)),
         );
     }
 
@@ -361,12 +366,12 @@ impl FakeVmState {
     }
 
     pub(crate) fn report_load(&mut self, watcher: Tid, host: HostId, owner: OwnerVerdict) {
-        let (busy, running) = self.reported_load;
-        let (load1, available_bytes) = (running as f32, self.available_bytes);
+        let (busy_fraction, runnable_count) = self.reported_load;
+        let (load1, available_bytes) = (runnable_count as f32, self.available_bytes);
         let sample = LoadSample {
             cores: 2,
-            busy_share: busy,
-            runnable_threads: running,
+            busy_share: busy_fraction,
+            runnable_threads: runnable_count,
             one_minute_load: load1,
             available_bytes,
             ..LoadSample::default()
@@ -546,8 +551,8 @@ impl TestBed {
         })
     }
 
-    /// Creates a service on hosts without owners, whose load watchers all run. [`TestBed::watcher`]
-    /// returns the tids of the watchers.
+    /// Creates a service on hosts without owners, whose load watchers all run.
+    /// [`TestBed::watcher_tid`] returns the tids of the watchers.
     pub(crate) fn start_with_watchers(vm: &FakeVm) -> Self {
         Self::start_with_options(
             vm,
@@ -558,7 +563,7 @@ impl TestBed {
         )
     }
 
-    /// Like [`TestBed::quiet`], with other options.
+    /// Like [`TestBed::start_with_watchers`], with other options.
     pub(crate) fn start_with_options(vm: &FakeVm, options: Options) -> Self {
         let mut bed = Self::try_start_with(vm, options).expect("no other resource manager");
         let orders = bed.state().take_start_orders();
@@ -596,12 +601,12 @@ impl TestBed {
     /// Advances the clock by `duration`. The service handles all messages and all timers that
     /// become due.
     pub(crate) fn advance(&mut self, duration: Micros) {
-        let until = self.state().now + duration;
-        self.state().clock_limit = until;
-        while self.state().now < until || !self.state().inbox.is_empty() {
+        let end_time = self.state().now + duration;
+        self.state().clock_limit = end_time;
+        while self.state().now < end_time || !self.state().inbox.is_empty() {
             self.service.step().expect("the service continues");
         }
-        // One more step handles the timers that are due exactly at `until`.
+        // One more step handles the timers that are due exactly at `end_time`.
         self.service.step().expect("the service continues");
     }
 

@@ -67,7 +67,7 @@ fn tasks_refused_for_owner_start_elsewhere() {
     );
 }
 
-/// Some declined tasks must share a host, or their number per host is limited. They are started on
+/// If declined tasks must share a host, or if their number per host is limited, they are started on
 /// other hosts only if the constraint is still met.
 #[test]
 fn refused_grouped_tasks_keep_their_constraint() {
@@ -132,8 +132,8 @@ fn refused_grouped_tasks_keep_their_constraint() {
     );
 }
 
-/// If all hosts decline a spawn, it waits if the policy allows waiting. Later these hosts get new
-/// orders.
+/// If all hosts decline a spawn, the spawn waits if the policy allows waiting. Later these hosts
+/// get new orders.
 #[test]
 fn refused_spawn_waits_and_is_retried() {
     let decline_on_all_hosts = |wait_limit: Micros| {

@@ -73,7 +73,7 @@ fn drained_host_is_emptied_and_reusable() {
         Some(&EventKind::HostVacated { host: host_id(2) })
     );
     bed.state().take_migrations();
-    // No task is placed on the drained host, even if the spawn names it.
+    // No task is placed on the drained host, even if the spawn names the host.
     bed.state().request_spawn(1, &request(4));
     bed.process_inbox();
     assert!(
@@ -163,7 +163,8 @@ fn tasks_that_stay_on_drained_host_are_reported() {
         .filter(|n| n.starts_with("h2 should be empty by now; remaining tasks: "))
         .count();
     assert_eq!(deadline_note_count, 1, "{notes:?}");
-    // After a failed migration the task migrates to another host, or later to the host that failed.
+    // When the owner of h1 has left, the task migrates to h1. The migration fails and is tried
+    // again later.
     bed.report_owner_absent(1);
     assert_eq!(bed.state().take_migrations(), [(task_id(2, 1), 1)]);
     bed.state()

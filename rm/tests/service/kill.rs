@@ -11,8 +11,8 @@ use sempa_proto::{Micros, PvmError, Tid};
 
 const TASK_COUNT: u32 = 1500;
 
-/// Returns a service with a job of [`TASK_COUNT`] tasks and another job. Also returns the top task
-/// of the first job.
+/// Returns a service with a job of [`TASK_COUNT`] tasks and another job. Also returns the first
+/// task of the large job.
 fn start_large_job() -> (TestBed, Tid) {
     let vm = fake_vm(2);
     let top_task = task_id(1, 7);
@@ -47,7 +47,7 @@ fn report_task_ended(bed: &mut TestBed, tid: Tid) {
     );
 }
 
-/// Reports that a task which the top task of the job has spawned begins to run.
+/// Reports that a task which the first task of the job has spawned begins to run.
 fn report_task_started(bed: &mut TestBed, tid: Tid, top_task: Tid) {
     let kind = EventKind::TaskStarted {
         tid,
@@ -84,19 +84,19 @@ fn large_job_is_terminated_then_killed() {
     // The request may name any task of the job.
     let RmReply::KillProgress {
         job,
-        remaining_tasks: left,
+        remaining_tasks: remaining_count,
         forced_kills: 0,
         ..
     } = query(&mut bed, &RmQuery::Kill(task_id(2, 1000)))
     else {
         panic!()
     };
-    assert_eq!((job, left), (top_task, TASK_COUNT));
+    assert_eq!((job, remaining_count), (top_task, TASK_COUNT));
     bed.advance(Micros::from_secs(1));
-    let terminated: Vec<(Tid, i32)> = std::mem::take(&mut bed.state().signals);
-    assert_eq!(terminated.len() as u32, TASK_COUNT, "each once");
+    let term_signals: Vec<(Tid, i32)> = std::mem::take(&mut bed.state().signals);
+    assert_eq!(term_signals.len() as u32, TASK_COUNT, "each once");
     assert!(
-        terminated
+        term_signals
             .iter()
             .all(|(tid, signal)| *signal == 15 && *tid != task_id(2, 9000)),
         "and no other job's"
@@ -108,7 +108,7 @@ fn large_job_is_terminated_then_killed() {
     report_task_started(&mut bed, late_task, top_task);
     // All but three tasks end.
     let remaining_tids = [top_task, task_id(2, 101), task_id(2, 102)];
-    terminated
+    term_signals
         .iter()
         .map(|(tid, _)| *tid)
         .filter(|tid| !remaining_tids.contains(tid))
@@ -167,16 +167,21 @@ fn tasks_being_started_are_ended_too() {
     bed.process_inbox();
     let orders = bed.state().take_start_orders();
     assert!(!orders.is_empty());
-    // The client, which is the top task of the job, sends the request. Therefore it gets no signal.
+    // The client, which is the first task of the job, sends the request. Therefore it gets no
+    // signal.
     let RmReply::KillProgress {
         job,
-        remaining_tasks: left,
+        remaining_tasks: remaining_count,
         ..
     } = query(&mut bed, &RmQuery::Kill(tids[1]))
     else {
         panic!()
     };
-    assert_eq!((job, left), (client_tid(), 3), "two tasks and a request");
+    assert_eq!(
+        (job, remaining_count),
+        (client_tid(), 3),
+        "two tasks and a request"
+    );
     for tid in tids {
         report_task_ended(&mut bed, tid);
     }
@@ -235,14 +240,17 @@ fn unsignalled_task_is_named() {
     drop(query(&mut bed, &RmQuery::Kill(top_task)));
     bed.advance(Micros::from_secs(1));
     let RmReply::KillProgress {
-        signal_failures: failed,
+        signal_failures: failed_signals,
         ..
     } = query(&mut bed, &RmQuery::KillStatus(top_task))
     else {
         panic!()
     };
     assert_eq!(
-        failed.iter().map(|(tid, _)| *tid).collect::<Vec<_>>(),
+        failed_signals
+            .iter()
+            .map(|(tid, _)| *tid)
+            .collect::<Vec<_>>(),
         [task_id(2, 300)]
     );
 }

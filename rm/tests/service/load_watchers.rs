@@ -144,14 +144,18 @@ fn watcher_of_predecessor_is_adopted() {
             (TestBed::watcher_tid(2), TAG_REPORT_ADDRESS)
         ]
     );
-    let free_hosts = |bed: &mut TestBed| {
+    let take_ordered_hosts = |bed: &mut TestBed| {
         bed.state()
             .take_start_orders()
             .iter()
             .map(|e| e.host)
             .collect::<Vec<_>>()
     };
-    assert_eq!(free_hosts(&mut bed), [host_id(3)], "the others have one");
+    assert_eq!(
+        take_ordered_hosts(&mut bed),
+        [host_id(3)],
+        "the others have one"
+    );
     bed.state().report_load(
         TestBed::watcher_tid(1),
         host_id(1),
@@ -171,7 +175,7 @@ fn watcher_of_predecessor_is_adopted() {
     bed.advance(Micros::from_secs(6));
     assert_eq!(bed.state().signalled_tids, [TestBed::watcher_tid(2)]);
     bed.advance(Micros::from_secs(2));
-    assert_eq!(free_hosts(&mut bed), [host_id(2)]);
+    assert_eq!(take_ordered_hosts(&mut bed), [host_id(2)]);
 }
 
 /// A load watcher that the daemon of its host has started is adopted. A second one on the host is

@@ -69,8 +69,8 @@ fn occupied_bed(rules: SpawnRules) -> TestBed {
     bed
 }
 
-/// The service processes consecutive events together. It processes a request that follows them
-/// immediately afterwards.
+/// The service processes consecutive events together. A request that follows the events is
+/// processed immediately afterwards.
 #[test]
 fn events_are_batched_up_to_next_request() {
     let mut bed = bed_with_two_tasks_on_h2();
@@ -155,8 +155,8 @@ fn missed_events_trigger_a_new_list() {
 }
 
 proptest! {
-    /// A message with arbitrary content from a task does not stop the service. Events are accepted
-    /// only from daemons.
+    /// Messages with arbitrary content do not stop the service. Tasks send them in both contexts,
+    /// and daemons send them in the base context.
     #[test]
     fn invalid_messages_do_not_stop_service(messages in prop::collection::vec(
         (prop::sample::select(vec![task_id(1, 2), Tid::MY_DAEMON, host_id(2).daemon_tid(), TestBed::watcher_tid(1)]),
@@ -225,7 +225,8 @@ fn query(bed: &mut TestBed, rm_query: &RmQuery) -> RmReply {
         .expect("of this version")
 }
 
-/// A valid change of the policy file applies immediately; an invalid one is ignored.
+/// A valid change of the policy file applies immediately. An invalid change, or a change that
+/// another task sends, is ignored.
 #[test]
 fn valid_policy_change_applies_at_once() {
     let vm = fake_vm(3);

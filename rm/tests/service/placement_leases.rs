@@ -114,7 +114,7 @@ fn second_equal_spawn_gets_lease() {
             wid,
             PlacementLease {
                 hosts,
-                validity_time: span,
+                validity_time: lease_validity,
             },
         ),
     ] = &leases_sent_to(&bed, client_tid())[..]
@@ -122,7 +122,7 @@ fn second_equal_spawn_gets_lease() {
         panic!("{:?}", leases_sent_to(&bed, client_tid()))
     };
     assert_eq!(
-        (*wid, *span, hosts.len()),
+        (*wid, *lease_validity, hosts.len()),
         (2, GRANT_WINDOW, LEASE_HOSTS_MAX)
     );
     // Two of the three hosts run one task each. As with single placements, the third host is the
@@ -251,8 +251,8 @@ fn repeated_group_spawns_get_lease() {
     }
 }
 
-/// A lease is replaced when its hosts change. It does not expire while the task continues to use
-/// it.
+/// A lease is replaced when its hosts change. The lease does not expire while the task continues to
+/// use it.
 #[test]
 fn lease_follows_host_changes_while_used() {
     let vm = fake_vm(2);
@@ -371,8 +371,8 @@ fn half_used_lease_is_renewed() {
     );
 }
 
-/// With round robin, task limits or waiting requests there are no leases, because each request
-/// needs its own decision.
+/// If the policy uses round robin, limits the number of tasks or lets requests wait, there are no
+/// leases, because each request needs its own decision.
 #[test]
 fn no_leases_with_round_robin_limits_or_waiting() {
     let limits = TaskLimits {
@@ -407,8 +407,8 @@ fn no_leases_with_round_robin_limits_or_waiting() {
     }
 }
 
-/// A request gets no lease if it differs from the previous request, fails, arrives too late, or
-/// requests too many tasks.
+/// A request gets no lease if it differs from the previous request, fails, arrives too late,
+/// requests too many tasks, or has constraints on memory, on the order of hosts or on shared hosts.
 #[test]
 fn unsuitable_requests_get_no_lease() {
     let vm = fake_vm(2);
@@ -594,7 +594,8 @@ fn job_being_killed_gets_no_lease() {
     assert_eq!(leases_sent_to(&bed, spawner).len(), 2);
 }
 
-/// A use of a slot that is reported after the end of the task is counted. It causes no new lease.
+/// If the use of a slot is reported after the end of the task, the use is counted and causes no new
+/// lease.
 #[test]
 fn lease_use_after_exit_is_counted() {
     let vm = fake_vm(2);

@@ -299,11 +299,11 @@ fn host_query_reports_current_exclusion() {
             time_limit: None,
         },
     );
-    let closed_and_drained = HostState::Excluded {
+    let closed_and_drained_state = HostState::Excluded {
         why: closed_exclusion(),
         drain_requested_by: Some(client_tid()),
     };
-    assert_eq!(query_h2_state(&mut bed), closed_and_drained);
+    assert_eq!(query_h2_state(&mut bed), closed_and_drained_state);
     set_closing_reason(&mut bed, None);
     assert_eq!(
         query_h2_state(&mut bed),
@@ -429,12 +429,12 @@ fn waiting_spawns_are_listed_with_position_and_reason() {
             ..EffectivePolicy::default()
         }),
     );
-    let query_waiting = |bed: &mut TestBed, user| match query(bed, &RmQuery::WaitingSpawns { user })
-    {
-        RmReply::WaitingSpawns(spawns) => spawns,
-        other => panic!("{other:?}"),
-    };
-    assert_eq!(query_waiting(&mut bed, None), []);
+    let query_waiting_spawns =
+        |bed: &mut TestBed, user| match query(bed, &RmQuery::WaitingSpawns { user }) {
+            RmReply::WaitingSpawns(spawns) => spawns,
+            other => panic!("{other:?}"),
+        };
+    assert_eq!(query_waiting_spawns(&mut bed, None), []);
     start_two_workers(&mut bed);
     bed.state().request_spawn(6, &request(1));
     bed.advance(Micros::from_secs(5));
@@ -452,8 +452,8 @@ fn waiting_spawns_are_listed_with_position_and_reason() {
         queue_position: 1,
         last_result: reason,
     };
-    assert_eq!(query_waiting(&mut bed, None), [first_spawn]);
-    assert_eq!(query_waiting(&mut bed, Some(7)), []);
+    assert_eq!(query_waiting_spawns(&mut bed, None), [first_spawn]);
+    assert_eq!(query_waiting_spawns(&mut bed, Some(7)), []);
     // When the limit is no longer exceeded, the listed reason is the present owner.
     for task in [task_id(1, 100), task_id(1, 101)] {
         bed.state().log_event(
@@ -467,7 +467,7 @@ fn waiting_spawns_are_listed_with_position_and_reason() {
     }
     bed.state().request_spawn(7, &request(2));
     bed.process_inbox();
-    let spawns = query_waiting(&mut bed, Some(0));
+    let spawns = query_waiting_spawns(&mut bed, Some(0));
     assert_eq!(
         spawns
             .iter()
@@ -475,14 +475,14 @@ fn waiting_spawns_are_listed_with_position_and_reason() {
             .collect::<Vec<_>>(),
         [(1, 1), (2, 2)]
     );
-    let owner = "no host is free: h1: owner present (alice on pts/0)";
+    let owner_text = "no host is free: h1: owner present (alice on pts/0)";
     assert!(
-        spawns.iter().all(|spawn| spawn.last_result == owner),
+        spawns.iter().all(|spawn| spawn.last_result == owner_text),
         "{spawns:?}"
     );
     bed.report_owner_absent(1);
     assert!(
-        query_waiting(&mut bed, None).len() < 2,
+        query_waiting_spawns(&mut bed, None).len() < 2,
         "who has a place waits no more"
     );
 }

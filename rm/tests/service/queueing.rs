@@ -123,12 +123,12 @@ fn waiting_time_carries_over_to_new_rm() {
         wait_max: Micros::from_secs(30),
         ..SpawnRules::default()
     });
-    let since = Micros(bed.vm.wall_clock().0 - 20_000_000);
+    let wait_start = Micros(bed.vm.wall_clock().0 - 20_000_000);
     bed.state()
-        .request_spawn_waiting_since(1, &request(1), since);
+        .request_spawn_waiting_since(1, &request(1), wait_start);
     bed.advance(Micros::from_secs(9));
     assert_eq!(bed.state().spawn_reply(1), None);
-    assert_eq!(bed.state().wait_notices(1), [Some(since)]);
+    assert_eq!(bed.state().wait_notices(1), [Some(wait_start)]);
     bed.report_owner_present(1);
     bed.advance(Micros::from_secs(2));
     assert_eq!(
@@ -136,7 +136,7 @@ fn waiting_time_carries_over_to_new_rm() {
         Some(Ok(vec![Err(PvmError::OutOfRes)]))
     );
     bed.state()
-        .request_spawn_waiting_since(2, &request(1), Micros(since.0 - 20_000_000));
+        .request_spawn_waiting_since(2, &request(1), Micros(wait_start.0 - 20_000_000));
     bed.process_inbox();
     assert_eq!(
         bed.state().spawn_reply(2),
@@ -161,7 +161,8 @@ fn exit_cancels_waiting_requests() {
     assert!(bed.state().take_start_orders().is_empty());
 }
 
-/// A spawn beyond the limit of three tasks is refused. When a task has ended, one more may start.
+/// With a limit of three tasks and two running tasks, a spawn of two tasks is refused. When one of
+/// the running tasks has ended, such a spawn is accepted.
 #[test]
 fn user_task_limit_is_enforced() {
     let limits = TaskLimits {

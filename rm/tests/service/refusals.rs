@@ -59,7 +59,7 @@ fn excess_spawns_are_refused_and_logged_rarely() {
     );
 }
 
-/// At most [`REFUSALS_LOGGED_MAX`] refusals are logged per interval.
+/// At most [`LOGGED_REFUSALS_MAX`] refusals are logged per interval.
 #[test]
 fn refusals_of_many_tasks_are_logged_bounded() {
     let mut bed = occupied_bed(SpawnRules::default());

@@ -69,7 +69,8 @@ fn dead_predecessor_and_successor_are_handled() {
     );
 }
 
-/// The resource manager refuses a request to register as resource manager that a task sends to it.
+/// If a task sends the resource manager a request to register as resource manager, the request is
+/// refused.
 #[test]
 fn registration_through_rm_is_refused() {
     let vm = fake_vm(1);

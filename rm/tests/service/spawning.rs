@@ -42,8 +42,11 @@ fn spawn_is_placed_started_and_answered() {
     assert_eq!(bed.state().spawn_reply(77), None, "one is missing");
     let h2_tids = bed.state().acknowledge(&orders[1]);
     bed.process_inbox();
-    let expected = [h1_tids[0], h2_tids[0], h3_tids[0], h1_tids[1], h2_tids[1]].map(Ok);
-    assert_eq!(bed.state().spawn_reply(77), Some(Ok(expected.to_vec())));
+    let expected_results = [h1_tids[0], h2_tids[0], h3_tids[0], h1_tids[1], h2_tids[1]].map(Ok);
+    assert_eq!(
+        bed.state().spawn_reply(77),
+        Some(Ok(expected_results.to_vec()))
+    );
     let placed_event = bed.state().recorded_events.last().cloned();
     let Some(EventKind::Placed { name, hosts, why }) = placed_event else {
         panic!("{placed_event:?}")
@@ -168,7 +171,8 @@ fn unacknowledged_start_is_abandoned() {
     assert_eq!(bed.state().signalled_tids, late_tids);
 }
 
-/// If no host acknowledges an order, the spawn still gets a reply.
+/// If no host acknowledges an order, the spawn still gets a reply. An invalid spawn gets an error
+/// as its reply.
 #[test]
 fn every_spawn_is_answered_without_acknowledgements() {
     let vm = fake_vm(3);

@@ -29,13 +29,13 @@ fn client_cause() -> SuspendCause {
 fn set_job_suspended(bed: &mut TestBed, job: Tid, suspend: bool) -> (Vec<Tid>, Vec<(Tid, String)>) {
     let RmReply::Suspended {
         tasks,
-        unchanged_tasks: unchanged,
+        unchanged_tasks: unchanged_entries,
         ..
     } = query(bed, &RmQuery::Suspend { job, suspend })
     else {
         panic!("no")
     };
-    (tasks, unchanged)
+    (tasks, unchanged_entries)
 }
 
 /// Reports the start of a task that the client has started without the resource manager.
@@ -64,11 +64,11 @@ fn job_is_suspended_and_resumed_as_a_whole() {
     );
     tids.push(task_id(1, 900));
     report_client_child(&mut bed, tids[2]);
-    let expected: Vec<(Tid, bool, SuspendCause)> = tids
+    let expected_orders: Vec<(Tid, bool, SuspendCause)> = tids
         .iter()
         .map(|tid| (*tid, true, client_cause()))
         .collect();
-    assert_eq!(bed.state().suspend_orders, expected);
+    assert_eq!(bed.state().suspend_orders, expected_orders);
     let RmReply::Job { job, tasks } = query(&mut bed, &RmQuery::Job(tids[0])) else {
         panic!("no job")
     };
@@ -79,9 +79,9 @@ fn job_is_suspended_and_resumed_as_a_whole() {
             .all(|t| t.suspension.is_some() == tids.contains(&t.tid)),
         "{tasks:?}"
     );
-    let (changed, unchanged) = set_job_suspended(&mut bed, tids[1], true);
+    let (changed_tids, unchanged_entries) = set_job_suspended(&mut bed, tids[1], true);
     assert_eq!(
-        (changed, unchanged.len()),
+        (changed_tids, unchanged_entries.len()),
         (vec![], 3),
         "they are so already"
     );
@@ -155,11 +155,11 @@ fn refused_suspension_is_reported_with_reason() {
     bed.state()
         .refused_suspensions
         .insert(tids[0], PvmError::Denied);
-    let (tasks, unchanged) = set_job_suspended(&mut bed, tids[0], true);
-    assert_eq!((tasks, unchanged.len()), (vec![tids[1]], 1));
+    let (tasks, unchanged_entries) = set_job_suspended(&mut bed, tids[0], true);
+    assert_eq!((tasks, unchanged_entries.len()), (vec![tids[1]], 1));
     assert!(
-        unchanged[0].0 == tids[0] && unchanged[0].1.contains("refused"),
-        "{unchanged:?}"
+        unchanged_entries[0].0 == tids[0] && unchanged_entries[0].1.contains("refused"),
+        "{unchanged_entries:?}"
     );
     let unknown_job_query = RmQuery::Suspend {
         job: task_id(2, 999),
@@ -168,7 +168,8 @@ fn refused_suspension_is_reported_with_reason() {
     assert_eq!(query(&mut bed, &unknown_job_query), RmReply::NotFound);
 }
 
-/// A restarted resource manager restores suspensions, and completes a resume that was interrupted.
+/// A restarted resource manager restores suspensions, suspends tasks that a suspended job has
+/// started in the meantime, and completes a resume that was interrupted.
 #[test]
 fn restarted_rm_keeps_suspensions_and_resumptions() {
     let dir = tempfile::tempdir().expect("a directory");
@@ -250,7 +251,7 @@ fn start_with_occupied_hosts(preempts: bool) -> (FakeVm, TestBed, Vec<Tid>) {
     start_with_occupied_hosts_and_limits(preempts, TaskLimits::default())
 }
 
-/// Like [`occupied_hosts`], with limits for every user.
+/// Like [`start_with_occupied_hosts`], with limits for every user.
 fn start_with_occupied_hosts_and_limits(
     preempts: bool,
     limits: TaskLimits,
@@ -618,16 +619,16 @@ fn resuming_job_keeps_preempted_tasks_paused() {
     request_one_slot(&mut bed);
     let preempted_tid = bed.state().suspend_orders[0].0;
     acknowledge_starts(&mut bed, second_user_task());
-    let (suspended_tids, unchanged) = set_job_suspended(&mut bed, preempted_tid, true);
-    assert_eq!((suspended_tids.len(), unchanged.len()), (3, 1));
-    let (resumed_tids, unchanged) = set_job_suspended(&mut bed, preempted_tid, false);
+    let (suspended_tids, unchanged_entries) = set_job_suspended(&mut bed, preempted_tid, true);
+    assert_eq!((suspended_tids.len(), unchanged_entries.len()), (3, 1));
+    let (resumed_tids, unchanged_entries) = set_job_suspended(&mut bed, preempted_tid, false);
     assert!(
         resumed_tids.len() == 3 && !resumed_tids.contains(&preempted_tid),
         "{resumed_tids:?} of {tids:?}"
     );
     assert!(
-        unchanged[0].0 == preempted_tid && unchanged[0].1.contains("preempted"),
-        "{unchanged:?}"
+        unchanged_entries[0].0 == preempted_tid && unchanged_entries[0].1.contains("preempted"),
+        "{unchanged_entries:?}"
     );
 }
 

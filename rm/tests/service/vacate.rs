@@ -14,7 +14,7 @@ use sempa_proto::rm::{DecisionKind, RmQuery, RmReply};
 use sempa_proto::table::{TASK_CONNECTED, TASK_FORKED, TaskInfo};
 use sempa_proto::{Micros, Tid};
 
-/// Returns the tasks of a job: a top task on h1, a child on h2 and a child on h3.
+/// Returns the tasks of a job: its first task on h1, a child on h2 and a child on h3.
 fn job_tasks() -> [TaskInfo; 3] {
     let child = |parent: Tid, tid: Tid, host: u16| TaskInfo {
         parent,
@@ -158,7 +158,8 @@ fn unplaceable_job_is_vacated_and_restarted() {
     );
 }
 
-/// If a user cancels a vacated job, it is not restarted.
+/// If a user cancels a vacated job, the job is not restarted. A restart that has begun is not
+/// cancelled.
 #[test]
 fn ended_vacated_job_is_not_restarted() {
     let mut bed = vacating_bed();
@@ -200,7 +201,7 @@ fn ended_vacated_job_is_not_restarted() {
     );
 }
 
-/// If a user cancels a job that is being vacated, it is not restarted.
+/// If a user cancels a job that is being vacated, the job is not restarted.
 #[test]
 fn job_ended_while_vacating_is_not_restarted() {
     let mut bed = vacating_bed();
@@ -481,7 +482,7 @@ fn failed_restarts_back_off() {
     );
 }
 
-/// A job is not vacated if its top task is unknown, or if its tasks are children of a task from a
+/// A job is not vacated if its first task is unknown, or if its tasks are children of a task from a
 /// command line.
 #[test]
 fn jobs_without_spawned_root_are_not_vacated() {

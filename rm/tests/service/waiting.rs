@@ -391,8 +391,8 @@ fn promised_memory_is_not_promised_twice() {
     bed.state().request_spawn(4, &large_request(1));
     bed.process_inbox();
     assert!(bed.state().take_start_orders().is_empty());
-    // The tasks have not used the memory. A report of this time would include its use, so the
-    // promise ends.
+    // The tasks have not used the memory. A report of this time would include the use of the
+    // memory, so the promise ends.
     bed.advance(Micros::from_secs(11));
     bed.report_absent_owners(&[1]);
     bed.state().request_spawn(5, &large_request(2));

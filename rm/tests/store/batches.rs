@@ -141,9 +141,9 @@ proptest! {
             for task in &tasks {
                 sums.task_count += 1;
                 sums.running_tasks += u64::from(task.end.is_none());
-                sums.failed_tasks += u64::from(task.end.is_some_and(|(_, how)| !how.is_success()));
+                sums.failed_tasks += u64::from(task.end.is_some_and(|(_, outcome)| !outcome.is_success()));
                 sums.usage = sums.usage.merged_with(task.usage);
-                sums.wall_time = sums.wall_time + task.end.map_or(Micros(0), |(at, _)| at.since(task.started_at));
+                sums.wall_time = sums.wall_time + task.end.map_or(Micros(0), |(end_time, _)| end_time.since(task.started_at));
                 sums.migrations += u64::from(task.migrations);
                 sums.evictions += u64::from(task.evictions);
             }

@@ -97,7 +97,7 @@ fn full_history_is_read_in_time_after_kill() {
     let start = std::time::Instant::now();
     let OpenedHistory {
         entries,
-        rename_note: moved_aside,
+        rename_note: note_of_rename,
         ..
     } = open_store(&copy_dir);
     let (restored_history, damaged_count) = History::from_entries(USER, rm_tid(), entries);
@@ -110,7 +110,7 @@ fn full_history_is_read_in_time_after_kill() {
     assert_eq!(
         (
             damaged_count,
-            moved_aside,
+            note_of_rename,
             restored_history.running_tasks().count()
         ),
         (0, None, history.running_tasks().count())
@@ -151,8 +151,9 @@ fn file_restores_history_and_is_private() {
     );
     let mut history = build_history(&example_log());
     opened_history.file.write_and_close(history.take_batch());
-    let reopened = open_store(&state_dir);
-    let (restored_history, damaged_count) = History::from_entries(USER, rm_tid(), reopened.entries);
+    let reopened_history = open_store(&state_dir);
+    let (restored_history, damaged_count) =
+        History::from_entries(USER, rm_tid(), reopened_history.entries);
     assert_eq!(
         (
             damaged_count,

@@ -77,7 +77,8 @@ fn large_spawn_decision(n: u32) -> DecisionKind {
     spawn_decision(n, 100, 40, 64)
 }
 
-/// The decisions have at most [`DECISIONS_BYTES_MAX`] bytes altogether. The newest ones remain.
+/// The decisions have at most [`DECISIONS_BYTES_MAX`] bytes altogether, and the newest ones remain.
+/// The attempts of a spawn and the name of a program are limited too.
 #[test]
 fn decisions_are_bounded_in_bytes() {
     let (mut history, mut tables) = (History::new(USER, rm_tid()), StoredEntries::new());

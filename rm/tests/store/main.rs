@@ -34,7 +34,8 @@ fn event_time(second: u64) -> Micros {
     Micros::from_secs(1_700_000_000 + second)
 }
 
-/// An event log to which tests append events. Times are in seconds since [`time_at`] of zero.
+/// An event log to which tests append events. The times of the appended events are given in
+/// seconds, which [`event_time`] converts.
 #[derive(Default)]
 struct EventLog(Vec<Event>);
 
@@ -90,7 +91,7 @@ impl EventLog {
         cause: MigrationCause,
     ) {
         let id = MigrationId(self.0.len() as u64);
-        let (source, target, frozen, transfer_time) = (
+        let (source, target, freeze_duration, transfer_time) = (
             host_id(source_index),
             host_id(target_index),
             Micros(50_000),
@@ -105,7 +106,7 @@ impl EventLog {
             cause,
             bytes,
             resident,
-            frozen,
+            frozen: freeze_duration,
             transfer_time,
         };
         self.append(second, target_index, kind);
@@ -118,8 +119,9 @@ fn owner_cause() -> MigrationCause {
     }
 }
 
-/// Returns the log of a job: a task from a command line with three workers. One worker succeeds,
-/// one is killed after an eviction, and one is still running.
+/// Returns the log of a job: a task from a command line, two workers, and a helper that one of the
+/// workers has spawned. One worker succeeds, the other is killed after an eviction, and the helper
+/// is still running.
 fn example_log() -> EventLog {
     let mut log = EventLog::default();
     for host in 1..=3 {

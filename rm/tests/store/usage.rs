@@ -12,8 +12,8 @@ use sempa_proto::table::TaskInfo;
 use sempa_proto::{Micros, Tid};
 use std::collections::BTreeSet;
 
-/// A job consists of a top task and all its descendants. The usage of the job is the sum over these
-/// tasks.
+/// A job consists of its first task and all descendants of this task. The usage of the job is the
+/// sum over these tasks.
 #[test]
 fn job_sums_usage_of_its_tasks() {
     let history = build_history(&example_log());
@@ -44,13 +44,13 @@ fn job_sums_usage_of_its_tasks() {
         .iter()
         .map(|t| (t.tid, t.host.as_str(), t.end.map(|(_, outcome)| outcome)))
         .collect();
-    let expected = [
+    let expected_outcomes = [
         (task_id(1, 2), "h1", None),
         (task_id(1, 3), "h1", Some(TaskOutcome::Status(0))),
         (task_id(2, 3), "h3", Some(TaskOutcome::Status(9))),
         (task_id(3, 3), "h3", None),
     ];
-    assert_eq!(outcomes, expected);
+    assert_eq!(outcomes, expected_outcomes);
     let RmReply::Users(users) = history.answer_query(&RmQuery::Users { user: Some(USER) }) else {
         panic!("no users")
     };
@@ -93,14 +93,18 @@ fn append_restart(log: &mut EventLog, second: u64, restarted_tasks: &[(Tid, Tid,
     );
 }
 
-/// Task numbers and birth hosts of a top task, its child and its grandchild.
+/// Task numbers and birth hosts of the first task of a job, its child and its grandchild.
 const JOB_TASKS: [(u32, u16); 3] = [(3, 1), (4, 2), (5, 2)];
 
-/// Returns the tasks of [`JOB_TASKS`] as (tid, parent, current host). `parent`: parent of the top
+/// Returns the tasks of [`JOB_TASKS`] as (tid, parent, current host). `parent`: parent of the first
 /// task.
 fn job_tasks(parent: Tid) -> [(Tid, Tid, u16); 3] {
-    let [top, child, last] = JOB_TASKS.map(|(local, host)| task_id(host, local));
-    [(top, parent, 3), (child, top, 3), (last, child, 2)]
+    let [first_task, child, grandchild] = JOB_TASKS.map(|(local, host)| task_id(host, local));
+    [
+        (first_task, parent, 3),
+        (child, first_task, 3),
+        (grandchild, child, 2),
+    ]
 }
 
 /// Returns the log of a job that restarts. The starts of its tasks are reported in `report_order`.
@@ -129,7 +133,7 @@ fn restarted_log(report_order: [usize; 3], same_machine: bool) -> EventLog {
     append_restart(
         &mut log,
         20,
-        &report_order.map(|at| job_tasks(Tid::NONE)[at]),
+        &report_order.map(|position| job_tasks(Tid::NONE)[position]),
     );
     log
 }
@@ -339,8 +343,8 @@ fn vacating_counts_as_eviction_of_each_task() {
     );
 }
 
-/// A restarted job whose top task was spawned by another task still belongs to the job of that
-/// task.
+/// A restarted job whose first task was spawned by a task outside the job still belongs to the job
+/// of that task.
 #[test]
 fn restarted_job_keeps_its_parent() {
     let mut log = example_log();

@@ -69,7 +69,7 @@ impl DurationDistribution {
     }
 }
 
-/// Results of the week.
+/// Statistics of the simulated week: free hosts, jobs, evictions, rebalancing and completed work.
 #[derive(Debug, Serialize)]
 pub(crate) struct WeekResults {
     pub(crate) hosts: u16,
@@ -181,10 +181,10 @@ impl WeekResults {
         }
     }
 
-    /// Formats the results as text.
+    /// Returns the results as text, one labelled line for each result.
     pub(crate) fn format_text(&self) -> String {
         let mut text = String::new();
-        let mut line = |label: &str, content: String| {
+        let mut write_line = |label: &str, content: String| {
             let _ = writeln!(text, "{label:34}{content}");
         };
         let format_ms = |s: f64| format!("{:.0} ms", s * 1e3);
@@ -197,41 +197,42 @@ impl WeekResults {
                 s.count
             )
         };
-        let moves = (self.moves_owner + self.moves_load) as f64 / self.moves_by_hour.len() as f64;
-        let busiest = self.moves_by_hour.iter().max().copied().unwrap_or(0);
-        line(
+        let moves_per_hour =
+            (self.moves_owner + self.moves_load) as f64 / self.moves_by_hour.len() as f64;
+        let busiest_hour_count = self.moves_by_hour.iter().max().copied().unwrap_or(0);
+        write_line(
             "free hosts",
             format!(
                 "{:.0} on average, {} at most, of {}",
                 self.free_mean, self.free_max, self.hosts
             ),
         );
-        line(
+        write_line(
             "jobs of 61 processes",
             format!("{} ended, {} wait", self.jobs_ended, self.jobs_waiting),
         );
-        line(
+        write_line(
             "a guest runs on an owner's host for",
             format_distribution(&self.stall_s),
         );
-        line(
+        write_line(
             "a guest is evicted after",
             format_distribution(&self.untold_s),
         );
-        line("no guest is left after", format_distribution(&self.clean_s));
-        line("guests never evicted", self.left_beside.to_string());
-        line(
+        write_line("no guest is left after", format_distribution(&self.clean_s));
+        write_line("guests never evicted", self.left_beside.to_string());
+        write_line(
             "moves",
             format!(
                 "{} for owners, {} for the load",
                 self.moves_owner, self.moves_load
             ),
         );
-        line(
+        write_line(
             "migrations per hour",
-            format!("{moves:.0} on average, {busiest} in the worst"),
+            format!("{moves_per_hour:.0} on average, {busiest_hour_count} in the worst"),
         );
-        line(
+        write_line(
             "work lost in migrations",
             format!(
                 "{:.1} h of {:.0} h, {:.3} %",
@@ -240,11 +241,11 @@ impl WeekResults {
                 100.0 * self.lost
             ),
         );
-        line(
+        write_line(
             "paused without a target host",
             format!("{:.1} h", self.stuck_h),
         );
-        line(
+        write_line(
             "work against an oracle's",
             format!("{:.1} % (all free hosts, all the time)", 100.0 * self.work),
         );

@@ -247,12 +247,13 @@ pub fn count_lines(text: &[u8]) -> usize {
 pub fn assert_no_line_lost(output: &[u8]) {
     let text = String::from_utf8_lossy(output);
     let lines: Vec<&str> = text.lines().collect();
-    for (expected, line) in lines.iter().enumerate() {
-        let nearby_lines = &lines[expected.saturating_sub(3)..lines.len().min(expected + 4)];
+    for (expected_number, line) in lines.iter().enumerate() {
+        let nearby_lines =
+            &lines[expected_number.saturating_sub(3)..lines.len().min(expected_number + 4)];
         assert_eq!(
             *line,
-            expected.to_string(),
-            "line {expected} of {}: {nearby_lines:?}",
+            expected_number.to_string(),
+            "line {expected_number} of {}: {nearby_lines:?}",
             lines.len()
         );
     }

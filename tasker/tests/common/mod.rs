@@ -23,7 +23,7 @@ use std::time::{Duration, Instant};
 /// Time limit of every wait. It is long because the machine may be loaded.
 pub const WAIT_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// A tasker under test.
+/// A tasker under test, with the daemon's end of its socket.
 pub struct Tasker {
     pub child: Child,
     stream: Option<UnixStream>,
@@ -116,7 +116,7 @@ impl Tasker {
         }
     }
 
-    /// Returns the next message; `None` if none arrives within 50 ms.
+    /// Returns the next message; `None` if no message arrives within 50 ms.
     pub fn wait_briefly_for_message(&mut self) -> Option<FromTasker> {
         if let Some(message) = self.received_messages.pop_front() {
             return Some(message);
@@ -173,8 +173,8 @@ impl Tasker {
         })
     }
 
-    /// Appends the task's output to `output` until `is_complete` returns true for it. Panics after
-    /// [`WAIT_TIMEOUT`].
+    /// Appends the task's output to `output` until `is_complete` returns true for `output`. Panics
+    /// after [`WAIT_TIMEOUT`].
     pub fn wait_for_output(
         &mut self,
         tid: Tid,

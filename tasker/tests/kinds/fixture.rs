@@ -36,8 +36,8 @@ impl MigrationFixture {
         Self::with_target(|_| Tasker::start())
     }
 
-    /// Creates a fixture like [`Scene::begin`], but the function `start_target` starts the target's
-    /// tasker. Its argument is the directory of the fixture.
+    /// Creates a fixture like [`MigrationFixture::new`], but `start_target` starts the target's
+    /// tasker. The argument of `start_target` is the directory of the fixture.
     pub(crate) fn with_target(start_target: impl FnOnce(&Path) -> Tasker) -> Self {
         require_migration();
         let dir = tempfile::tempdir().expect("dir");
@@ -75,13 +75,14 @@ impl MigrationFixture {
         program_path
     }
 
-    /// Compiles the C program `family.c`. Returns the path of the program.
+    /// Compiles the C program `program_name`. Returns the path of the compiled program.
     pub(crate) fn compile_c(&self, program_name: &str) -> PathBuf {
         self.compile("gcc", &["-pthread"], &format!("{program_name}.c"))
     }
 
-    /// Starts a program as the task. Its arguments are `leading_args`, the name `row` of the table
-    /// row, the directory of the fixture, and `last_arg`. Waits until the program is ready.
+    /// Starts a program as the task. The arguments of the program are `leading_args`, the name
+    /// `row` of the table row, the directory of the fixture, and `last_arg`. Waits until the
+    /// program is ready.
     ///
     /// # Panics
     /// The kernel lacks the feature that the row is about.
@@ -172,7 +173,7 @@ impl MigrationFixture {
             .expect("it may leave")
             .files
             .into_iter()
-            .find(|fact| fact.path == path)
+            .find(|required_file| required_file.path == path)
     }
 
     /// Lets the task check its state, and asserts that the task ends successfully. Returns the
@@ -227,7 +228,8 @@ pub(crate) fn assert_survives_on_other_host(program_name: &str, row: &str, prepa
     );
 }
 
-/// Asserts that a C program prints `expected` after its migration.
+/// Asserts that a C program prints `expected` after its migration. `row` names the table row that
+/// the program checks.
 pub(crate) fn assert_prints_after_migration(program_name: &str, row: &str, expected: &str) {
     assert_ends_printing(
         MigrationFixture::new(),
@@ -252,7 +254,8 @@ fn assert_ends_printing(
     );
 }
 
-/// Asserts that the C program `refusals` is refused for the reason `reason`, and that it continues.
+/// Asserts that the task is refused for the reason `reason`, and that it continues. The task
+/// executes the C program `refused`, with `row` and `last_arg` as arguments.
 pub(crate) fn assert_refused(row: &str, last_arg: &str, reason: &str) {
     let mut fixture = MigrationFixture::new();
     let program = fixture.compile_c("refused");

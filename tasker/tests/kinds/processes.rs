@@ -83,8 +83,8 @@ fn output_is_complete_through_the_new_tasker() {
         .filter(|line| *line != "ready")
         .collect();
     assert!(number_lines.len() >= 500);
-    for (expected, line) in number_lines.iter().enumerate() {
-        assert_eq!(*line, expected.to_string());
+    for (expected_number, line) in number_lines.iter().enumerate() {
+        assert_eq!(*line, expected_number.to_string());
     }
 }
 

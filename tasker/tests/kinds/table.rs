@@ -12,7 +12,7 @@ fn project_dir() -> PathBuf {
         .to_path_buf()
 }
 
-/// Returns the directory of the tests that the page names by file name alone.
+/// Returns the directory of the tests that docs/MIGRATION.md names by file name alone.
 fn kinds_dir() -> PathBuf {
     project_dir().join("tasker/tests/kinds")
 }
@@ -21,7 +21,7 @@ fn read_migration_page() -> String {
     fs::read_to_string(project_dir().join("docs/MIGRATION.md")).expect("the page")
 }
 
-/// Returns the rows of the page's tables.
+/// Returns the rows of the tables in `page`, the text of docs/MIGRATION.md.
 fn table_rows(page: &str) -> Vec<&str> {
     page.lines()
         .filter(|line| {
@@ -64,12 +64,12 @@ fn each_row_names_a_test_that_exists() {
     for row in rows {
         let cells: Vec<&str> = row.trim_matches('|').split(" | ").collect();
         assert_eq!(cells.len(), 3, "{row}");
-        let referenced = referenced_tests(cells[2]);
+        let row_tests = referenced_tests(cells[2]);
         assert!(
-            !referenced.is_empty() || cells[1].starts_with("not tried"),
+            !row_tests.is_empty() || cells[1].starts_with("not tried"),
             "without a test: {row}"
         );
-        for (file, name) in referenced {
+        for (file, name) in row_tests {
             let path = if file.contains('/') {
                 project_dir().join(&file)
             } else {
@@ -88,7 +88,7 @@ fn each_row_names_a_test_that_exists() {
 #[test]
 fn each_test_of_these_has_a_row() {
     let page = read_migration_page();
-    let referenced: BTreeSet<(String, String)> = referenced_tests(&page).into_iter().collect();
+    let tests_with_row: BTreeSet<(String, String)> = referenced_tests(&page).into_iter().collect();
     for entry in fs::read_dir(kinds_dir()).expect("a folder") {
         let path = entry.expect("an entry").path();
         let file = path
@@ -99,7 +99,7 @@ fn each_test_of_these_has_a_row() {
         let test_names = defined_tests(&fs::read_to_string(&path).expect("a source"));
         for name in test_names.into_iter().filter(|_| file != "table.rs") {
             assert!(
-                referenced.contains(&(file.clone(), name.clone())),
+                tests_with_row.contains(&(file.clone(), name.clone())),
                 "docs/MIGRATION.md has no row for {file}::{name}"
             );
         }

@@ -152,10 +152,10 @@ fn shared_pool() -> &'static (Arc<PeerPool>, Arc<LeaseReturner>, RingPair) {
     STORE.get_or_init(|| {
         let (_, own_pool_fd) = OwnPool::new().expect("the system has memory");
         let (ring_pair, _) = create_ring_pair().expect("the system has memory");
-        let returns = LeaseReturner::new(ring_pair.reader.memory());
+        let lease_returner = LeaseReturner::new(ring_pair.reader.memory());
         (
             Arc::new(PeerPool::map(own_pool_fd.as_fd()).expect("it is ours")),
-            returns,
+            lease_returner,
             ring_pair,
         )
     })
@@ -210,7 +210,7 @@ fn unpack_messages(encoding: c_int, mut order: u8, body: &[u8]) {
             [0; ELEMENTS_PER_CALL_MAX],
             [0.0; ELEMENTS_PER_CALL_MAX],
         );
-        let mut inner = Vec::new();
+        let mut inner_mids = Vec::new();
         for call_number in 0..16 {
             let element_count = c_int::from(order % ELEMENTS_PER_CALL_MAX as u8);
             let code = match order % 6 {
@@ -231,7 +231,7 @@ fn unpack_messages(encoding: c_int, mut order: u8, body: &[u8]) {
                     len >= 0 && len as usize <= body.len() + 4,
                     "a message cannot be longer than what holds it"
                 );
-                inner.push(code);
+                inner_mids.push(code);
             } else {
                 assert!((-36..=0).contains(&code), "{code} is no documented answer");
             }
@@ -240,7 +240,7 @@ fn unpack_messages(encoding: c_int, mut order: u8, body: &[u8]) {
                 .wrapping_mul(5)
                 .wrapping_add(call_number);
         }
-        inner
+        inner_mids
             .into_iter()
             .for_each(|mid| assert_eq!(pvm_freebuf(mid), 0));
         assert_eq!(pvm_freebuf(mid), 0);

@@ -52,7 +52,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         durations_ns.push(started_at.elapsed().as_nanos());
     }
     durations_ns.sort_unstable();
-    let numbers: Vec<String> = durations_ns.iter().map(u128::to_string).collect();
-    println!("{}", numbers.join(" "));
+    let duration_texts: Vec<String> = durations_ns.iter().map(u128::to_string).collect();
+    println!("{}", duration_texts.join(" "));
     Ok(vm.exit()?)
 }

@@ -23,8 +23,8 @@ pub enum HoldPoint {
     BeforeEngine,
     /// The engine is stopped while it dumps or restores.
     DuringEngine,
-    /// All images are in the store. The checkpoint waits for the lock of the store, under which it
-    /// gets its final name.
+    /// All images are in the store. The checkpoint waits for the lock of the store and gets its
+    /// final name while it holds this lock.
     BeforeSeal,
 }
 
@@ -149,14 +149,14 @@ mod tests {
     /// [`CONCURRENT_POINTS`].
     #[test]
     fn two_rounds_have_all_concurrent_points() {
-        for turn in 0..EXCLUSIVE_POINTS.len() {
-            let rounds = [round_points(turn), round_points(turn + 1)];
+        for round_number in 0..EXCLUSIVE_POINTS.len() {
+            let rounds = [round_points(round_number), round_points(round_number + 1)];
             assert!(rounds.iter().all(|round| round.len() <= JOB_COUNT));
             assert!(
                 CONCURRENT_POINTS
                     .iter()
                     .all(|point| rounds.concat().contains(point)),
-                "from {turn} on"
+                "from {round_number} on"
             );
         }
     }

@@ -170,27 +170,31 @@ impl CheckpointFaults<'_> {
                 test_job.worker_host_name(),
                 testbed.host(test_job.worker_host),
             );
-            let was_called = Self::wait_while_console_runs(operation, || {
-                match misbehaviours(testbed, &host_name) {
-                    none if none.is_empty() => Err("no engine was called".to_string()),
-                    _ => Ok(HoldMeans::FakeCriu),
-                }
-            })?;
-            operation.held_by = was_called;
+            let fake_criu_hold =
+                Self::wait_while_console_runs(operation, || {
+                    match misbehaviours(testbed, &host_name) {
+                        command_words if command_words.is_empty() => {
+                            Err("no engine was called".to_string())
+                        }
+                        _ => Ok(HoldMeans::FakeCriu),
+                    }
+                })?;
+            operation.held_by = fake_criu_hold;
             if operation.held_by.is_some() && operation.point.1 == HoldPoint::DuringEngine {
-                let was_stopped = Self::wait_while_console_runs(operation, || {
+                let stopped_pid = Self::wait_while_console_runs(operation, || {
                     let mut engines = faults::role_processes(host, ProcessRole::Engine).into_iter();
                     engines
                         .find(|pid| is_stopped(*pid))
                         .ok_or("no engine is stopped".to_string())
                 })?;
-                operation.held_by = was_stopped.map(HoldMeans::Process);
+                operation.held_by = stopped_pid.map(HoldMeans::Process);
             }
         }
         Ok(())
     }
 
-    /// Lets an operation continue from the engine to its later point.
+    /// Lets an operation that the fake CRIU holds continue to its fault point if this point comes
+    /// after the engine. Waits until the operation is held there or its console has ended.
     fn continue_to_later_point(&self, operation: &mut HeldOperation) -> Result<()> {
         if !matches!(operation.held_by, Some(HoldMeans::FakeCriu)) {
             return Ok(());
@@ -229,7 +233,7 @@ impl CheckpointFaults<'_> {
     /// ends first.
     fn wait_for_seal(&self, operation: &mut HeldOperation) -> Result<bool> {
         let draft_prefix = format!(".draft-{}-", self.jobs[operation.job_index].job.tid);
-        let reached = Self::wait_while_console_runs(operation, || {
+        let seal_result = Self::wait_while_console_runs(operation, || {
             let drafts = sorted_file_names(&self.store_folder()).into_iter();
             let drafts = drafts.filter(|name| name.starts_with(&draft_prefix));
             let mut manifests = drafts.map(|name| self.store_folder().join(name).join("manifest"));
@@ -239,12 +243,12 @@ impl CheckpointFaults<'_> {
                 Err("it is not being sealed".to_string())
             }
         })?;
-        Ok(reached.is_some())
+        Ok(seal_result.is_some())
     }
 
-    fn set_breakpoint(&self, (_, hold): FaultPoint, job: usize) -> Result<Breakpoint> {
-        let HoldPoint::DaemonAt(step, edge) = hold else {
-            bail!("no daemon is stopped at {hold:?}")
+    fn set_breakpoint(&self, (_, hold_point): FaultPoint, job: usize) -> Result<Breakpoint> {
+        let HoldPoint::DaemonAt(step, edge) = hold_point else {
+            bail!("no daemon is stopped at {hold_point:?}")
         };
         let point: Point = (step, edge);
         Breakpoint::new(&self.breakpoints_folder, &self.jobs[job].worker_tid, point)
@@ -259,15 +263,15 @@ impl CheckpointFaults<'_> {
             .vm
             .testbed()
             .host(self.jobs[operation.job_index].worker_host);
-        let was_reached = Self::wait_while_console_runs(operation, || {
+        let stopped_pid = Self::wait_while_console_runs(operation, || {
             breakpoint
                 .stopped_daemon(&[host])?
                 .ok_or("no daemon has reached it".to_string())
         })?;
-        if was_reached.is_none() {
+        if stopped_pid.is_none() {
             breakpoint.remove_if_not_reached();
         }
-        operation.held_by = was_reached.map(HoldMeans::Process);
+        operation.held_by = stopped_pid.map(HoldMeans::Process);
         Ok(())
     }
 }

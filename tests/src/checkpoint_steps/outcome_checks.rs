@@ -78,8 +78,8 @@ impl CheckpointFaults<'_> {
         Ok(outcomes)
     }
 
-    /// Checks the outcome of a restart, which must not have made a checkpoint. `checkpoints_before`
-    /// lists the checkpoints before the restart.
+    /// Checks that a restart has made no checkpoint, and records whether the job runs.
+    /// `checkpoints_before` lists the checkpoints before the restart.
     fn check_restart(
         &mut self,
         job: usize,
@@ -120,14 +120,14 @@ impl CheckpointFaults<'_> {
         })?;
         self.jobs[job].must_restart = true;
         let test_job = &self.jobs[job];
-        let is_rollback = |kind: &EventKind| match kind {
+        let rollback_checkpoint = |kind: &EventKind| match kind {
             EventKind::Restarted {
                 checkpoint, job, ..
             } if job.to_string() == test_job.job.tid => Some(checkpoint.clone()),
             _ => None,
         };
         if loss == Loss::Nothing {
-            let rollback = find_event(self.vm, first_event, is_rollback);
+            let rollback = find_event(self.vm, first_event, rollback_checkpoint);
             ensure!(
                 rollback.is_err(),
                 "the job has lost nothing and went back to {rollback:?}"
@@ -135,7 +135,7 @@ impl CheckpointFaults<'_> {
             return Ok(());
         }
         let rollback = wait_for(WAIT_TIMEOUT, || {
-            find_event(self.vm, first_event, is_rollback)
+            find_event(self.vm, first_event, rollback_checkpoint)
                 .map_err(|_| "the job does not go back".to_string())
         })?;
         let expected_checkpoint = if result.succeeded() {
@@ -160,8 +160,8 @@ impl CheckpointFaults<'_> {
                 .filter(|task| is_ring_job(task))
                 .map(|task| (&*task.tid, task.moving))
                 .collect();
-            let running_members = self.jobs.iter().filter(|test_job| test_job.is_running);
-            let mut expected_tasks: Vec<(&str, bool)> = running_members
+            let running_jobs = self.jobs.iter().filter(|test_job| test_job.is_running);
+            let mut expected_tasks: Vec<(&str, bool)> = running_jobs
                 .flat_map(TestJob::task_tids)
                 .map(|tid| (tid, false))
                 .collect();
@@ -187,7 +187,7 @@ impl CheckpointFaults<'_> {
     }
 
     /// Checks that all tasks run once ([`CheckpointFaults::wait_until_all_run_once`]), that all
-    /// jobs make progress, and that their logs so far are correct.
+    /// running jobs make progress, and that their logs so far are correct.
     pub(super) fn check_progress(&self) -> Result<()> {
         self.wait_until_all_run_once()?;
         for test_job in self.jobs.iter().filter(|test_job| test_job.is_running) {
@@ -203,10 +203,10 @@ impl CheckpointFaults<'_> {
     /// contains only complete checkpoints.
     pub(super) fn check_nothing_remains(&self) -> Result<()> {
         wait_for(WAIT_TIMEOUT, || {
-            let incomplete = sorted_file_names(&self.store_folder())
+            let incomplete_checkpoints = sorted_file_names(&self.store_folder())
                 .into_iter()
                 .filter(|name| name.starts_with('.'));
-            let mut remains: Vec<String> = incomplete.collect();
+            let mut remains: Vec<String> = incomplete_checkpoints.collect();
             for host in self.vm.testbed().hosts() {
                 remains.extend(leftover_names(host));
                 let lines = host.processes().into_iter().map(|(_, line)| line);

@@ -53,20 +53,20 @@ fn permits_guests(status: &Value) -> bool {
 }
 
 /// Runs `test` on a virtual machine of `host_count` hosts with load watchers.
-fn with_load_watchers(as_alice: bool, host_count: usize, test: impl FnOnce(&Vm)) {
+fn with_load_watchers(is_alice: bool, host_count: usize, test: impl FnOnce(&Vm)) {
     let bed = require_testbed(host_count);
-    with_load_watchers_on(&bed, as_alice, test);
+    with_load_watchers_on(&bed, is_alice, test);
 }
 
 /// As [`with_load_watchers`], on the hosts of an existing testbed. After the end of the virtual
 /// machine the owner's status of h1 must contain no virtual machine.
-fn with_load_watchers_on(bed: &Testbed, as_alice: bool, test: impl FnOnce(&Vm)) {
+fn with_load_watchers_on(bed: &Testbed, is_alice: bool, test: impl FnOnce(&Vm)) {
     let rm = Some("pvm-rm --policy load".to_string());
     let vm = Vm::start(
         bed,
         VmSettings {
             rm_command: rm,
-            runs_as_alice: as_alice,
+            runs_as_alice: is_alice,
             ..VmSettings::default()
         },
     )
@@ -114,13 +114,13 @@ fn wait_until_host_is_used(vm: &Vm, expected_host: &str) {
     wait_for(TIMEOUT, spawn_on_host).or_panic_with_logs(vm);
 }
 
-/// The command `present_status` makes guests leave the host. The command `away` permits guests
-/// although the owner is logged in.
+/// The command `here` makes guests leave the host. The command `away` permits guests although the
+/// owner is logged in.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn here_and_away_decide_whether_guests_are_permitted() {
     with_load_watchers(false, 2, |vm| {
-        let guest = vm.spawn_connected(&["-h2", "hold", "1"]).expect("spawned");
+        let guest_tid = vm.spawn_connected(&["-h2", "hold", "1"]).expect("spawned");
         let used_status = wait_for_status(vm, 2, "used by one task", |s| {
             s["tasks"].as_array().is_some_and(|t| t.len() == 1)
         });
@@ -135,7 +135,7 @@ fn here_and_away_decide_whether_guests_are_permitted() {
         let task = &used_status["tasks"][0];
         assert_eq!(
             (task["tid"].as_str(), task["program"].as_str()),
-            (Some(guest.as_str()), Some("hold")),
+            (Some(guest_tid.as_str()), Some("hold")),
             "{used_status}"
         );
         assert!(
@@ -152,7 +152,7 @@ fn here_and_away_decide_whether_guests_are_permitted() {
             (Some("here"), Some(true))
         );
         wait_until_vacated(vm);
-        assert_eq!(vm.host_of(&guest).expect("alive"), "h1");
+        assert_eq!(vm.host_of(&guest_tid).expect("alive"), "h1");
         let present_status = wait_for_status(vm, 2, "present", |s| s["owner"] == "present");
         assert_eq!(
             (&present_status["confidence"], &present_status["guests"]),
@@ -164,8 +164,8 @@ fn here_and_away_decide_whether_guests_are_permitted() {
                 .is_some_and(|why| why.starts_with("olga declared \"here\"")),
             "{present_status}"
         );
-        let second_guest = vm.spawn_connected(&["hold", "1"]).expect("spawned");
-        assert_eq!(vm.host_of(&second_guest).expect("alive"), "h1");
+        let second_guest_tid = vm.spawn_connected(&["hold", "1"]).expect("spawned");
+        assert_eq!(vm.host_of(&second_guest_tid).expect("alive"), "h1");
 
         run_owner_command_as_olga(vm.testbed(), 2, &["auto"]);
         wait_for_status(vm, 2, "free", permits_guests);
@@ -179,7 +179,7 @@ fn here_and_away_decide_whether_guests_are_permitted() {
             s["owner"] == "absent" && s["confidence"] == 100
         });
         wait_until_host_is_used(vm, "h2");
-        // The command applies only until the owner's next login.
+        // The command `away` applies only until the owner's next login.
         let second_login =
             ssh::SshLogin::log_in(vm.testbed(), "olga", vm.testbed().host(2)).expect("a login");
         wait_for_status(vm, 2, "present", |s| s["owner"] == "present");
@@ -230,11 +230,14 @@ fn an_owner_limits_guests_and_forbids_hours() {
         wait_for_status(vm, 2, "limited", |s| {
             s["policy"][0]["name"] == "cores" && s["policy"][0]["from"] == "pvm owner"
         });
-        // The placement of another task depends on the load of all programs.
-        let first_guest = vm.spawn_connected(&["-h2", "hold", "1"]).expect("spawned");
+        // Only the first guest is requested on h2. The placement of the other guests depends on the
+        // load of all programs.
+        let first_guest_tid = vm.spawn_connected(&["-h2", "hold", "1"]).expect("spawned");
         let other_guests = (0..3).map(|_| vm.spawn_connected(&["hold", "1"]).expect("spawned"));
-        let guests: Vec<String> = std::iter::once(first_guest).chain(other_guests).collect();
-        let guests_on_h2: Vec<&String> = guests
+        let guest_tids: Vec<String> = std::iter::once(first_guest_tid)
+            .chain(other_guests)
+            .collect();
+        let guests_on_h2: Vec<&String> = guest_tids
             .iter()
             .filter(|tid| vm.host_of(tid).expect("alive") == "h2")
             .collect();
@@ -298,11 +301,13 @@ fn an_owner_limits_guests_and_forbids_hours() {
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn limit_is_withdrawn_without_load_watcher() {
     with_load_watchers(false, 2, |vm| {
-        let guest = vm.spawn_connected(&["-h2", "hold", "1"]).expect("spawned");
+        let guest_tid = vm.spawn_connected(&["-h2", "hold", "1"]).expect("spawned");
         let wait_for_processor_count = |count: usize| {
-            wait_for(TIMEOUT, || match allowed_processor_count(vm, 2, &guest) {
-                processor_count if processor_count == count => Ok(()),
-                other => Err(format!("{other} processors")),
+            wait_for(TIMEOUT, || {
+                match allowed_processor_count(vm, 2, &guest_tid) {
+                    processor_count if processor_count == count => Ok(()),
+                    other => Err(format!("{other} processors")),
+                }
             })
             .or_panic_with_logs(vm)
         };
@@ -357,7 +362,7 @@ fn guests_leave_the_owner_enough_memory() {
         wait_for_status(vm, 2, "kept", |s| {
             policy_setting(s, "memory_free").is_some()
         });
-        let guest = vm.spawn_connected(&["-h2", "hold", "1"]).expect("spawned");
+        let guest_tid = vm.spawn_connected(&["-h2", "hold", "1"]).expect("spawned");
         set_available_memory(2, 3);
         let stopped_status = wait_for_status(vm, 2, "stopped", |s| s["guests"] == "stopped");
         assert_eq!(
@@ -365,7 +370,7 @@ fn guests_leave_the_owner_enough_memory() {
             "{stopped_status}"
         );
         wait_until_vacated(vm);
-        assert_eq!(vm.host_of(&guest).expect("alive"), "h1");
+        assert_eq!(vm.host_of(&guest_tid).expect("alive"), "h1");
         wait_for_note(
             vm,
             "h2 accepts no guests: less memory is free than the 4G that the owner reserves",
@@ -432,7 +437,7 @@ fn an_idle_owner_returns_with_the_first_key() {
     set_input_time(three_hours_ago);
     write_key_interrupt_count(100);
     with_load_watchers_on(&bed, false, |vm| {
-        let guest = vm.spawn_connected(&["-h2", "hold", "1"]).expect("spawned");
+        let guest_tid = vm.spawn_connected(&["-h2", "hold", "1"]).expect("spawned");
         write_login_record(true);
         let idle_status = wait_for_status(vm, 2, "maybe there", |s| s["owner"] == "maybe");
         assert_eq!(idle_status["guests"], "welcome", "{idle_status}");
@@ -443,7 +448,7 @@ fn an_idle_owner_returns_with_the_first_key() {
             "{idle_status}"
         );
         assert_eq!(
-            vm.host_of(&guest).expect("alive"),
+            vm.host_of(&guest_tid).expect("alive"),
             "h2",
             "nobody needs the machine"
         );
@@ -451,7 +456,7 @@ fn an_idle_owner_returns_with_the_first_key() {
         let present_status = wait_for_status(vm, 2, "present", |s| s["owner"] == "present");
         assert_eq!(present_status["guests"], "stopped", "{present_status}");
         wait_until_vacated(vm);
-        assert_eq!(vm.host_of(&guest).expect("alive"), "h1");
+        assert_eq!(vm.host_of(&guest_tid).expect("alive"), "h1");
 
         write_login_record(false);
         wait_for_status(vm, 2, "free", permits_guests);
@@ -496,7 +501,7 @@ fn a_wrong_policy_file_leaves_the_old_policy() {
             has_value(s, "3600") && has_value(s, "[\"no-such-*\"]")
         });
 
-        let guest = vm.spawn_connected(&["-h2", "hold", "1"]).expect("spawned");
+        let guest_tid = vm.spawn_connected(&["-h2", "hold", "1"]).expect("spawned");
         let login =
             ssh::SshLogin::log_in(vm.testbed(), "olga", vm.testbed().host(2)).expect("a login");
         let stopped_status = wait_for_status(vm, 2, "stopped", |s| s["guests"] == "stopped");
@@ -511,7 +516,7 @@ fn a_wrong_policy_file_leaves_the_old_policy() {
         })
         .expect("seen");
         assert_eq!(
-            vm.host_of(&guest).expect("alive"),
+            vm.host_of(&guest_tid).expect("alive"),
             "h2",
             "its hour has not passed"
         );
@@ -527,14 +532,14 @@ fn a_wrong_policy_file_leaves_the_old_policy() {
         );
         assert!(has_value(&error_status, "3600"), "{error_status}");
         assert_eq!(
-            vm.host_of(&guest).expect("alive"),
+            vm.host_of(&guest_tid).expect("alive"),
             "h2",
             "the old policy stays"
         );
 
         fs::write(&policy_path, "leave_after = 0\n").expect("the testbed's own home");
         wait_until_vacated(vm);
-        assert_eq!(vm.host_of(&guest).expect("alive"), "h1");
+        assert_eq!(vm.host_of(&guest_tid).expect("alive"), "h1");
         login.log_out().expect("logs out");
     });
 }
@@ -633,8 +638,9 @@ fn nice_level(vm: &Vm, host: usize, pid: i32) -> i32 {
         .unwrap_or_else(|| panic!("{stat:?}"))
 }
 
-/// The virtual machine belongs to an ordinary user. A file with an owner's commands that another
-/// user has written is ignored.
+/// The virtual machine belongs to an ordinary user. The owner's commands take effect although the
+/// owner has no rights in the virtual machine. A file with such commands is ignored if it belongs
+/// to another user.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn owners_need_no_rights_and_cannot_be_forged() {
@@ -685,13 +691,13 @@ fn owners_need_no_rights_and_cannot_be_forged() {
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_systemd_session_counts_as_an_owner() {
     with_load_watchers(false, 2, |vm| {
-        let guest = vm.spawn_connected(&["-h2", "hold", "1"]).expect("spawned");
+        let guest_tid = vm.spawn_connected(&["-h2", "hold", "1"]).expect("spawned");
         let folder = vm.testbed().host(2).machine_path("/run/systemd/sessions");
         fs::create_dir_all(&folder).expect("the testbed's own folder");
         let session_text = "USER=olga\nCLASS=user\nTYPE=wayland\nSTATE=active\nREMOTE=0\nTTY=tty2\nREALTIME=1700000000000000\n";
         fs::write(folder.join("c1"), session_text).expect("the testbed's own file");
         wait_until_vacated(vm);
-        assert_eq!(vm.host_of(&guest).expect("alive"), "h1");
+        assert_eq!(vm.host_of(&guest_tid).expect("alive"), "h1");
         let present_status = wait_for_status(vm, 2, "present", |s| s["owner"] == "present");
         assert!(
             present_status["why"]
@@ -728,12 +734,12 @@ fn logind_shows_whether_desktops_are_used() {
             })
         };
         wait_for_status(vm, 2, "asked", |s| mentions(s, "no session has a screen"));
-        let guest = vm.spawn_connected(&["-h2", "hold", "1"]).expect("spawned");
+        let guest_tid = vm.spawn_connected(&["-h2", "hold", "1"]).expect("spawned");
         logind
             .set_session(Some(desktop_session(false, false)))
             .expect("the bus is there");
         wait_until_vacated(vm);
-        assert_eq!(vm.host_of(&guest).expect("alive"), "h1");
+        assert_eq!(vm.host_of(&guest_tid).expect("alive"), "h1");
         let present_status = wait_for_status(vm, 2, "present", |s| {
             s["owner"] == "present" && mentions(s, "tty2 in use")
         });

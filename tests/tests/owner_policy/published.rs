@@ -80,7 +80,7 @@ fn an_owner_publishes_a_policy_for_others() {
             "{applied_status}"
         );
 
-        let guest = vm.spawn_connected(&["-h2", "hold", "1"]).expect("spawned");
+        let guest_tid = vm.spawn_connected(&["-h2", "hold", "1"]).expect("spawned");
         let login =
             ssh::SshLogin::log_in(vm.testbed(), "olga", vm.testbed().host(2)).expect("a login");
         let stopped_status = wait_for_status(vm, 2, "stopped", |s| s["guests"] == "stopped");
@@ -95,7 +95,7 @@ fn an_owner_publishes_a_policy_for_others() {
         })
         .expect("seen");
         assert_eq!(
-            vm.host_of(&guest).expect("alive"),
+            vm.host_of(&guest_tid).expect("alive"),
             "h2",
             "its hour has not passed"
         );
@@ -105,7 +105,7 @@ fn an_owner_publishes_a_policy_for_others() {
             .tasks()
             .expect("tasks")
             .iter()
-            .find(|task| task.tid == guest)
+            .find(|task| task.tid == guest_tid)
             .expect("it is there")
             .pid;
         wait_for(TIMEOUT, || {

@@ -4,7 +4,7 @@
 //! The commands `test` and `campaign` need the whole workspace with profile `ci`. Cargo selects the
 //! features of dependencies for all packages of a build together, so a separate build of xtask
 //! would compile many dependencies a second time. Therefore this program builds the whole workspace
-//! for these commands. It has no dependencies itself.
+//! for these commands. This program has no dependencies.
 
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
@@ -21,8 +21,10 @@ fn main() -> ExitCode {
         .first()
         .is_some_and(|word| TEST_COMMANDS.iter().any(|test| word == test));
     let mut command = if runs_tests {
-        let build = ["build", "--locked", "--workspace", "--all-targets"];
-        let build_status = cargo(&build).args(["--profile", TEST_PROFILE]).status();
+        let build_arguments = ["build", "--locked", "--workspace", "--all-targets"];
+        let build_status = cargo(&build_arguments)
+            .args(["--profile", TEST_PROFILE])
+            .status();
         if !build_status.is_ok_and(|status| status.success()) {
             eprintln!("xtask: the build failed");
             return ExitCode::FAILURE;
@@ -44,8 +46,8 @@ fn cargo(arguments: &[&str]) -> Command {
         .args(arguments)
         .current_dir(project)
         .env("CARGO_TARGET_DIR", target_folder());
-    // Cargo sets variables that describe this package. They are removed, because build scripts of
-    // other packages would treat them as a change.
+    // Cargo sets variables that describe this package. These variables are removed, because build
+    // scripts of other packages would treat them as a change.
     for (name, _) in std::env::vars_os() {
         let text = name.to_string_lossy();
         if text.starts_with("CARGO_PKG_") || text.starts_with("CARGO_MANIFEST_") {

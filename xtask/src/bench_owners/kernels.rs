@@ -148,9 +148,13 @@ impl ProcessSamples {
         let pairs = samples
             .iter()
             .zip(samples.iter().skip(1))
-            .filter(|(_, later)| (start_us..=end_us).contains(&later.at_us));
-        let pairs =
-            pairs.map(|(earlier, later)| (later.at_us, later.used_us.minus(earlier.used_us)));
+            .filter(|(_, later_sample)| (start_us..=end_us).contains(&later_sample.at_us));
+        let pairs = pairs.map(|(earlier_sample, later_sample)| {
+            (
+                later_sample.at_us,
+                later_sample.used_us.minus(earlier_sample.used_us),
+            )
+        });
         pairs
             .filter(|(_, increment)| *increment != ProcessorTime::default())
             .collect()
@@ -308,17 +312,17 @@ mod tests {
     /// Returns the samples of one process. `readings` are its readings, as (time, count, purpose).
     fn samples_from_readings(readings: &[(u64, u64, TimePurpose)]) -> ProcessSamples {
         let mut samples = ProcessSamples::default();
-        let note = |(at_us, counted, whose): &(u64, u64, TimePurpose)| {
+        let add_to_samples = |(at_us, count_us, time_purpose): &(u64, u64, TimePurpose)| {
             samples.add_reading(
                 TEST_PROCESS,
                 CountReading {
                     at_us: *at_us,
-                    counted_us: *counted,
-                    purpose: *whose,
+                    counted_us: *count_us,
+                    purpose: *time_purpose,
                 },
             );
         };
-        readings.iter().for_each(note);
+        readings.iter().for_each(add_to_samples);
         samples
     }
 
@@ -326,7 +330,7 @@ mod tests {
         samples_from_readings(
             &readings
                 .iter()
-                .map(|(at_us, counted)| (*at_us, *counted, TimePurpose::Program))
+                .map(|(at_us, count_us)| (*at_us, *count_us, TimePurpose::Program))
                 .collect::<Vec<_>>(),
         )
     }

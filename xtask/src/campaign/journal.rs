@@ -46,7 +46,7 @@ pub(super) struct Journal {
 
 impl Journal {
     /// Opens the journal in `folder`. Starts an empty journal if `restarts` is true, or if the
-    /// existing one belongs to another commit or seed.
+    /// existing journal belongs to another commit or seed.
     ///
     /// # Errors
     /// The journal cannot be read or written.
@@ -61,7 +61,7 @@ impl Journal {
             .lines()
             .next()
             .and_then(|line| serde_json::from_str::<JournalHead>(line).ok())
-            .is_some_and(|of| of == journal_head);
+            .is_some_and(|old_head| old_head == journal_head);
         let continues = is_same_campaign && !restarts;
         let mut file = OpenOptions::new()
             .create(true)

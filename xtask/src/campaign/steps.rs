@@ -91,7 +91,7 @@ impl CampaignStep {
         test_seed: u64,
         skip_decider: &mut SkipDecider,
     ) -> Self {
-        let skip = test
+        let found_reason = test
             .is_ignored
             .then(|| skip_decider.skip_reason(&test.binary, &test.name));
         Self {
@@ -101,7 +101,7 @@ impl CampaignStep {
             arguments: to_strings(&["--exact", &test.name, "--include-ignored", "--nocapture"]),
             folder: test.package_folder.clone(),
             env: vec![("SEMPA_TEST_SEED", test_seed.to_string())],
-            skip_reason: skip.flatten(),
+            skip_reason: found_reason.flatten(),
         }
     }
 
@@ -151,9 +151,9 @@ pub(super) fn all_steps(
                 "bench",
                 "soak",
             ];
-            let mut soak = CampaignStep::for_cargo(part, "bench soak", &arguments);
-            soak.skip_reason = skip_decider.skip_reason("sempa-tests::soak", "");
-            steps.push(soak);
+            let mut soak_step = CampaignStep::for_cargo(part, "bench soak", &arguments);
+            soak_step.skip_reason = skip_decider.skip_reason("sempa-tests::soak", "");
+            steps.push(soak_step);
         }
     }
     steps
@@ -207,11 +207,11 @@ fn property_steps(tests: &[Test], seed: u64, skip_decider: &mut SkipDecider) -> 
         let package = test.binary.split("::").next().unwrap_or_default();
         PROPERTY_PACKAGES.contains(&package) && !test.is_ignored
     };
-    let mut binaries: Vec<&Test> = tests.iter().filter(has_properties).collect();
-    binaries.sort_by(|a, b| a.binary.cmp(&b.binary));
-    binaries.dedup_by(|a, b| a.binary == b.binary);
+    let mut binary_tests: Vec<&Test> = tests.iter().filter(has_properties).collect();
+    binary_tests.sort_by(|a, b| a.binary.cmp(&b.binary));
+    binary_tests.dedup_by(|a, b| a.binary == b.binary);
     let mut steps = Vec::new();
-    for test in binaries {
+    for test in binary_tests {
         for seed_offset in 0..SEEDS_PER_TEST {
             let step_seed = seed.wrapping_add(seed_offset);
             let mut step = CampaignStep::for_test("properties", test, step_seed, skip_decider);

@@ -92,9 +92,10 @@ impl Scanner {
             }
             ScannerState::Code if rest[0] == 'r' && !self.ends_in_word() => {
                 match raw_string_hashes(rest) {
-                    Some(hashes) => {
-                        self.start_construct(ScannerState::RawStringLiteral(hashes), hashes + 2)
-                    }
+                    Some(hash_count) => self.start_construct(
+                        ScannerState::RawStringLiteral(hash_count),
+                        hash_count + 2,
+                    ),
                     None => self.append_to_piece(1, rest),
                 }
             }
@@ -115,8 +116,8 @@ impl Scanner {
             ScannerState::StringLiteral if rest[0] == '"' => {
                 self.start_construct(ScannerState::Code, 1)
             }
-            ScannerState::RawStringLiteral(hashes) if ends_raw_string(rest, hashes) => {
-                self.start_construct(ScannerState::Code, hashes + 1)
+            ScannerState::RawStringLiteral(hash_count) if ends_raw_string(rest, hash_count) => {
+                self.start_construct(ScannerState::Code, hash_count + 1)
             }
             _ => self.append_to_piece(1, rest),
         }
@@ -127,10 +128,10 @@ impl Scanner {
         char_count
     }
 
-    fn start_construct(&mut self, state: ScannerState, consumed: usize) -> usize {
+    fn start_construct(&mut self, state: ScannerState, consumed_count: usize) -> usize {
         self.finish_piece();
         self.state = state;
-        consumed
+        consumed_count
     }
 
     fn ends_in_word(&self) -> bool {
@@ -165,8 +166,8 @@ impl Scanner {
 /// with a lifetime.
 fn character_literal_len(rest: &[char]) -> Option<usize> {
     if rest.get(1) == Some(&'\\') {
-        let end = rest.iter().skip(3).take(10).position(|c| *c == '\'')?;
-        return Some(end + 4);
+        let end_index = rest.iter().skip(3).take(10).position(|c| *c == '\'')?;
+        return Some(end_index + 4);
     }
     (rest.get(2) == Some(&'\'')).then_some(3)
 }
@@ -174,12 +175,12 @@ fn character_literal_len(rest: &[char]) -> Option<usize> {
 /// Returns the number of hash signs of the raw string at the beginning of `rest`; `None` if `rest`
 /// does not begin with a raw string.
 fn raw_string_hashes(rest: &[char]) -> Option<usize> {
-    let hashes = rest[1..].iter().take_while(|c| **c == '#').count();
-    (rest.get(1 + hashes) == Some(&'"')).then_some(hashes)
+    let hash_count = rest[1..].iter().take_while(|c| **c == '#').count();
+    (rest.get(1 + hash_count) == Some(&'"')).then_some(hash_count)
 }
 
-fn ends_raw_string(rest: &[char], hashes: usize) -> bool {
-    rest[0] == '"' && rest.len() > hashes && rest[1..=hashes].iter().all(|c| *c == '#')
+fn ends_raw_string(rest: &[char], hash_count: usize) -> bool {
+    rest[0] == '"' && rest.len() > hash_count && rest[1..=hash_count].iter().all(|c| *c == '#')
 }
 
 #[cfg(test)]

@@ -48,10 +48,11 @@ impl fmt::Display for Finding {
     }
 }
 
-/// Checks all files that git knows and prints the findings. Returns true if there are none.
+/// Checks all files of the project that git does not ignore and that have a checked type. Prints
+/// the findings. Returns true if there are no findings.
 ///
 /// # Errors
-/// Git does not list the files, or one of them cannot be read.
+/// Git does not list the files, or a file cannot be read.
 pub(crate) fn run_checks() -> Result<bool> {
     let files = tracked_files()?;
     let glossary =

@@ -47,11 +47,11 @@ fn wide_comments(lines: &[&str], pieces: &[SourcePiece]) -> Vec<(usize, String)>
 }
 
 /// Returns the findings about documentation comments with fewer than [`COMMENT_WORDS_MIN`] words.
-/// Safety comments and directives are not checked.
+/// Other comments are not checked.
 fn short_comments(pieces: &[SourcePiece]) -> Vec<(usize, String)> {
     let mut findings = Vec::new();
-    let docs: Vec<&SourcePiece> = pieces.iter().filter(|piece| is_doc(piece)).collect();
-    for block in docs.chunk_by(|a, b| b.line_number == a.line_number + 1) {
+    let doc_pieces: Vec<&SourcePiece> = pieces.iter().filter(|piece| is_doc(piece)).collect();
+    for block in doc_pieces.chunk_by(|a, b| b.line_number == a.line_number + 1) {
         let texts: Vec<&str> = block
             .iter()
             .map(|piece| piece.text.trim_start_matches(['/', '!']))
@@ -78,23 +78,23 @@ fn long_functions(lines: &[&str]) -> Vec<(usize, String)> {
             continue;
         };
         let indent = &line[..line.len() - line.trim_start().len()];
-        let closing = format!("{indent}}}");
+        let closing_line = format!("{indent}}}");
         let body = lines[line_index..]
             .iter()
-            .take_while(|line| line.trim_end() != closing);
-        let code_lines = body.filter(|line| is_code(line)).count() + 1;
+            .take_while(|line| line.trim_end() != closing_line);
+        let code_line_count = body.filter(|line| is_code(line)).count() + 1;
         let has_end = lines[line_index..]
             .iter()
-            .any(|line| line.trim_end() == closing);
+            .any(|line| line.trim_end() == closing_line);
         if has_end
             && !line.trim_end().ends_with(';')
-            && code_lines > FUNCTION_LINES_MAX
+            && code_line_count > FUNCTION_LINES_MAX
             && !has_reason(lines, line_index)
         {
             let limit = format!("{FUNCTION_LINES_MAX} are the limit");
             findings.push((
                 line_index + 1,
-                format!("the function {name} has {code_lines} lines of code; {limit}"),
+                format!("the function {name} has {code_line_count} lines of code; {limit}"),
             ));
         }
     }

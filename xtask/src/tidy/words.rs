@@ -42,8 +42,8 @@ pub(super) fn findings_in_prose(line: &str) -> impl Iterator<Item = String> {
     let line = line.to_lowercase();
     let words = FORBIDDEN_WORDS.iter().chain(&WORDS_FORBIDDEN_IN_PROSE);
     words
-        .filter(move |forbidden| contains_words(&line, forbidden))
-        .map(|forbidden| format!("\"{forbidden}\": say it in plain words"))
+        .filter(move |forbidden_word| contains_words(&line, forbidden_word))
+        .map(|forbidden_word| format!("\"{forbidden_word}\": say it in plain words"))
 }
 
 /// Returns the findings about forbidden words in a string literal.
@@ -51,11 +51,11 @@ pub(super) fn findings_in_message(text: &str) -> impl Iterator<Item = String> {
     let text = text.to_lowercase();
     FORBIDDEN_WORDS
         .iter()
-        .filter(move |forbidden| contains_words(&text, forbidden))
-        .map(|forbidden| format!("\"{forbidden}\" in a message: say it in plain words"))
+        .filter(move |forbidden_word| contains_words(&text, forbidden_word))
+        .map(|forbidden_word| format!("\"{forbidden_word}\" in a message: say it in plain words"))
 }
 
-/// Returns the findings about words in a line that the glossary replaces by other terms.
+/// Returns the findings about those words of a line that the glossary replaces by other terms.
 pub(super) fn findings_of_glossary(
     line: &str,
     replaced_words: &[ReplacedWord],
@@ -81,15 +81,15 @@ pub(super) fn replaced_terms(glossary: &str) -> Vec<ReplacedWord> {
     let mut replaced_words = Vec::new();
     for row in rows {
         let cells: Vec<&str> = row.trim_matches('|').split('|').map(str::trim).collect();
-        let [term, _, _, replaced] = cells[..] else {
+        let [term, _, _, replaced_text] = cells[..] else {
             continue;
         };
-        let replaced_list = replaced
+        let replaced_list = replaced_text
             .split(',')
             .map(str::trim)
-            .filter(|replaced| !replaced.is_empty() && *replaced != "not");
-        replaced_words.extend(replaced_list.map(|replaced| ReplacedWord {
-            word: replaced.to_lowercase(),
+            .filter(|replaced_text| !replaced_text.is_empty() && *replaced_text != "not");
+        replaced_words.extend(replaced_list.map(|replaced_text| ReplacedWord {
+            word: replaced_text.to_lowercase(),
             term: term.to_string(),
         }));
     }

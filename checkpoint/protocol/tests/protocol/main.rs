@@ -65,7 +65,7 @@ struct Faults {
     lost_host: Option<(HostId, u64)>,
     task_killed_at_us: Option<u64>,
     refuses_task: bool,
-    /// True if post-copy is used, unless a step of it fails.
+    /// True if post-copy is used, unless a step of the post-copy fails.
     uses_post_copy: bool,
     /// True if pre-copy is used in addition to post-copy.
     uses_pre_copy: bool,
@@ -172,14 +172,14 @@ impl Simulation {
                 MigrationCause::Requested { requested_by: tid },
             )
             .expect("nothing forbids it");
-        if let Some((lost, time_us)) = simulation.faults.lost_host {
-            simulation.schedule(Micros(time_us), SimEvent::LoseHost(lost));
+        if let Some((failed_host, time_us)) = simulation.faults.lost_host {
+            simulation.schedule(Micros(time_us), SimEvent::LoseHost(failed_host));
         }
         if let Some(time_us) = simulation.faults.task_killed_at_us {
             simulation.schedule(Micros(time_us), SimEvent::KillTask);
         }
-        for (time_us, suspend) in simulation.faults.suspend_requests.clone() {
-            simulation.schedule(Micros(time_us), SimEvent::SuspendRequest(suspend));
+        for (time_us, is_suspend) in simulation.faults.suspend_requests.clone() {
+            simulation.schedule(Micros(time_us), SimEvent::SuspendRequest(is_suspend));
         }
         simulation
     }
@@ -260,11 +260,13 @@ impl Simulation {
 
     fn handle(&mut self, sim_event: SimEvent) {
         match sim_event {
-            SimEvent::Order(at, ..) if self.lost_hosts.contains(&at) => {}
-            SimEvent::Order(_, of, MigrationOrder::Inspect) => self.source = Some(Source::new(of)),
+            SimEvent::Order(order_host, ..) if self.lost_hosts.contains(&order_host) => {}
+            SimEvent::Order(_, order_migration, MigrationOrder::Inspect) => {
+                self.source = Some(Source::new(order_migration))
+            }
             SimEvent::Order(
-                at,
-                of,
+                order_host,
+                order_migration,
                 MigrationOrder::Prepare {
                     facts,
                     supports_post_copy,
@@ -272,16 +274,18 @@ impl Simulation {
                     ..
                 },
             ) => {
-                assert_eq!(at, of.to);
+                assert_eq!(order_host, order_migration.to);
                 self.target = Some(Target::new(
-                    of,
+                    order_migration,
                     facts,
                     PathBuf::from("/token"),
                     supports_post_copy,
                     uses_pre_copy,
                 ));
             }
-            SimEvent::Order(at, of, order) if at == of.from => {
+            SimEvent::Order(order_host, order_migration, order)
+                if order_host == order_migration.from =>
+            {
                 if let MigrationOrder::Resume { suspensions } = order {
                     self.suspensions.0 = suspensions;
                 }
@@ -291,13 +295,17 @@ impl Simulation {
                         step: Step::KillSource,
                         failure: Failure::TaskEnded,
                     };
-                    return self.send(at, HostId::MASTER, SimEvent::Report(at, of.id, report));
+                    return self.send(
+                        order_host,
+                        HostId::MASTER,
+                        SimEvent::Report(order_host, order_migration.id, report),
+                    );
                 }
                 self.handle_source_event(SourceEvent::Order(order));
             }
             SimEvent::Order(_, _, order) => {
-                if let MigrationOrder::Run(parting) = &order {
-                    (self.suspensions.1, self.has_target_run) = (parting.suspensions, true);
+                if let MigrationOrder::Run(source_state) = &order {
+                    (self.suspensions.1, self.has_target_run) = (source_state.suspensions, true);
                 }
                 self.handle_target_event(TargetEvent::Order(order));
             }
@@ -328,15 +336,7 @@ impl Simulation {
             }
             SimEvent::LocationAnnounced(id) => self.coordinator.on_location_announced(self.now, id),
             SimEvent::LossDetected(host) => self.coordinator.on_host_lost(self.now, host),
-            SimEvent::LoseHost(lost) => {
-                self.lost_hosts.push(lost);
-                if lost == host(2) {
-                    (self.source, self.copies.0) = (None, CopyState::Dead);
-                } else {
-                    (self.target, self.copies.1) = (None, CopyState::Dead);
-                }
-                self.schedule_soon(SimEvent::LossDetected(lost));
-            }
+            SimEvent::LoseHost(failed_host) => self.lose_host(failed_host),
             SimEvent::KillTask => {
                 if self.copies.0 == CopyState::Running || self.copies.0 == CopyState::Stopped {
                     self.copies.0 = CopyState::Dead;
@@ -344,6 +344,17 @@ impl Simulation {
                 }
             }
         }
+    }
+
+    /// Removes a host with its copy of the task. The loss is detected later.
+    fn lose_host(&mut self, failed_host: HostId) {
+        self.lost_hosts.push(failed_host);
+        if failed_host == host(2) {
+            (self.source, self.copies.0) = (None, CopyState::Dead);
+        } else {
+            (self.target, self.copies.1) = (None, CopyState::Dead);
+        }
+        self.schedule_soon(SimEvent::LossDetected(failed_host));
     }
 
     /// Sends a suspend request to the daemon of the task's current host, if the previous request
@@ -422,12 +433,12 @@ impl Simulation {
             SourceEvent::Killed(_) => self.copies.0 = CopyState::Dead,
             _ => {}
         }
-        let with_suspensions = |inspected| InspectedTask {
+        let set_suspensions = |inspected_task| InspectedTask {
             suspensions: self.suspensions.0,
-            ..inspected
+            ..inspected_task
         };
         let event = match event {
-            SourceEvent::Inspected(result) => SourceEvent::Inspected(result.map(with_suspensions)),
+            SourceEvent::Inspected(result) => SourceEvent::Inspected(result.map(set_suspensions)),
             event => event,
         };
         if let Some(source) = &mut self.source {

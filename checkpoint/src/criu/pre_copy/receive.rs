@@ -91,7 +91,7 @@ mod tests {
     /// Sources that violate the protocol or exceed the limit are refused.
     #[test]
     fn malformed_pre_copies_are_refused() {
-        let page = page_size();
+        let page_bytes = page_size();
         let send_commands = |commands: &[(u32, u64, u64)], bytes_max| {
             let (mut source_stream, target_stream) = UnixStream::pair().expect("descriptors");
             for (command, page_count, address) in commands {
@@ -108,7 +108,7 @@ mod tests {
                     .write_all(&vec![
                         5;
                         if *command == PRE_COPY_PAGES {
-                            (page_count.min(&2) * page) as usize
+                            (page_count.min(&2) * page_bytes) as usize
                         } else {
                             0
                         }
@@ -118,16 +118,20 @@ mod tests {
             source_stream
                 .shutdown(std::net::Shutdown::Write)
                 .expect("it is open");
-            receive(&target_stream.into(), bytes_max).map(|store| store.stored_bytes())
+            receive(&target_stream.into(), bytes_max)
+                .map(|received_pages| received_pages.stored_bytes())
         };
         let valid_commands = [
             (PRE_COPY_PAGES, 2, 0),
-            (PRE_COPY_PAGES, 1, page),
+            (PRE_COPY_PAGES, 1, page_bytes),
             (PRE_COPY_COUNT, 0, 0),
         ];
-        assert_eq!(send_commands(&valid_commands, 2 * page), Ok(2 * page));
+        assert_eq!(
+            send_commands(&valid_commands, 2 * page_bytes),
+            Ok(2 * page_bytes)
+        );
         assert!(
-            matches!(send_commands(&valid_commands, page), Err(Failure::Images(why)) if why.contains("more than the permitted"))
+            matches!(send_commands(&valid_commands, page_bytes), Err(Failure::Images(why)) if why.contains("more than the permitted"))
         );
         for invalid_commands in [
             &valid_commands[..2],
@@ -138,7 +142,7 @@ mod tests {
         ] {
             assert!(
                 matches!(
-                    send_commands(invalid_commands, 9 * page),
+                    send_commands(invalid_commands, 9 * page_bytes),
                     Err(Failure::Images(_))
                 ),
                 "{invalid_commands:?}"

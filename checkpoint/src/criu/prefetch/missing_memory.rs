@@ -101,7 +101,8 @@ impl ProcessProgress {
         true
     }
 
-    /// Returns the lowest missing address that is at least `address`; `None` if there is none.
+    /// Returns the lowest missing address that is at least `address`; `None` if no such address is
+    /// missing.
     pub(super) fn next_missing(&self, address: u64) -> Option<u64> {
         match self.missing_range_at(address) {
             Some(_) => Some(address),
@@ -115,7 +116,8 @@ impl ProcessProgress {
 
     /// Records a request of CRIU. Returns true if the request belongs to the background transfer:
     /// it begins at the expected page, or is longer than the single page of a page fault. The
-    /// background transfer then continues at `end`.
+    /// background transfer then continues at the first missing page from `end` on that no recorded
+    /// page fault has requested.
     pub(super) fn record_request(&mut self, address: u64, end: u64, page_size: u64) -> bool {
         if self.next_background_address != Some(address) && end - address <= page_size {
             if self.fault_requests.len() < FAULT_REQUESTS_MAX {
@@ -137,7 +139,8 @@ impl ProcessProgress {
         true
     }
 
-    /// Returns the address where the background transfer continues; `None` if it has not started.
+    /// Returns the address where the background transfer continues; `None` if the transfer has not
+    /// started, or if CRIU has requested all pages.
     pub(super) fn background_position(&self) -> Option<u64> {
         self.next_background_address
             .filter(|_| self.has_background_started)

@@ -30,8 +30,8 @@ pub(super) enum IncomingReply {
         bytes: [u8; HeaderLayout::BYTES_MAX],
         filled_bytes: usize,
     },
-    /// The bitmap of a reply with changed pages. The bitmap selects the pages, of the `pages`
-    /// requested ones, whose content follows. `known` contains the pre-copied content of all
+    /// The bitmap of a reply with changed pages. The bitmap selects those of the `page_count`
+    /// requested pages whose content follows. `pre_copied` contains the pre-copied content of all
     /// requested pages.
     Bitmap {
         pre_copied: Vec<u8>,
@@ -62,17 +62,17 @@ impl IncomingReply {
         match self {
             Self::Header {
                 bytes,
-                filled_bytes: filled,
-            } => &mut bytes[*filled..header_bytes],
+                filled_bytes: filled_len,
+            } => &mut bytes[*filled_len..header_bytes],
             Self::Bitmap {
                 bitmap,
-                filled_bytes: filled,
+                filled_bytes: filled_len,
                 ..
-            } => &mut bitmap[*filled..],
+            } => &mut bitmap[*filled_len..],
             Self::Pages {
                 bytes,
-                unfilled_ranges: rest,
-            } => &mut bytes[rest.front().cloned().unwrap_or_default()],
+                unfilled_ranges: open_ranges,
+            } => &mut bytes[open_ranges.front().cloned().unwrap_or_default()],
         }
     }
 
@@ -80,35 +80,36 @@ impl IncomingReply {
     pub(super) fn advance(&mut self, byte_count: usize) {
         match self {
             Self::Header {
-                filled_bytes: filled,
+                filled_bytes: filled_len,
                 ..
             }
             | Self::Bitmap {
-                filled_bytes: filled,
+                filled_bytes: filled_len,
                 ..
-            } => *filled += byte_count,
+            } => *filled_len += byte_count,
             Self::Pages {
-                unfilled_ranges: rest,
+                unfilled_ranges: open_ranges,
                 ..
             } => {
-                if let Some(first_range) = rest.front_mut() {
+                if let Some(first_range) = open_ranges.front_mut() {
                     first_range.start += byte_count;
                 }
-                if rest.front().is_some_and(Range::is_empty) {
-                    rest.pop_front();
+                if open_ranges.front().is_some_and(Range::is_empty) {
+                    open_ranges.pop_front();
                 }
             }
         }
     }
 
-    /// Returns the header if it is complete and [`expect_pages`](Self::expect_pages) or
-    /// [`expect_bitmap`](Self::expect_bitmap) was not called yet.
+    /// Returns the header of the reply. `None` if the header is incomplete, or if
+    /// [`expect_pages`](Self::expect_pages) or [`expect_bitmap`](Self::expect_bitmap) was already
+    /// called.
     pub(super) fn header(&self, layout: HeaderLayout) -> Option<PageHeader> {
         match self {
             Self::Header {
                 bytes,
-                filled_bytes: filled,
-            } if *filled == layout.bytes() => Some(layout.decode(bytes)),
+                filled_bytes: filled_len,
+            } if *filled_len == layout.bytes() => Some(layout.decode(bytes)),
             _ => None,
         }
     }
@@ -140,15 +141,15 @@ impl IncomingReply {
     /// The bitmap has bits beyond the requested pages.
     pub(super) fn apply_bitmap(&mut self, page_size: u64) -> Result<(), UnexpectedReply> {
         let Self::Bitmap {
-            pre_copied: known,
+            pre_copied: known_content,
             page_count: pages,
             bitmap,
-            filled_bytes: filled,
+            filled_bytes: filled_len,
         } = self
         else {
             return Ok(());
         };
-        if *filled < bitmap.len() {
+        if *filled_len < bitmap.len() {
             return Ok(());
         }
         let (page_count, page_size) = (*pages as usize, page_size as usize);
@@ -165,7 +166,7 @@ impl IncomingReply {
             }
         }
         *self = Self::Pages {
-            bytes: std::mem::take(known),
+            bytes: std::mem::take(known_content),
             unfilled_ranges,
         };
         Ok(())
@@ -177,8 +178,8 @@ impl IncomingReply {
         match self {
             Self::Pages {
                 bytes,
-                unfilled_ranges: rest,
-            } if rest.is_empty() => {
+                unfilled_ranges: open_ranges,
+            } if open_ranges.is_empty() => {
                 let bytes = std::mem::take(bytes);
                 *self = Self::default();
                 Some(bytes)

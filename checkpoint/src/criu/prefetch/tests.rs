@@ -1,4 +1,4 @@
-//! Tests the proxy between simulations of `criu lazy-pages` and the source.
+//! Tests the proxy with a simulated `criu lazy-pages` and a simulated source.
 
 use super::*;
 use crate::engine::pages::BLOCK_PAGES;
@@ -40,7 +40,7 @@ fn pre_copied_pages(missing_memory: &BTreeMap<u64, BTreeMap<u64, u64>>) -> Recei
     let mut received_pages = ReceivedPages::with_page_size(PAGE_BYTES);
     let ranges = missing_memory
         .iter()
-        .flat_map(|(namespace_pid, ranges)| ranges.iter().map(|stretch| (*namespace_pid, stretch)));
+        .flat_map(|(namespace_pid, ranges)| ranges.iter().map(|range| (*namespace_pid, range)));
     for (namespace_pid, address) in ranges.flat_map(|(namespace_pid, (start, end))| {
         (*start..*end)
             .step_by(PAGE_BYTES as usize)
@@ -388,8 +388,8 @@ impl ProxySimulation {
             .open_requests
             .iter()
             .filter(|head| head.page_count > 1);
-        let allowed_extra: u64 = requested_headers.map(|head| head.page_count).sum();
-        assert!(self.prefetcher.chunks.len() as u64 <= CHUNKS_MAX as u64 + allowed_extra);
+        let extra_pages_max: u64 = requested_headers.map(|head| head.page_count).sum();
+        assert!(self.prefetcher.chunks.len() as u64 <= CHUNKS_MAX as u64 + extra_pages_max);
         let chunks_in_flight = self
             .prefetcher
             .source_requests

@@ -163,25 +163,28 @@ fn wait_ready(
     source: &UnixStream,
     close_reports: Option<&UffdCloseReports>,
 ) -> [bool; 2] {
-    let wants = |reads, writes| {
-        let when = |is: bool, flag| if is { flag } else { PollFlags::empty() };
-        when(reads, PollFlags::POLLIN) | when(writes, PollFlags::POLLOUT)
+    let awaited_events = |reads, writes| {
+        let flag_if = |condition: bool, flag| if condition { flag } else { PollFlags::empty() };
+        flag_if(reads, PollFlags::POLLIN) | flag_if(writes, PollFlags::POLLOUT)
     };
-    let of_engine = wants(prefetcher.accepts_requests(), prefetcher.is_blocked());
-    let of_other = wants(
+    let engine_events = awaited_events(prefetcher.accepts_requests(), prefetcher.is_blocked());
+    let source_events = awaited_events(
         prefetcher.accepts_replies(),
         !prefetcher.bytes_for_source().is_empty(),
     );
     let mut fds = vec![
-        PollFd::new(engine.as_fd(), of_engine),
-        PollFd::new(source.as_fd(), of_other),
+        PollFd::new(engine.as_fd(), engine_events),
+        PollFd::new(source.as_fd(), source_events),
     ];
-    fds.extend(close_reports.map(|closes| PollFd::new(closes.as_fd(), PollFlags::POLLIN)));
+    fds.extend(
+        close_reports
+            .map(|report_receiver| PollFd::new(report_receiver.as_fd(), PollFlags::POLLIN)),
+    );
     // If `poll` fails, the caller tries to read and calls this function again.
     let _ = poll(&mut fds, PollTimeout::NONE);
     let reads = PollFlags::POLLIN | PollFlags::POLLHUP | PollFlags::POLLERR;
-    [0, 1].map(|which: usize| {
-        fds[which]
+    [0, 1].map(|index: usize| {
+        fds[index]
             .revents()
             .is_some_and(|events| events.intersects(reads))
     })

@@ -1,5 +1,5 @@
-//! The connection of `criu lazy-pages` to the proxy. It includes a library (`csrc/uffd_batching.c`)
-//! that makes CRIU read the replies to its requests before other events.
+//! The connection of `criu lazy-pages` to the proxy. The connection includes a library
+//! (`csrc/uffd_batching.c`) that makes CRIU read the replies to its requests before other events.
 
 use nix::errno::Errno;
 use nix::sys::memfd::{MFdFlags, memfd_create};
@@ -9,9 +9,9 @@ use std::io::{self, Write};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 
-/// The compiled library. A statically linked CRIU does not load it. Without the library CRIU may
-/// lose requests if the task unmaps memory or forks while requests are open. CRIU then also never
-/// finishes a process that has all its memory.
+/// The compiled library. Only a dynamically linked CRIU loads the library. Without the library CRIU
+/// may lose requests if the task unmaps memory or forks while requests are open. CRIU then also
+/// never finishes a process that has all its memory.
 const LIBRARY: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/uffd_batching.so"));
 
 /// The descriptors that `criu lazy-pages` inherits.

@@ -44,13 +44,13 @@ fn ps_omits_other_hosts_and_console() {
         commands(run_successfully(&mut session, "ps -h40009")),
         [""; 0]
     );
-    let missing_host = run_line(&mut session, "ps -h1400001");
+    let missing_host_outcome = run_line(&mut session, "ps -h1400001");
     assert_eq!(
-        missing_host.errors,
+        missing_host_outcome.errors,
         ["ps: t1400001 is on no host of the virtual machine; 'conf' lists them"]
     );
     assert!(
-        missing_host.failed && missing_host.text.is_empty(),
+        missing_host_outcome.failed && missing_host_outcome.text.is_empty(),
         "PVM shows no table either"
     );
 }
@@ -119,17 +119,18 @@ fn failed_delete_shows_reason() {
         outcome.errors,
         ["delete nohost: there is no such host in the virtual machine; 'conf' lists them"]
     );
-    let local_delete = run_line(&mut session(), "delete .");
+    let local_outcome = run_line(&mut session(), "delete .");
     assert!(
-        local_delete
+        local_outcome
             .text
             .ends_with("                       .  Bad parameter\n"),
         "this host is the master: {}",
-        local_delete.text
+        local_outcome.text
     );
 }
 
-/// The console announces a host that another task has added, and does not repeat the announcement.
+/// The console announces a host that another task has added, only once. It does not announce hosts
+/// that it has added itself, or that belonged to the virtual machine when the console joined.
 #[test]
 fn foreign_hosts_are_announced_once() {
     let mut session = session();
@@ -164,7 +165,7 @@ fn foreign_hosts_are_announced_once() {
 #[test]
 fn can_migrate_lists_hosts_and_refusals() {
     let mut session = session();
-    let all_hosts = run_line(&mut session, "can-migrate t40002");
+    let all_hosts_outcome = run_line(&mut session, "can-migrate t40002");
     let expected = "t40002 is on ha1, 4097 KiB\n\
                     ha2  no: /data: it does not exist on the target\n         \
                     it needs 9 bytes of memory, the target has 8\n\
@@ -172,25 +173,25 @@ fn can_migrate_lists_hosts_and_refusals() {
                     nearest host that accepts it: ha3\n";
     assert_eq!(
         (
-            String::from_utf8(all_hosts.text.into()).as_deref(),
-            all_hosts.failed
+            String::from_utf8(all_hosts_outcome.text.into()).as_deref(),
+            all_hosts_outcome.failed
         ),
         (Ok(expected), false)
     );
-    assert_eq!(all_hosts.json_values[0]["nearest"], "ha3");
+    assert_eq!(all_hosts_outcome.json_values[0]["nearest"], "ha3");
     assert_eq!(
-        all_hosts.json_values[0]["hosts"][0]["reasons"][1],
+        all_hosts_outcome.json_values[0]["hosts"][0]["reasons"][1],
         "it needs 9 bytes of memory, the target has 8"
     );
-    let one_host = run_line(&mut session, "can-migrate t40002 ha2");
+    let one_host_outcome = run_line(&mut session, "can-migrate t40002 ha2");
     assert!(
-        one_host.failed
-            && String::from_utf8(one_host.text.into())
+        one_host_outcome.failed
+            && String::from_utf8(one_host_outcome.text.into())
                 .is_ok_and(|text| text.ends_with("no host accepts it\n"))
     );
-    let unknown_task = run_line(&mut session, "can-migrate tc0001");
+    let unknown_task_outcome = run_line(&mut session, "can-migrate tc0001");
     assert_eq!(
-        unknown_task.errors,
+        unknown_task_outcome.errors,
         ["can-migrate: tc0001 cannot move: it has an io_uring ring"]
     );
 }
@@ -203,18 +204,18 @@ fn migrate_reports_cost_or_failed_step() {
         run_successfully(&mut session, "migrate t40002 ha2"),
         "t40002 migrated to ha2: 4096 bytes, frozen 98 ms\n"
     );
-    let failed_migration = run_line(&mut session, "migrate t40002 ha3");
+    let failed_outcome = run_line(&mut session, "migrate t40002 ha3");
     assert_eq!(
-        failed_migration.errors,
+        failed_outcome.errors,
         ["t40002 was not migrated to ha3: dump failed: the engine was killed by signal 9"]
     );
-    assert_eq!(failed_migration.json_values[0]["step"], "dump");
-    let refused_migration = run_line(&mut session, "migrate t40002 hx");
+    assert_eq!(failed_outcome.json_values[0]["step"], "dump");
+    let refused_outcome = run_line(&mut session, "migrate t40002 hx");
     assert_eq!(
-        refused_migration.errors,
+        refused_outcome.errors,
         ["t40002 was not migrated to hx: moving t40002: no host hx"]
     );
-    assert!(refused_migration.failed && refused_migration.json_values[0]["step"].is_null());
+    assert!(refused_outcome.failed && refused_outcome.json_values[0]["step"].is_null());
 }
 
 /// If the virtual machine ends during a migration, the error does not claim that the migration

@@ -83,9 +83,9 @@ fn output_file_is_never_overwritten() {
         std::fs::read_to_string(&path).expect("written"),
         "[1:t80001] abc\n[1:t80001] EOF\n"
     );
-    let second_spawn = run_line(&mut session, &format!("spawn ->{path_text} hello"));
+    let second_outcome = run_line(&mut session, &format!("spawn ->{path_text} hello"));
     assert_eq!(
-        second_spawn.refusal,
+        second_outcome.refusal,
         Some(format!("{path_text}: File exists"))
     );
     run_successfully(&mut session, &format!("spawn ->>{path_text} hello"));
@@ -100,8 +100,8 @@ fn missing_program_error_gives_advice() {
     assert!(outcome.failed && !as_session(&mut session).has_jobs());
     assert_eq!(outcome.errors.len(), 1);
     assert!(outcome.errors[0].starts_with("spawn nofile: it is not in the search path"));
-    let debugger_spawn = run_line(&mut session, "spawn -? nofile");
-    assert!(debugger_spawn.errors[0].starts_with("spawn nofile: the program, or the debugger"));
+    let debugger_outcome = run_line(&mut session, "spawn -? nofile");
+    assert!(debugger_outcome.errors[0].starts_with("spawn nofile: the program, or the debugger"));
     let write_refusal = run_line(&mut session, "spawn ->/nonexistent/file hello").refusal;
     assert_eq!(
         write_refusal.as_deref(),
@@ -123,8 +123,8 @@ fn spawned_tasks_receive_siblings() {
     assert_eq!((body.read_int(), body.read_int()), (Ok(1), Ok(0x80001)));
 }
 
-/// The console accepts job output only from daemons. A message from a task is ignored, even if it
-/// has the tag of a job.
+/// The console accepts job output only from daemons. A message from a task is ignored, even if the
+/// message has the tag of a job.
 #[test]
 fn forged_output_is_ignored() {
     let mut session = session();

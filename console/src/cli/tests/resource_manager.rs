@@ -13,17 +13,17 @@ fn job_kill_waits_for_end() {
     );
     assert_eq!((outcome.failed, outcome.errors.len()), (false, 0));
     assert_eq!(outcome.json_values[0]["forced"], 3);
-    let partial_kill = run_line(&mut session, "job kill t40003");
+    let partial_outcome = run_line(&mut session, "job kill t40003");
     assert_eq!(
-        partial_kill.errors,
+        partial_outcome.errors,
         ["job kill: t40005: its daemon does not answer"]
     );
     assert!(
-        !partial_kill.failed
-            && partial_kill
+        !partial_outcome.failed
+            && partial_outcome
                 .text
                 .starts_with("2 tasks of job t40003 were asked to end, and have ended"),
-        "{partial_kill:?}"
+        "{partial_outcome:?}"
     );
 }
 
@@ -38,8 +38,8 @@ fn job_kill_cancels_vacated_job() {
             ),
         "{outcome:?}"
     );
-    let unknown_job = run_line(&mut session(), "job kill t4000a");
-    assert!(unknown_job.failed, "{unknown_job:?}");
+    let unknown_job_outcome = run_line(&mut session(), "job kill t4000a");
+    assert!(unknown_job_outcome.failed, "{unknown_job_outcome:?}");
 }
 
 /// A command about a job, task or host that the resource manager does not know fails with an error.

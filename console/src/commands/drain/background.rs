@@ -18,7 +18,8 @@ use std::thread;
 
 /// Maximum number of bytes that are copied at a time.
 const CHUNK_BYTES_MAX: usize = 16 << 10;
-/// A shell reports death by signal N as exit status 128 + N.
+/// Offset of the exit status that a shell reports for a program killed by a signal. The status is
+/// this offset plus the signal's number.
 const SIGNAL_EXIT_BASE: u8 = 128;
 
 /// Returns the path of this program. `/proc/self/exe` is used if the file was removed or replaced.
@@ -34,14 +35,14 @@ fn own_program_path() -> PathBuf {
 fn spawn_drain_process(
     program: PathBuf,
     console: Tid,
-    order: &DrainRequest,
+    request: &DrainRequest,
     prints_json: bool,
 ) -> io::Result<Child> {
     let mut command = Command::new(program);
     command
         .args(["--apart", &console.to_string()])
         .args(prints_json.then_some("--json"))
-        .args(order.to_words());
+        .args(request.to_words());
     command
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
@@ -55,23 +56,24 @@ fn spawn_drain_process(
     })
 }
 
-/// Runs a drain that was requested from a shell and prints its progress.
+/// Runs a drain that was requested from a shell, in another process, and prints the progress of the
+/// drain. After SIGINT or SIGTERM this process exits and the drain continues.
 ///
 /// # Errors
 /// Fails after the end of the drain if standard output cannot be written.
-pub(super) fn run_from_shell(order: &DrainRequest, prints_json: bool) -> io::Result<Outcome> {
+pub(super) fn run_from_shell(request: &DrainRequest, prints_json: bool) -> io::Result<Outcome> {
     let mut interrupts = SigSet::empty();
     interrupts.add(Signal::SIGINT);
     interrupts.add(Signal::SIGTERM);
     // Threads that start later inherit the signal mask.
     interrupts.thread_block()?;
-    let mut child = match spawn_drain_process(own_program_path(), Tid::NONE, order, prints_json) {
+    let mut child = match spawn_drain_process(own_program_path(), Tid::NONE, request, prints_json) {
         Ok(child) => child,
         Err(error) => {
             return Ok(Outcome::from_error(error));
         }
     };
-    let host = order.host.clone();
+    let host = request.host.clone();
     thread::spawn(move || exit_on_signal(interrupts, &host));
     let error_printer = child
         .stderr
@@ -138,18 +140,19 @@ fn success_and_error(status: ExitStatus) -> (bool, Option<String>) {
     (status.success(), signal_error)
 }
 
-/// Runs a drain that was requested in this interactive console and waits for its end.
-pub(super) fn run_from_console(console: Tid, order: &DrainRequest, prints_json: bool) -> Outcome {
-    run_program_from_console(own_program_path(), console, order, prints_json)
+/// Runs a drain that was requested in this interactive console, in another process. Waits for the
+/// end of the drain and returns its output as an outcome.
+pub(super) fn run_from_console(console: Tid, request: &DrainRequest, prints_json: bool) -> Outcome {
+    run_program_from_console(own_program_path(), console, request, prints_json)
 }
 
 fn run_program_from_console(
     program: PathBuf,
     console: Tid,
-    order: &DrainRequest,
+    request: &DrainRequest,
     prints_json: bool,
 ) -> Outcome {
-    let process_output = match spawn_drain_process(program, console, order, prints_json)
+    let process_output = match spawn_drain_process(program, console, request, prints_json)
         .and_then(Child::wait_with_output)
     {
         Ok(process_output) => process_output,

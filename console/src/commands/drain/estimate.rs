@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 /// Seconds that a checkpoint of a job takes in addition to the time for writing its bytes.
 const JOB_OVERHEAD_SECONDS: f64 = 2.0;
 /// Maximum rate at which memory is assumed to be written to the store, which encrypts the data and
-/// flushes it to disk. If the measured migrations are slower, their rate is used.
+/// flushes the data to disk. If the measured migrations are slower, their rate is used.
 const WRITE_BYTES_PER_SECOND_MAX: f64 = 50e6;
 /// Margin on the estimated write time, because disks are shared.
 const WRITE_TIME_FACTOR: f64 = 1.5;
@@ -52,10 +52,10 @@ impl WriteEstimate {
         let known_bytes = self.task_bytes.values().fold(0, |known_bytes: u64, bytes| {
             known_bytes.saturating_add(*bytes)
         });
-        let mean = known_bytes / self.task_bytes.len().max(1) as u64;
+        let mean_bytes = known_bytes / self.task_bytes.len().max(1) as u64;
         let bytes = tasks
             .iter()
-            .map(|tid| self.task_bytes.get(tid).copied().unwrap_or(mean));
+            .map(|tid| self.task_bytes.get(tid).copied().unwrap_or(mean_bytes));
         bytes.fold(0, u64::saturating_add)
     }
 }
@@ -63,13 +63,13 @@ impl WriteEstimate {
 /// Returns the seconds that checkpoints of `job_count` jobs take. `bytes` is the total memory of
 /// the jobs, and `transfer_totals` is measured from migrations.
 pub(super) fn write_seconds(job_count: usize, bytes: u64, transfer_totals: TransferTotals) -> f64 {
-    let measured_rate = transfer_totals.0 as f64 / (transfer_totals.1.0 as f64 / 1e6);
-    let rate = if transfer_totals.1.0 > 0 {
-        measured_rate.clamp(1.0, WRITE_BYTES_PER_SECOND_MAX)
+    let measured_bytes_per_second = transfer_totals.0 as f64 / (transfer_totals.1.0 as f64 / 1e6);
+    let bytes_per_second = if transfer_totals.1.0 > 0 {
+        measured_bytes_per_second.clamp(1.0, WRITE_BYTES_PER_SECOND_MAX)
     } else {
         WRITE_BYTES_PER_SECOND_MAX
     };
-    JOB_OVERHEAD_SECONDS * job_count as f64 + bytes as f64 / rate
+    JOB_OVERHEAD_SECONDS * job_count as f64 + bytes as f64 / bytes_per_second
 }
 
 /// Returns the time that checkpoints of `job_count` jobs take, with a margin for shared disks. The
@@ -168,7 +168,7 @@ mod tests {
 
     #[test]
     fn leave_in_time_extrapolates_rate() {
-        let in_time = |elapsed_s, departed_bytes, bytes, remaining_s| {
+        let can_leave = |elapsed_s, departed_bytes, bytes, remaining_s| {
             can_leave_in_time(
                 Duration::from_secs(elapsed_s),
                 departed_bytes,
@@ -177,10 +177,10 @@ mod tests {
             )
         };
         assert!(
-            in_time(9, 0, 1 << 40, 30) && !in_time(10, 0, 1, 30),
+            can_leave(9, 0, 1 << 40, 30) && !can_leave(10, 0, 1, 30),
             "before the first task has left there is no rate"
         );
-        assert!(in_time(10, 50, 100, 20) && !in_time(10, 50, 101, 20));
-        assert!(!in_time(u64::from(u32::MAX), 1, u64::MAX, 1) && in_time(1, 1, 0, 0));
+        assert!(can_leave(10, 50, 100, 20) && !can_leave(10, 50, 101, 20));
+        assert!(!can_leave(u64::from(u32::MAX), 1, u64::MAX, 1) && can_leave(1, 1, 0, 0));
     }
 }

@@ -7,8 +7,8 @@ use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::time::Instant;
 
-/// Tasks that remain on a host, each with the reason why it cannot leave. The reason is `None` if
-/// the task can leave.
+/// Tasks that remain on a host, each with the reason why the task cannot leave. The reason is
+/// `None` if the task can leave.
 pub(super) type RemainingTasks = BTreeMap<Tid, Option<String>>;
 
 /// State of a task that is still on the host.
@@ -56,9 +56,10 @@ pub(super) struct CheckpointAttempts {
 
 /// Returns the state of a job from the states of its tasks on the host. The job is stuck if a task
 /// is stuck. Otherwise the job is migrating if a task is migrating or if there are no tasks.
+/// Otherwise the job is queued.
 pub(super) fn job_state(states: &[DepartureState]) -> DepartureState {
-    let stuck = states.iter().find(|state| **state == DepartureState::Stuck);
-    stuck
+    let stuck_state = states.iter().find(|state| **state == DepartureState::Stuck);
+    stuck_state
         .or(states.iter().max())
         .copied()
         .unwrap_or(DepartureState::Migrating)
@@ -112,9 +113,9 @@ pub(super) fn find_job(tid: Tid, parents: &BTreeMap<Tid, Tid>, tasks: &Remaining
     topmost_spawned(tid, parents, is_spawned)
 }
 
-/// Returns the jobs of these tasks, each as the tid of its first task. The job with most tasks
-/// comes first, because one checkpoint covers all its tasks. `console` is the console that
-/// requested the drain.
+/// Returns the jobs of these tasks, each as the tid of its first task. Jobs that cannot be
+/// checkpointed are omitted. The job with most tasks comes first, because one checkpoint covers all
+/// tasks of a job. `console` is the console that requested the drain.
 pub(super) fn find_jobs(
     console: Tid,
     parents: &BTreeMap<Tid, Tid>,
@@ -143,18 +144,18 @@ fn topmost_spawned(
     parents: &BTreeMap<Tid, Tid>,
     is_spawned: impl Fn(&Tid) -> bool,
 ) -> Tid {
-    let mut topmost = tid;
-    // Bounded by the number of tasks, in case a daemon reports a cycle.
+    let mut topmost_tid = tid;
+    // The loop is bounded by the number of tasks, in case a daemon reports a cycle.
     for _ in 0..parents.len() {
         match parents
-            .get(&topmost)
+            .get(&topmost_tid)
             .filter(|parent| parents.contains_key(parent) && is_spawned(parent))
         {
-            Some(parent) => topmost = *parent,
+            Some(parent) => topmost_tid = *parent,
             None => break,
         }
     }
-    topmost
+    topmost_tid
 }
 
 /// Returns the line about the work that a job loses if the host leaves. `drain_checkpoint` is the
@@ -165,14 +166,16 @@ pub(super) fn loss_line(
     checkpoints: &[CheckpointEntry],
     drain_checkpoint: Option<&String>,
 ) -> String {
-    let newest = checkpoints
+    let newest_checkpoint = checkpoints
         .iter()
         .filter(|checkpoint| checkpoint.job == job && checkpoint.unusable_reason.is_none())
         .max_by_key(|checkpoint| checkpoint.created_at);
-    let loss = newest.map_or("all its work".into(), |checkpoint| {
+    let loss = newest_checkpoint.map_or("all its work".into(), |checkpoint| {
         format!("its work since {}", checkpoint.name)
     });
-    let advice = match newest.is_some_and(|checkpoint| Some(&checkpoint.name) == drain_checkpoint) {
+    let advice = match newest_checkpoint
+        .is_some_and(|checkpoint| Some(&checkpoint.name) == drain_checkpoint)
+    {
         true => String::new(),
         false => format!("; 'drain {host} --checkpoint' checkpoints it"),
     };
@@ -183,7 +186,7 @@ pub(super) fn loss_line(
 mod tests {
     use super::*;
 
-    /// Stuck jobs are checkpointed before queued ones; migrating jobs are not checkpointed.
+    /// Stuck jobs are checkpointed before queued jobs; migrating jobs are not checkpointed.
     #[test]
     fn stuck_jobs_are_checkpointed_before_queued_ones() {
         let tid = |n: i32| Tid::from_raw(0x40000 + n);
@@ -238,11 +241,11 @@ mod tests {
             );
             selection_order(false, &mut attempts)
         };
-        let retry_is_due = Instant::now()
+        let due_attempt_time = Instant::now()
             .checked_sub(ESTIMATE_AGE_MAX)
             .expect("the machine runs for longer");
         assert_eq!(
-            order_after_failure(5, retry_is_due),
+            order_after_failure(5, due_attempt_time),
             [4, 3, 2, 5],
             "a job that cannot be checkpointed yet does not delay others"
         );
@@ -266,11 +269,11 @@ mod tests {
     fn job_saving_most_work_per_second_is_first() {
         let tid = |n: i32| Tid::from_raw(0x40000 + n);
         let remaining_job = |n, tasks, hours: u64, bytes| {
-            let unsaved = Micros::from_secs(3600 * hours);
+            let lost_work = Micros::from_secs(3600 * hours);
             RemainingJob {
                 job: tid(n),
                 task_count: tasks,
-                unsaved_work: unsaved,
+                unsaved_work: lost_work,
                 memory_bytes: bytes,
                 state: DepartureState::Stuck,
             }

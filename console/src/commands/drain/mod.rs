@@ -122,13 +122,13 @@ impl VmCommand for DrainCommand {
 
 /// Parses the words after `drain`.
 fn parse(args: &[String]) -> Result<DrainRequest, ParseError> {
-    let (mut host, mut deadline, mut checkpoint) = (None, None, false);
+    let (mut host, mut deadline, mut has_checkpoint_option) = (None, None, false);
     let mut rest = args.iter();
     while let Some(arg) = rest.next() {
         match parse_option_value("drain", "--deadline", arg, &mut rest)? {
             Some(value) => {
                 let expected_type = "a time such as 30s or 5m";
-                let wrong_type = || ParseError::WrongType {
+                let wrong_type_error = || ParseError::WrongType {
                     command: "drain",
                     word: value.into(),
                     expected: expected_type,
@@ -136,10 +136,10 @@ fn parse(args: &[String]) -> Result<DrainRequest, ParseError> {
                 deadline = Some(
                     parse_duration(value)
                         .filter(|duration| *duration <= order::DEADLINE_MAX)
-                        .ok_or_else(wrong_type)?,
+                        .ok_or_else(wrong_type_error)?,
                 );
             }
-            None if arg == "--checkpoint" => checkpoint = true,
+            None if arg == "--checkpoint" => has_checkpoint_option = true,
             None if arg.starts_with('-') => {
                 return Err(unknown_option_error(arg));
             }
@@ -150,7 +150,7 @@ fn parse(args: &[String]) -> Result<DrainRequest, ParseError> {
     Ok(DrainRequest {
         host: host.ok_or(ParseError::WrongArgs("drain"))?,
         deadline,
-        checkpoints_all: checkpoint,
+        checkpoints_all: has_checkpoint_option,
     })
 }
 

@@ -26,11 +26,12 @@ impl DrainRequest {
     /// Returns the words that parse to this request, starting with `drain`.
     pub(super) fn to_words(&self) -> Vec<String> {
         let mut words = vec!["drain".to_string(), self.host.clone()];
-        words.extend(
-            self.deadline
-                .iter()
-                .flat_map(|within| ["--deadline".to_string(), format!("{}s", within.as_secs())]),
-        );
+        words.extend(self.deadline.iter().flat_map(|time_limit| {
+            [
+                "--deadline".to_string(),
+                format!("{}s", time_limit.as_secs()),
+            ]
+        }));
         words.extend(self.checkpoints_all.then(|| "--checkpoint".to_string()));
         words
     }

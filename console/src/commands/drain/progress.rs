@@ -42,7 +42,8 @@ pub(super) struct DrainProgress {
     pub(super) drained_host: Option<HostId>,
     /// Bytes of the tasks that have left the host since the drain started.
     pub(super) departed_bytes: u64,
-    /// Name of the newest checkpoint of each job, if it was completed since the drain started.
+    /// Name of the newest checkpoint of each job, if that checkpoint was completed since the drain
+    /// started.
     pub(super) drain_checkpoints: BTreeMap<Tid, String>,
     /// Reason why this drain ended; `None` while the drain runs. After the end the host may still
     /// be drained by another request.
@@ -52,8 +53,8 @@ pub(super) struct DrainProgress {
     /// Start time of each running task whose start is in the log, in microseconds since the Unix
     /// epoch.
     start_times: BTreeMap<Tid, Micros>,
-    /// Completion time of each job's newest checkpoint, also if it is older than the drain, in
-    /// microseconds since the Unix epoch.
+    /// Completion time of each job's newest checkpoint, also if that checkpoint is older than the
+    /// drain, in microseconds since the Unix epoch.
     checkpoint_times: BTreeMap<Tid, Micros>,
 }
 
@@ -70,10 +71,10 @@ impl DrainProgress {
     pub(super) fn read_events(&mut self, machine: &dyn VirtualMachine) -> Result<(), Error> {
         loop {
             let events = machine.events(self.next_event, EVENTS_BATCH_MAX)?;
-            let Some(last) = events.last() else {
+            let Some(last_event) = events.last() else {
                 return Ok(());
             };
-            self.next_event = last.number + 1;
+            self.next_event = last_event.number + 1;
             events
                 .iter()
                 .for_each(|event| self.apply_event(event.at, &event.kind));
@@ -173,8 +174,8 @@ impl DrainProgress {
         }
     }
 
-    /// Returns the state of a task. `stuck_reason` is the reason why the task cannot leave; `None`
-    /// if it can.
+    /// Returns the state of a task. `stuck_reason` is the reason why the task cannot leave, or
+    /// `None` if the task can leave.
     pub(super) fn departure_state(
         &self,
         tid: Tid,
@@ -232,7 +233,7 @@ mod tests {
             progress.migration_text(tid),
             format!("it is migrating, {} done", Step::Dump)
         );
-        let (cause, frozen) = (MigrationCause::Drain { requested_by: tid }, Micros(1));
+        let (cause, frozen_duration) = (MigrationCause::Drain { requested_by: tid }, Micros(1));
         progress.apply_event(
             Micros(1),
             &EventKind::Migrated {
@@ -243,8 +244,8 @@ mod tests {
                 cause,
                 bytes: 200_000,
                 resident: 12_340_000,
-                frozen,
-                transfer_time: frozen,
+                frozen: frozen_duration,
+                transfer_time: frozen_duration,
             },
         );
         assert_eq!(
@@ -262,12 +263,12 @@ mod tests {
         let [console, other_console, job] = [1, 2, 3].map(|n| Tid::from_raw(0x40000 + n));
         let (host, other_host, event_time) =
             (HostId::new(2).expect("a host"), HostId::MASTER, Micros(1));
-        let drain_started = |requester| EventKind::DrainStarted {
+        let drain_started_event = |requester| EventKind::DrainStarted {
             host,
             requested_by: requester,
             deadline: None,
         };
-        let checkpointed = |checkpoint_name: &str| EventKind::Checkpointed {
+        let checkpointed_event = |checkpoint_name: &str| EventKind::Checkpointed {
             checkpoint: checkpoint_name.into(),
             job,
             tasks: 1,
@@ -275,7 +276,7 @@ mod tests {
             frozen: event_time,
             vacated: false,
         };
-        let migrated = |source| EventKind::Migrated {
+        let migrated_event = |source| EventKind::Migrated {
             id: MigrationId(1),
             tid: job,
             from: source,
@@ -299,20 +300,24 @@ mod tests {
             )
         };
         assert_eq!(
-            totals_after(&[checkpointed("a"), migrated(host), drain_started(console)]),
+            totals_after(&[
+                checkpointed_event("a"),
+                migrated_event(host),
+                drain_started_event(console)
+            ]),
             (0, None)
         );
         assert_eq!(
             totals_after(&[
-                migrated(host),
-                checkpointed("b"),
-                migrated(other_host),
-                checkpointed("c")
+                migrated_event(host),
+                checkpointed_event("b"),
+                migrated_event(other_host),
+                checkpointed_event("c")
             ]),
             (7, Some("c".into()))
         );
         assert_eq!(
-            totals_after(&[drain_started(other_console)]),
+            totals_after(&[drain_started_event(other_console)]),
             (7, Some("c".into())),
             "it has no time of its own"
         );
@@ -323,12 +328,13 @@ mod tests {
     fn cancel_or_later_deadline_ends_drain() {
         let [console, other_console] = [1, 2].map(|n| Tid::from_raw(0x40000 + n));
         let (host, other_host) = (HostId::new(2).expect("a host"), HostId::MASTER);
-        let drain_started = |requester, host, deadline_us: Option<u64>| EventKind::DrainStarted {
-            host,
-            requested_by: requester,
-            deadline: deadline_us.map(Micros),
-        };
-        let drain_ended = |host| EventKind::DrainEnded {
+        let drain_started_event =
+            |requester, host, deadline_us: Option<u64>| EventKind::DrainStarted {
+                host,
+                requested_by: requester,
+                deadline: deadline_us.map(Micros),
+            };
+        let drain_ended_event = |host| EventKind::DrainEnded {
             host,
             requested_by: other_console,
         };
@@ -341,29 +347,29 @@ mod tests {
         };
         assert_eq!(
             end_after(&[
-                drain_started(other_console, host, Some(9)),
-                drain_ended(host),
-                drain_started(console, host, None)
+                drain_started_event(other_console, host, Some(9)),
+                drain_ended_event(host),
+                drain_started_event(console, host, None)
             ]),
             None,
             "it was before"
         );
         assert_eq!(
             end_after(&[
-                drain_started(other_console, other_host, Some(9)),
-                drain_ended(other_host),
-                drain_started(other_console, host, None)
+                drain_started_event(other_console, other_host, Some(9)),
+                drain_ended_event(other_host),
+                drain_started_event(other_console, host, None)
             ]),
             None
         );
         assert_eq!(
-            end_after(&[drain_started(other_console, host, Some(9))]),
+            end_after(&[drain_started_event(other_console, host, Some(9))]),
             Some(DrainEndReason::Superseded(other_console))
         );
         assert_eq!(
             end_after(&[
-                drain_ended(host),
-                drain_started(other_console, host, Some(9))
+                drain_ended_event(host),
+                drain_started_event(other_console, host, Some(9))
             ]),
             Some(DrainEndReason::Cancelled),
             "that comes too late"
@@ -373,24 +379,24 @@ mod tests {
     #[test]
     fn unsaved_work_counts_from_start_or_checkpoint() {
         let [job, child, other_job] = [1, 2, 3].map(|n| Tid::from_raw(0x40000 + n));
-        let task_started = |tid| EventKind::TaskStarted {
+        let task_started_event = |tid| EventKind::TaskStarted {
             tid,
             parent: Tid::NONE,
             name: "w".into(),
             user: 1,
         };
-        let (checkpoint_name, tasks, bytes, frozen, is_vacated) =
+        let (checkpoint_name, tasks, bytes, frozen_time, is_vacated) =
             ("a".to_string(), 2, 1, Micros(1), false);
-        let checkpointed = EventKind::Checkpointed {
+        let checkpointed_event = EventKind::Checkpointed {
             checkpoint: checkpoint_name,
             job,
             tasks,
             bytes,
-            frozen,
+            frozen: frozen_time,
             vacated: is_vacated,
         };
         let mut progress = DrainProgress::default();
-        progress.apply_event(Micros(100), &task_started(child));
+        progress.apply_event(Micros(100), &task_started_event(child));
         let unsaved_us = |progress: &DrainProgress, tids: &[Tid]| {
             progress.unsaved_work(Micros(1000), job, tids).0
         };
@@ -399,9 +405,9 @@ mod tests {
             1800,
             "a task whose start is not in the log counts from the oldest event"
         );
-        progress.apply_event(Micros(300), &task_started(other_job));
-        progress.apply_event(Micros(400), &checkpointed);
-        progress.apply_event(Micros(900), &task_started(child));
+        progress.apply_event(Micros(300), &task_started_event(other_job));
+        progress.apply_event(Micros(400), &checkpointed_event);
+        progress.apply_event(Micros(900), &task_started_event(child));
         assert_eq!(
             (
                 unsaved_us(&progress, &[job, child]),

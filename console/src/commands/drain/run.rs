@@ -26,8 +26,7 @@ use std::time::{Duration, Instant};
 
 /// Interval for polling the resource manager.
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
-/// Time limit, if the drain has no deadline, for the first task to leave, and then for each further
-/// task.
+/// A drain without a deadline ends when no task has left for this time.
 const PROGRESS_TIMEOUT: Duration = Duration::from_secs(10);
 
 pub(crate) fn unknown_host_outcome(command: &str, host: &str) -> Outcome {
@@ -36,9 +35,9 @@ pub(crate) fn unknown_host_outcome(command: &str, host: &str) -> Outcome {
     ))
 }
 
-/// Unpacks a reply about a drain: true if the host is drained, the remaining tasks, and the number
-/// of tasks that stay because they belong to the host or were started by hand. `None` means that
-/// the host is unknown.
+/// Returns the content of a reply about a drain: true if the host is drained, the remaining tasks,
+/// and the number of tasks that stay because they belong to the host or were started by hand.
+/// `None` means that the host is unknown.
 pub(crate) fn unpack_drain_reply(
     reply: RmReply,
 ) -> Result<Option<(bool, RemainingTasks, u32)>, Error> {
@@ -105,24 +104,24 @@ impl DrainRun<'_> {
     fn poll_rm(&mut self) -> Result<bool, Error> {
         let host = &self.request.host;
         let query = RmQuery::DrainStatus { host: host.clone() };
-        let (is_drained, mut remaining) = match self.machine.ask_rm(&query) {
+        let (is_drained, mut polled_tasks) = match self.machine.ask_rm(&query) {
             // The drain continues without a resource manager, because checkpoints must not be late.
             // The next resource manager learns of the drain.
             Err(error) if self.request.may_checkpoint() && is_rm_unavailable(&error) => {
                 (true, self.remaining_without_rm()?)
             }
             reply => match unpack_drain_reply(reply?)? {
-                Some((is_drained, remaining, _)) => (is_drained, remaining),
+                Some((is_drained, polled_tasks, _)) => (is_drained, polled_tasks),
                 None => return Ok(false),
             },
         };
         // The resource manager may not know yet that a job has ended after its checkpoint.
-        remaining.retain(|tid, _| !self.departed_tasks.contains(tid));
+        polled_tasks.retain(|tid, _| !self.departed_tasks.contains(tid));
         self.progress.read_events(self.machine)?;
         for tid in self
             .remaining_tasks
             .keys()
-            .filter(|tid| !remaining.contains_key(tid))
+            .filter(|tid| !polled_tasks.contains_key(tid))
         {
             self.departed_tasks.push(*tid);
             let (departed_count, total_count) =
@@ -132,11 +131,11 @@ impl DrainRun<'_> {
                 self.progress.size_text(*tid)
             ));
         }
-        self.remaining_tasks = remaining;
+        self.remaining_tasks = polled_tasks;
         let end_reason = match self.progress.end_reason {
             _ if !is_drained => Some(DrainEndReason::Cancelled),
             // A drain that does not checkpoint only prints progress, so a later drain does not end
-            // it.
+            // the former.
             Some(DrainEndReason::Superseded(_)) if !self.request.may_checkpoint() => None,
             end_reason => end_reason,
         };
@@ -175,7 +174,8 @@ impl DrainRun<'_> {
     }
 
     /// Returns the jobs that have tasks on the host and can be checkpointed, the job with most
-    /// tasks first.
+    /// tasks first. Omits jobs that need no further checkpoint, and jobs whose checkpoint has
+    /// failed permanently.
     fn remaining_jobs(&mut self) -> Result<Vec<RemainingJob>, Error> {
         let (machine, parent_tids) = (self.machine, task_parents(self.machine)?);
         let mut tasks_by_job = BTreeMap::<Tid, Vec<Tid>>::new();
@@ -223,14 +223,14 @@ impl DrainRun<'_> {
             let states: Vec<DepartureState> = states
                 .map(|(tid, reason)| self.progress.departure_state(tid, reason.as_ref()))
                 .collect();
-            let (bytes, unsaved) = (
+            let (bytes, lost_work) = (
                 self.estimate.total_bytes(&job_tasks, query_bytes),
                 self.progress.unsaved_work(unix_micros(), job, &job_tasks),
             );
             remaining_jobs.push(RemainingJob {
                 job,
                 task_count: states.len(),
-                unsaved_work: unsaved,
+                unsaved_work: lost_work,
                 memory_bytes: bytes,
                 state: job_state(&states),
             });
@@ -257,13 +257,13 @@ impl DrainRun<'_> {
         let write_time = write_time_with_margin(jobs.len(), bytes, self.progress.transfer_totals);
         let mut next_job = None;
         if remaining_time <= write_time {
-            let movable: Vec<Tid> = self
+            let movable_tids: Vec<Tid> = self
                 .remaining_tasks
                 .iter()
                 .filter(|(_, reason)| reason.is_none())
                 .map(|(tid, _)| *tid)
                 .collect();
-            let bytes = self.estimate.total_bytes(&movable, |_| None);
+            let bytes = self.estimate.total_bytes(&movable_tids, |_| None);
             let queued_leave_in_time = can_leave_in_time(
                 self.started_at.elapsed(),
                 self.progress.departed_bytes,
@@ -277,7 +277,7 @@ impl DrainRun<'_> {
                 &self.attempts,
             );
         }
-        // If no job is ready, the result is used for [`ESTIMATE_MAX_AGE`]. After that, jobs whose
+        // If no job is ready, the result is used for [`ESTIMATE_AGE_MAX`]. After that, jobs whose
         // checkpoint failed and tasks that may still leave are examined again.
         let write_time = if remaining_time <= write_time {
             Duration::ZERO
@@ -288,8 +288,8 @@ impl DrainRun<'_> {
         Ok(next_job)
     }
 
-    /// Checkpoints a job and, with `--checkpoint`, ends it. `retry_later` is true if the caller
-    /// tries again after a temporary failure.
+    /// Checkpoints a job and, with `--checkpoint`, ends the job. Prints the result. `retry_later`
+    /// is true if the caller tries again after a temporary failure.
     fn checkpoint_job(
         &mut self,
         remaining_job: &RemainingJob,
@@ -439,18 +439,20 @@ impl DrainRun<'_> {
             .map(|(tid, reason)| json!({ "tid": tid.to_string(), "why": reason }))
             .collect();
         let departed_texts = tid_texts(&mut self.departed_tasks.iter());
-        let (ended, continued): (_, Vec<&String>) = (
+        let (ended_names, continued_names): (_, Vec<&String>) = (
             &self.ended_checkpoints,
             self.continued_checkpoints.values().collect(),
         );
-        let json_output = json!({ "host": host, "left": departed_texts, "still": remaining_json, "stay": staying_count, "sets": ended, "kept": continued });
+        let json_output = json!({ "host": host, "left": departed_texts, "still": remaining_json, "stay": staying_count, "sets": ended_names, "kept": continued_names });
         (self.print_line)(&text);
         Outcome::with_json(String::new(), json_output, !tasks.is_empty())
     }
 }
 
-/// Drains a host and waits until the host is empty or the time limit is reached. Calls `print_line`
-/// with each line of progress. `console` is the console that requested the drain.
+/// Drains a host and waits until the host is empty or the time limit is reached; with
+/// `--checkpoint`, then checkpoints and ends the remaining jobs. Calls `print_line` with each line
+/// of progress. Returns the outcome, which has failed if tasks remain. `console` is the console
+/// that requested the drain.
 pub(super) fn drain(
     machine: &dyn VirtualMachine,
     request: &DrainRequest,
@@ -460,7 +462,7 @@ pub(super) fn drain(
     let DrainRequest {
         host,
         deadline,
-        checkpoints_all: checkpoint,
+        checkpoints_all: ends_jobs,
     } = request;
     let deadline_us = deadline.map(|deadline| Micros(deadline.as_micros() as u64));
     let Some((_, tasks, staying_count)) = unpack_drain_reply(machine.ask_rm(&RmQuery::Drain {
@@ -474,7 +476,7 @@ pub(super) fn drain(
     print_line(&format!(
         "{host} accepts no tasks; {task_count} must leave\n"
     ));
-    let (departed, ended_checkpoints, continued_checkpoints, attempts, estimate) =
+    let (departed_tids, ended_checkpoints, continued_checkpoints, attempts, estimate) =
         Default::default();
     let (started_at, progress) = (Instant::now(), DrainProgress::new(machine.tid()));
     let mut drain_run = DrainRun {
@@ -485,21 +487,21 @@ pub(super) fn drain(
         started_at,
         initial_task_count: task_count,
         remaining_tasks: tasks,
-        departed_tasks: departed,
+        departed_tasks: departed_tids,
         ended_checkpoints,
         continued_checkpoints,
         attempts,
         progress,
         estimate,
     };
-    if drain_run.wait_until_empty()? && *checkpoint {
+    if drain_run.wait_until_empty()? && *ends_jobs {
         drain_run.checkpoint_all()?;
     }
     drain_run.print_losses()?;
     Ok(drain_run.into_outcome(staying_count))
 }
 
-/// True if no resource manager is running, or if it does not answer.
+/// True if no resource manager is running, or if the resource manager does not answer.
 fn is_rm_unavailable(error: &Error) -> bool {
     matches!(error.code, PvmError::NoTask | PvmError::NotImpl)
 }
@@ -520,7 +522,8 @@ fn request_checkpoint(
     job: Tid,
     ends_job: bool,
 ) -> Result<Result<CheckpointReport, CheckpointFailure>, Error> {
-    // `wait` must be true. Otherwise the resource manager would be responsible for the restart.
+    // `wait_for_end` must be true. Otherwise the resource manager would be responsible for the
+    // restart.
     match machine.ask(Request::Checkpoint {
         job,
         schedule: None,

@@ -3,9 +3,9 @@
 //! `rust-pi-master [WORKERS [PROGRAM]]`
 //!
 //! The master spawns workers and divides the work into pieces. A worker gets its next piece when it
-//! has sent the result of the previous one. If a worker ends before it has sent a result, its piece
-//! is sent to another worker. The points of a piece depend only on the number of the piece, so the
-//! result does not depend on the workers.
+//! has sent the result of the previous piece. If a worker ends before it has sent a result, its
+//! piece is sent to another worker. The points of a piece depend only on the number of the piece,
+//! so the result does not depend on the workers.
 
 use anyhow::{Context, Result, bail};
 use libpvm::proto::{PvmError, Tid};
@@ -46,13 +46,14 @@ struct PieceAssignment {
 }
 
 impl PieceAssignment {
-    /// Sends a piece to each idle worker until no piece is unassigned.
+    /// Sends a piece to each idle worker while there are unassigned pieces.
     fn assign_pieces(&mut self) -> Result<()> {
         while !self.unassigned_pieces.is_empty()
             && let Some(worker) = self.idle_workers.pop()
         {
             let piece = self.unassigned_pieces.pop().context("there is a piece")?;
-            // The message consists of PVM items, so that workers in C and Fortran can read it.
+            // The message consists of PVM items, so that workers in C and Fortran can read the
+            // message.
             worker.send(
                 TAG_WORK,
                 Body::items(|out| out.pack_int(piece).pack_int(POINTS_PER_PIECE)),
@@ -81,16 +82,16 @@ fn run_master(vm: &Vm, worker_count: u32, program: &str) -> Result<String> {
         assigned_pieces: BTreeMap::new(),
         unassigned_pieces: (0..PIECE_COUNT).collect(),
     };
-    let (mut result_count, mut hits, mut ended_workers) = (0, 0i64, 0);
-    while result_count < PIECE_COUNT && ended_workers < workers.len() {
+    let (mut result_count, mut hit_count, mut ended_worker_count) = (0, 0i64, 0);
+    while result_count < PIECE_COUNT && ended_worker_count < workers.len() {
         assignment.assign_pieces()?;
         let message = vm.recv_where(|message| {
             message.tag == TAG_RESULT || end_notices.is_notice_message(message)
         })?;
         if !end_notices.is_notice_message(&message) {
             let mut items = message.items()?;
-            let (_piece, piece_hits) = (items.read_int()?, items.read_int()?);
-            hits += i64::from(piece_hits);
+            let (_piece, piece_hit_count) = (items.read_int()?, items.read_int()?);
+            hit_count += i64::from(piece_hit_count);
             result_count += 1;
             assignment.assigned_pieces.remove(&message.src);
             assignment.idle_workers.push(vm.task(message.src));
@@ -103,21 +104,23 @@ fn run_master(vm: &Vm, worker_count: u32, program: &str) -> Result<String> {
                     .unassigned_pieces
                     .extend(assignment.assigned_pieces.remove(&tid));
                 assignment.idle_workers.retain(|worker| worker.tid() != tid);
-                ended_workers += 1;
+                ended_worker_count += 1;
             }
         }
     }
-    let missing_results = PIECE_COUNT - result_count;
-    if missing_results > 0 {
-        bail!("all workers have ended, {missing_results} of {PIECE_COUNT} results are missing");
+    let missing_result_count = PIECE_COUNT - result_count;
+    if missing_result_count > 0 {
+        bail!(
+            "all workers have ended, {missing_result_count} of {PIECE_COUNT} results are missing"
+        );
     }
     for worker in &assignment.idle_workers {
         worker.send(TAG_DONE, Body::empty())?;
     }
     let point_count = i64::from(PIECE_COUNT) * i64::from(POINTS_PER_PIECE);
     Ok(format!(
-        "pi is about {:.6}: {hits} of {point_count} points, {ended_workers} of {} workers lost",
-        4.0 * hits as f64 / point_count as f64,
+        "pi is about {:.6}: {hit_count} of {point_count} points, {ended_worker_count} of {} workers lost",
+        4.0 * hit_count as f64 / point_count as f64,
         workers.len()
     ))
 }

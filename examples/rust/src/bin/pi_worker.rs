@@ -1,5 +1,5 @@
-//! Worker that counts random points for `rust-pi-master`, which spawns it. The `pi` masters in
-//! other languages can spawn this worker, too.
+//! Worker that counts random points for `rust-pi-master`, which spawns this worker. The `pi`
+//! masters in other languages can spawn this worker, too.
 
 use anyhow::{Context, Result};
 use libpvm::{Body, Content, Vm};
@@ -12,7 +12,7 @@ const TAG_RESULT: i32 = 2;
 /// Tag of the message from the master that ends this worker, because there is no more work.
 const TAG_DONE: i32 = 3;
 
-/// Modulus of the random number generator, which replaces `x` by `x * FACTOR % MODULUS`.
+/// Modulus of the random number generator, which replaces `x` by `x * MULTIPLIER % MODULUS`.
 const MODULUS: i64 = 2_147_483_647;
 /// Multiplier of the random number generator.
 const MULTIPLIER: i64 = 48_271;
@@ -34,25 +34,26 @@ fn main() -> Result<()> {
         }
         let mut items = message.items()?;
         let (piece, point_count) = (items.read_int()?, items.read_int()?);
-        let hits = count_hits(piece, point_count);
+        let hit_count = count_hits(piece, point_count);
         master.send(
             TAG_RESULT,
-            Body::items(|out| out.pack_int(piece).pack_int(hits)),
+            Body::items(|out| out.pack_int(piece).pack_int(hit_count)),
         )?;
     }
     Ok(vm.exit()?)
 }
 
-/// Returns how many points of a piece lie within the circle around 0 with the radius `MODULUS`.
+/// Returns how many points of a piece lie within the circle with the radius `MODULUS` around the
+/// origin.
 fn count_hits(piece: i32, point_count: i32) -> i32 {
     let mut y = 1 + i64::from(piece) * SEED_STEP;
-    let mut hits = 0;
+    let mut hit_count = 0;
     for _ in 0..point_count {
         let x = y * MULTIPLIER % MODULUS;
         y = x * MULTIPLIER % MODULUS;
         if x * x + y * y < MODULUS * MODULUS {
-            hits += 1;
+            hit_count += 1;
         }
     }
-    hits
+    hit_count
 }

@@ -2,16 +2,17 @@
 //!
 //! `rust-prefix-sums [MEMBER_COUNT]`
 //!
-//! The task that a user starts is member 0. It spawns the other members, which run the same program
-//! with the argument `member`. In each round, every member adds the sum of the member at a certain
-//! distance before it. The distance is 1 in the first round and doubles in each round.
+//! The task that a user starts is member 0. Member 0 spawns the other members, which run the same
+//! program with the argument `member`. In each round, every member adds to its sum the sum of the
+//! member at a certain distance before it. The distance is 1 in the first round and doubles in each
+//! round.
 
 use anyhow::{Context, Result, bail};
 use libpvm::proto::Tid;
 use libpvm::{Content, Notices, Vm};
 
-/// Tag of a message with a final sum. The messages of a round have the distance of the round as
-/// their tag, which is at least 1.
+/// Tag of a message with a final sum. Messages of the rounds have other tags: the tag is the
+/// distance of the round, at least 1.
 const TAG_SUM: i32 = 0;
 
 fn main() -> Result<()> {

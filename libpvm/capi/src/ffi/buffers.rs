@@ -44,7 +44,7 @@ fn create_send_buffer(encoding: c_int) -> PvmResult<i32> {
     Ok(mid)
 }
 
-/// Creates a new send buffer, as `%+` in a format of `pvm_vpackf` requests.
+/// Creates a new send buffer and frees the previous one, for `%+` in a format of `pvm_vpackf`.
 pub(super) fn restart_send_buffer(encoding: c_int) -> PvmResult<()> {
     create_send_buffer(encoding).map(drop)
 }
@@ -138,7 +138,7 @@ fn set_active_buffer(mid: i32, for_sending: bool) -> PvmResult<i32> {
     Ok(previous_mid)
 }
 
-/// Makes a buffer the active send buffer and returns the previous one.
+/// Makes a buffer the active send buffer and returns the number of the previous send buffer.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_setsbuf(mid: c_int) -> c_int {
     trace::traced_call(
@@ -149,7 +149,7 @@ extern "C" fn pvm_setsbuf(mid: c_int) -> c_int {
     )
 }
 
-/// Makes a buffer the active receive buffer and returns the previous one.
+/// Makes a buffer the active receive buffer and returns the number of the previous receive buffer.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_setrbuf(mid: c_int) -> c_int {
     trace::traced_call(

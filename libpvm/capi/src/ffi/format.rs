@@ -66,17 +66,17 @@ impl VaArgs {
     }
 
     fn next_long(&self) -> i64 {
-        // SAFETY: as in `int`, for a long.
+        // SAFETY: as in `next_int`, for a long.
         unsafe { sempa_va_long(self.0) }
     }
 
     fn next_double(&self) -> f64 {
-        // SAFETY: as in `int`, for a double.
+        // SAFETY: as in `next_int`, for a double.
         unsafe { sempa_va_double(self.0) }
     }
 
     fn next_pointer<T>(&self) -> *mut T {
-        // SAFETY: as in `int`, for a pointer.
+        // SAFETY: as in `next_int`, for a pointer.
         unsafe { sempa_va_pointer(self.0).cast() }
     }
 

@@ -38,8 +38,8 @@ static HOSTS: ReturnedList<HostInfo> = ReturnedList::new();
 /// Each pointer must be null or valid for one value.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvm_config(
-    hosts: *mut c_int,
-    formats: *mut c_int,
+    host_count: *mut c_int,
+    format_count: *mut c_int,
     list: *mut *mut HostInfo,
 ) -> c_int {
     trace::traced_call(
@@ -47,10 +47,10 @@ unsafe extern "C" fn pvm_config(
         trace::no_items,
         || {
             // SAFETY: by this function's contract.
-            let (hosts, formats, list) = unsafe {
+            let (host_count, format_count, list) = unsafe {
                 (
-                    OutParam::new(hosts),
-                    OutParam::new(formats),
+                    OutParam::new(host_count),
+                    OutParam::new(format_count),
                     OutParam::new(list),
                 )
             };
@@ -61,8 +61,8 @@ unsafe extern "C" fn pvm_config(
                     .hosts
                     .iter()
                     .for_each(|host| push_host_info(&mut records, host));
-                hosts.set(records.len());
-                formats.set(table.data_format_count() as i32);
+                host_count.set(records.len());
+                format_count.set(table.data_format_count() as i32);
                 if !list.is_null() {
                     list.set(HOSTS.store(records));
                 }
@@ -73,8 +73,8 @@ unsafe extern "C" fn pvm_config(
         // SAFETY: by this function's contract.
         |code| unsafe {
             vec![
-                int_item("NH", read_int(hosts)),
-                int_item("NA", read_int(formats)),
+                int_item("NH", read_int(host_count)),
+                int_item("NA", read_int(format_count)),
                 int_item("CC", *code),
             ]
         },
@@ -99,8 +99,8 @@ unsafe fn store_statuses(
     Ok(results.iter().filter(|status| is_success(**status)).count() as i32)
 }
 
-/// Copies the names of hosts. A count beyond [`requests::HOSTS_PER_CALL_MAX`] is refused before any
-/// name is read.
+/// Copies the names of hosts. A count below 1 or above [`requests::HOSTS_PER_CALL_MAX`] is refused
+/// before any name is read.
 unsafe fn copy_host_names(names: *const *const c_char, count: c_int) -> PvmResult<Vec<Vec<u8>>> {
     if !(1..=requests::HOSTS_PER_CALL_MAX as c_int).contains(&count) {
         return Err(PvmError::BadParam);
@@ -109,7 +109,8 @@ unsafe fn copy_host_names(names: *const *const c_char, count: c_int) -> PvmResul
     unsafe { copy_strings(names, Some(count)) }
 }
 
-/// Adds hosts and returns the number of added hosts.
+/// Adds hosts and returns the number of added hosts. Stores the tid of the new host or an error
+/// code for each name in `status`.
 ///
 /// # Safety
 /// `hosts` must be null or contain `count` strings, and `status` must be null or have space for
@@ -148,7 +149,8 @@ unsafe extern "C" fn pvm_addhosts(
     )
 }
 
-/// Removes hosts and returns the number of removed hosts.
+/// Removes hosts and returns the number of removed hosts. Stores 0 or an error code for each name
+/// in `status`.
 ///
 /// # Safety
 /// As for [`pvm_addhosts`].
@@ -205,7 +207,8 @@ unsafe extern "C" fn pvm_mstat(name: *const c_char) -> c_int {
     )
 }
 
-/// Returns the data signature of an architecture.
+/// Returns the data signature of the first host with this architecture, or an error code if no host
+/// has this architecture.
 ///
 /// # Safety
 /// `arch` must be null or a string.
@@ -226,7 +229,7 @@ unsafe extern "C" fn pvm_archcode(arch: *const c_char) -> c_int {
     )
 }
 
-/// Returns the host part of a tid.
+/// Returns the host part of a tid: the tid of the host on which the task was created.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_tidtohost(tid: c_int) -> c_int {
     Tid::from_raw(tid).host_part().raw()
@@ -241,7 +244,7 @@ extern "C" fn pvm_tidtohost(tid: c_int) -> c_int {
 unsafe extern "C" fn pvm_hostsync(host: c_int, clock: *mut TimeVal, delta: *mut TimeVal) -> c_int {
     // SAFETY: by this function's contract.
     let (clock, delta) = unsafe { (OutParam::new(clock), OutParam::new(delta)) };
-    let to_micros = |(seconds, to_micros): (i64, i64)| seconds * 1_000_000 + to_micros;
+    let micros = |(seconds, micros): (i64, i64)| seconds * 1_000_000 + micros;
     // `tv_usec` is never negative, even for negative times.
     let to_timeval = |time_us: i64| TimeVal {
         tv_sec: time_us.div_euclid(1_000_000),
@@ -249,10 +252,10 @@ unsafe extern "C" fn pvm_hostsync(host: c_int, clock: *mut TimeVal, delta: *mut 
     };
     let store_times = || {
         session::runtime()?;
-        let local_start_us = to_micros(process::unix_time());
+        let local_start_us = micros(process::unix_time());
         let host_time_us =
             i64::try_from(requests::host_clock(host)?).map_err(|_| PvmError::Overflow)?;
-        let local_end_us = to_micros(process::unix_time());
+        let local_end_us = micros(process::unix_time());
         clock.set(to_timeval(host_time_us));
         delta.set(to_timeval(
             local_start_us + (local_end_us - local_start_us) / 2 - host_time_us,
@@ -271,8 +274,8 @@ extern "C" fn pvm_halt() -> c_int {
 
 static MASTER_ENTRY: ReturnedList<HostInfo> = ReturnedList::new();
 
-/// Registers this task as the resource manager. Returns the tid of the previous resource manager; 0
-/// if there was none.
+/// Registers this task as the resource manager and stores the master's host entry in `master`.
+/// Returns the tid of the previous resource manager; 0 if there was none.
 ///
 /// # Safety
 /// `master` must be null or valid for one pointer.
@@ -346,7 +349,7 @@ unsafe extern "C" fn pvm_reg_tracer(
     out_ctx: c_int,
     out_tag: c_int,
     mask: *const c_char,
-    buffer: c_int,
+    buffer_size: c_int,
     options: c_int,
 ) -> c_int {
     trace::traced_call(
@@ -359,7 +362,7 @@ unsafe extern "C" fn pvm_reg_tracer(
                 int_item("TRX", out_ctx),
                 int_item("TRO", out_tag),
                 c_string_item("TRM", mask),
-                int_item("TRB", buffer),
+                int_item("TRB", buffer_size),
                 int_item("TRL", options),
             ]
         },
@@ -380,7 +383,7 @@ unsafe extern "C" fn pvm_reg_tracer(
                     out_ctx,
                     out_tag,
                     event_mask: mask,
-                    buffer_bytes: buffer,
+                    buffer_bytes: buffer_size,
                     trace_option: options,
                 })
             };
@@ -390,18 +393,18 @@ unsafe extern "C" fn pvm_reg_tracer(
     )
 }
 
-/// Queries internal counters of the daemon. The daemon answers with numbers, or writes lines to its
-/// log.
+/// Queries internal counters of the daemon, or makes the daemon write lines to its log. Stores the
+/// number of returned counters in `result_count`, and at most ten counters in `result_values`.
 ///
 /// # Safety
-/// `args` must be null or contain `count` ints, `results` must be null or valid for one int, and
-/// `result` must be null or have space for ten ints.
+/// `args` must be null or contain `count` ints, `result_count` must be null or valid for one int,
+/// and `result_values` must be null or have space for ten ints.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvm_tickle(
     count: c_int,
     args: *const c_int,
-    results: *mut c_int,
-    result: *mut c_int,
+    result_count: *mut c_int,
+    result_values: *mut c_int,
 ) -> c_int {
     trace::traced_call(
         "tickle",
@@ -414,19 +417,23 @@ unsafe extern "C" fn pvm_tickle(
                     return Err(PvmError::BadParam);
                 }
                 // SAFETY: by this function's contract.
-                let (query, results) = unsafe {
+                let (query, result_count) = unsafe {
                     (
                         Strided::new(args, count, 1)?.to_vec(),
-                        OutParam::new(results),
+                        OutParam::new(result_count),
                     )
                 };
                 let counters = requests::query_daemon_counters(query)?;
-                results.set(counters.len() as c_int);
-                if !result.is_null() {
+                result_count.set(counters.len() as c_int);
+                if !result_values.is_null() {
                     // SAFETY: by this function's contract there is space for ten ints, and no more
                     // than ten ints are stored.
                     let target = unsafe {
-                        Strided::new(result, counters.len().min(DEBUG_QUERY_INTS_MAX) as c_int, 1)?
+                        Strided::new(
+                            result_values,
+                            counters.len().min(DEBUG_QUERY_INTS_MAX) as c_int,
+                            1,
+                        )?
                     };
                     (0..counters.len().min(DEBUG_QUERY_INTS_MAX))
                         .for_each(|i| target.set(i, counters[i]));
@@ -439,7 +446,7 @@ unsafe extern "C" fn pvm_tickle(
         |code| unsafe {
             vec![
                 int_item("CC", *code),
-                c_ints_item("TR", result, read_int(results).min(10)),
+                c_ints_item("TR", result_values, read_int(result_count).min(10)),
             ]
         },
     )

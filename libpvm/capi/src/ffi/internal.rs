@@ -35,7 +35,7 @@ unsafe extern "C" fn lpvmerr(function_name: *const c_char, code: c_int) -> c_int
     report_error(&unsafe { string_or_null_text(function_name) }, code)
 }
 
-/// Writes a line to the log.
+/// Writes a line to the log of a task, which is its standard error.
 ///
 /// # Safety
 /// `line` must be null or a string.
@@ -79,7 +79,7 @@ extern "C" fn pvmbeatask() -> c_int {
     session::runtime().map_or_else(PvmError::code, |_| 0)
 }
 
-/// Disconnects from the daemon.
+/// Disconnects from the daemon, without the other steps of `pvm_exit`.
 #[unsafe(no_mangle)]
 extern "C" fn pvmendtask() -> c_int {
     leave::disconnect();
@@ -106,7 +106,8 @@ unsafe extern "C" fn pvmsettaskname(name: *const c_char) -> c_int {
 
 /// Removes mailbox entries without an owner: all entries if `name` is null or empty, otherwise the
 /// entries of the class `name`; if `index` ≥ 0, only the entry with this index. If `kill` is
-/// nonzero, ends all tasks that a reset ends and removes all entries without an owner.
+/// nonzero, ends all spawned tasks that are not exempt from a reset, and removes all entries
+/// without an owner.
 ///
 /// # Safety
 /// `name` must be null or a string.
@@ -148,11 +149,11 @@ unsafe extern "C" fn pvmdisplaymhfinfo(caller: *const c_char, message: *const c_
         session.handlers.lowest_free_id(),
     );
     drop(session);
-    let (handler_count, first_free) = (handlers.len(), free_id.unwrap_or(-1));
+    let (handler_count, first_free_id) = (handlers.len(), free_id.unwrap_or(-1));
     let free_id = free_id.map_or_else(String::new, |number| format!("{number} "));
     let mut handler_lines = format!(
         "\n{caller} t{tid:x}: Display Message Handler Information: ndhandles = {count}\tnhandles = {handler_count}\tfl_dhandles = \
-         {first_free}\npvmdisplaymhfinfo: free list.  head <- {free_id}-< tail\n{caller} t{tid:x}: {message}\n"
+         {first_free_id}\npvmdisplaymhfinfo: free list.  head <- {free_id}-< tail\n{caller} t{tid:x}: {message}\n"
     );
     for (index, (id, filter)) in handlers.iter().enumerate() {
         let source = format!("t{:x}", filter.src);
@@ -196,36 +197,36 @@ unsafe extern "C" fn pvmputenv(setting: *const c_char) -> c_int {
 /// Parses a number: decimal, hexadecimal with `0x`, or octal with `0`.
 ///
 /// # Safety
-/// `number` must be null or a string.
+/// `text` must be null or a string.
 #[unsafe(no_mangle)]
-unsafe extern "C" fn pvmstrtoi(number: *const c_char) -> c_int {
+unsafe extern "C" fn pvmstrtoi(text: *const c_char) -> c_int {
     // SAFETY: by this function's contract.
-    unsafe { ProgramStr::new(number) }.map_or(0, |number| env::parse_number(number.to_bytes()))
+    unsafe { ProgramStr::new(text) }.map_or(0, |text| env::parse_number(text.to_bytes()))
 }
 
 /// Parses a hexadecimal number, with or without `0x`.
 ///
 /// # Safety
-/// `number` must be null or a string.
+/// `text` must be null or a string.
 #[unsafe(no_mangle)]
-unsafe extern "C" fn pvmxtoi(number: *const c_char) -> c_int {
+unsafe extern "C" fn pvmxtoi(text: *const c_char) -> c_int {
     // SAFETY: by this function's contract.
-    unsafe { ProgramStr::new(number) }.map_or(0, |number| env::parse_hex(number.to_bytes()))
+    unsafe { ProgramStr::new(text) }.map_or(0, |text| env::parse_hex(text.to_bytes()))
 }
 
 static TAG_NAME: Mutex<Option<COwnedMemory<CString>>> = Mutex::new(None);
 
-/// Returns the name of a reserved tag, or the number of any other tag as text. Stores 1 in `found`
-/// if the tag has a name, else 0.
+/// Returns the name of a reserved tag, or the number of any other tag as text. Stores 1 in
+/// `name_flag` if the tag has a name, else 0.
 ///
 /// # Safety
-/// `found` must be null or valid for one int.
+/// `name_flag` must be null or valid for one int.
 #[unsafe(no_mangle)]
-unsafe extern "C" fn pvmnametag(tag: c_int, found: *mut c_int) -> *const c_char {
+unsafe extern "C" fn pvmnametag(tag: c_int, name_flag: *mut c_int) -> *const c_char {
     // SAFETY: by this function's contract.
-    let found = unsafe { OutParam::new(found) };
+    let name_flag = unsafe { OutParam::new(name_flag) };
     let name = names::tag_name(tag);
-    found.set(c_int::from(name.is_some()));
+    name_flag.set(c_int::from(name.is_some()));
     let name = CString::new(name.map_or_else(|| tag.to_string(), str::to_string))
         .expect("names have no NUL");
     let pointer = name.as_ptr();
@@ -233,7 +234,7 @@ unsafe extern "C" fn pvmnametag(tag: c_int, found: *mut c_int) -> *const c_char 
     pointer
 }
 
-/// Stores the time of day.
+/// Stores the time of day in `time`.
 ///
 /// # Safety
 /// `time` must be null or valid for one structure.
@@ -275,7 +276,7 @@ unsafe extern "C" fn pvmmatchstring(string: *const c_char, pattern: *const c_cha
     1
 }
 
-/// Exits the process if it runs as root without permission (`PVM_ALLOW_ROOT`).
+/// Exits the process if `user` is root and the variable `PVM_ALLOW_ROOT` is not set.
 #[unsafe(no_mangle)]
 extern "C" fn pvmchkuid(user: c_int) {
     if user == 0 && env::read_var("PVM_ALLOW_ROOT").is_none() {
@@ -299,19 +300,20 @@ fn env_or_default(
     cached_value.get_or_init(read_variable).as_ptr()
 }
 
-/// Returns the directory for temporary files.
+/// Returns the directory for temporary files: the value of `PVM_TMP`, by default `/tmp`.
 #[unsafe(no_mangle)]
 extern "C" fn pvmgettmp() -> *const c_char {
     env_or_default(&TEMP_DIR, "PVM_TMP", "/tmp")
 }
 
-/// Returns the command of the remote shell.
+/// Returns the command of the remote shell: the value of `PVM_RSH`, by default `ssh`.
 #[unsafe(no_mangle)]
 extern "C" fn pvmgetrsh() -> *const c_char {
     env_or_default(&REMOTE_SHELL, "PVM_RSH", "ssh")
 }
 
-/// Returns the directory in which PVM is installed.
+/// Returns the directory in which PVM is installed: the value of `PVM_ROOT`, by default
+/// `/usr/lib/pvm3`.
 #[unsafe(no_mangle)]
 extern "C" fn pvmgetroot() -> *const c_char {
     env_or_default(&PVM_ROOT_DIR, "PVM_ROOT", "/usr/lib/pvm3")

@@ -89,8 +89,8 @@ extern "C" fn umbuf_list(_level: c_int) -> c_int {
     0
 }
 
-/// Does nothing. PVM's library adds a descriptor to the set that it polls; in this library the I/O
-/// thread polls all descriptors.
+/// Does nothing. In PVM's library, the function adds a descriptor to the set of polled descriptors;
+/// in this library the I/O thread polls all descriptors.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_fd_add(_fd: c_int, _set: c_int) -> c_int {
     0
@@ -216,10 +216,7 @@ wire_numbers! {
     pvmget8 pvmput8 u8;
 }
 
-/// Continues a CRC-32 over these bytes.
-///
-/// # Safety
-/// `bytes` must be null or contain `count` bytes.
+/// Continues the CRC-32 `crc` over these bytes. Returns the new CRC-32.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvmcrcappend(bytes: *const c_char, count: c_int, crc: c_uint) -> c_uint {
     const POLYNOMIAL: u32 = 0xedb8_8320;
@@ -294,7 +291,8 @@ unsafe extern "C" fn pvmcopyenv(list: *mut *mut c_char) -> *mut *mut c_char {
     copy_list_to_malloc(&copies)
 }
 
-/// Sets `NAME=value` in an environment that `pvmcopyenv` created.
+/// Sets `NAME=value` in an environment that `pvmcopyenv` created. Returns 0; −1 if a pointer is
+/// null or `setting` contains no `=`.
 ///
 /// # Safety
 /// `environment` must be null or point to an environment that `pvmcopyenv` created, and `setting`
@@ -330,7 +328,7 @@ unsafe extern "C" fn pvmenvinsert(
     0
 }
 
-/// Frees an environment.
+/// Frees the list and the strings of an environment.
 ///
 /// # Safety
 /// `list` must be null or an environment made by `pvmcopyenv`.
@@ -368,8 +366,8 @@ extern "C" fn pvmgetpvmd() -> *const c_char {
     )
 }
 
-/// Returns the path of the socket of this user's daemon; empty if there is no valid runtime
-/// directory.
+/// Returns the path of the socket of this user's daemon; empty if the value of `PVM_VMID` is
+/// invalid.
 #[unsafe(no_mangle)]
 extern "C" fn pvmdsockfile() -> *const c_char {
     static TEXT: Mutex<Option<crate::memory::COwnedMemory<CString>>> = Mutex::new(None);

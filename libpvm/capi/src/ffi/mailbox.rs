@@ -21,25 +21,25 @@ use std::sync::{Mutex, PoisonError};
 /// Reads the name of a mailbox class. Enrols the process first if it is not a task.
 ///
 /// # Safety
-/// `text` must be null or a string.
-unsafe fn enrol_and_read_name(text: *const c_char) -> PvmResult<String> {
+/// `class_name` must be null or a string.
+unsafe fn enrol_and_read_name(class_name: *const c_char) -> PvmResult<String> {
     session::runtime()?;
     // SAFETY: the caller's contract: null or a string.
-    Ok(unsafe { ProgramStr::new(text)? }.to_string_lossy())
+    Ok(unsafe { ProgramStr::new(class_name)? }.to_string_lossy())
 }
 
-/// Stores a copy of a message in a mailbox class and returns its index.
+/// Stores a copy of a message in a mailbox class and returns the index of the new entry.
 ///
 /// # Safety
-/// `text` must be null or a string.
+/// `class_name` must be null or a string.
 #[unsafe(no_mangle)]
-unsafe extern "C" fn pvm_putinfo(text: *const c_char, mid: c_int, flags: c_int) -> c_int {
+unsafe extern "C" fn pvm_putinfo(class_name: *const c_char, mid: c_int, flags: c_int) -> c_int {
     trace::traced_call(
         "putinfo",
         // SAFETY: by this function's contract.
         || unsafe {
             vec![
-                c_string_item("CN", text),
+                c_string_item("CN", class_name),
                 int_item("CI", 0),
                 int_item("CF", flags),
                 int_item("CD", mid),
@@ -48,7 +48,7 @@ unsafe extern "C" fn pvm_putinfo(text: *const c_char, mid: c_int, flags: c_int) 
         || {
             let put_message = || {
                 // SAFETY: by this function's contract.
-                let name = unsafe { enrol_and_read_name(text)? };
+                let name = unsafe { enrol_and_read_name(class_name)? };
                 let mut message = send::buffer_as_message(mid)?;
                 if message.src == Tid::NONE {
                     message.src = Tid::from_raw(pvmmytid.load(Relaxed));
@@ -69,15 +69,15 @@ unsafe extern "C" fn pvm_putinfo(text: *const c_char, mid: c_int, flags: c_int) 
 /// the buffer's number.
 ///
 /// # Safety
-/// `text` must be null or a string.
+/// `class_name` must be null or a string.
 #[unsafe(no_mangle)]
-unsafe extern "C" fn pvm_recvinfo(text: *const c_char, index: c_int, flags: c_int) -> c_int {
+unsafe extern "C" fn pvm_recvinfo(class_name: *const c_char, index: c_int, flags: c_int) -> c_int {
     trace::traced_call(
         "getinfo",
         // SAFETY: by this function's contract.
         || unsafe {
             vec![
-                c_string_item("CN", text),
+                c_string_item("CN", class_name),
                 int_item("CI", index),
                 int_item("CF", flags),
             ]
@@ -85,7 +85,7 @@ unsafe extern "C" fn pvm_recvinfo(text: *const c_char, index: c_int, flags: c_in
         || {
             let receive_message = || {
                 // SAFETY: by this function's contract.
-                let name = unsafe { enrol_and_read_name(text)? };
+                let name = unsafe { enrol_and_read_name(class_name)? };
                 lock().free_receive_buffer();
                 let message = requests::mailbox_take(name, index, flags)?;
                 let mut session = lock();
@@ -100,18 +100,18 @@ unsafe extern "C" fn pvm_recvinfo(text: *const c_char, index: c_int, flags: c_in
     )
 }
 
-/// Removes an entry of a mailbox class.
+/// Removes an entry of a mailbox class and returns the entry's index.
 ///
 /// # Safety
-/// `text` must be null or a string.
+/// `class_name` must be null or a string.
 #[unsafe(no_mangle)]
-unsafe extern "C" fn pvm_delinfo(text: *const c_char, index: c_int, flags: c_int) -> c_int {
+unsafe extern "C" fn pvm_delinfo(class_name: *const c_char, index: c_int, flags: c_int) -> c_int {
     trace::traced_call(
         "delinfo",
         // SAFETY: by this function's contract.
         || unsafe {
             vec![
-                c_string_item("CN", text),
+                c_string_item("CN", class_name),
                 int_item("CI", index),
                 int_item("CF", flags),
             ]
@@ -119,7 +119,7 @@ unsafe extern "C" fn pvm_delinfo(text: *const c_char, index: c_int, flags: c_int
         || {
             // SAFETY: by this function's contract.
             let delete_entry =
-                || requests::mailbox_delete(unsafe { enrol_and_read_name(text)? }, index);
+                || requests::mailbox_delete(unsafe { enrol_and_read_name(class_name)? }, index);
             // On success the index is returned, as in PVM.
             value_or_report_except(
                 "pvm_delinfo",
@@ -167,17 +167,17 @@ unsafe extern "C" fn pvm_getmboxinfo(
                 let mut records = RecordList::new();
                 let mut arrays = Vec::new();
                 for class in classes {
-                    let mut add_array = |field_of_entry: fn(&(i32, Tid, i32)) -> i32| {
-                        let add_array: Vec<c_int> =
+                    let mut field_array = |field_of_entry: fn(&(i32, Tid, i32)) -> i32| {
+                        let field_array: Vec<c_int> =
                             class.entries.iter().map(field_of_entry).collect();
-                        let pointer = add_array.as_ptr();
-                        arrays.push(add_array);
+                        let pointer = field_array.as_ptr();
+                        arrays.push(field_array);
                         pointer
                     };
                     let (indices, owners, flags) = (
-                        add_array(|e| e.0),
-                        add_array(|e| e.1.raw()),
-                        add_array(|e| e.2),
+                        field_array(|e| e.0),
+                        field_array(|e| e.1.raw()),
+                        field_array(|e| e.2),
                     );
                     let name = records.add_text(&class.name);
                     records.push(MboxInfo {
@@ -199,49 +199,56 @@ unsafe extern "C" fn pvm_getmboxinfo(
     )
 }
 
-/// Stores one int in a mailbox class and returns its index.
+/// Stores one int in a mailbox class and returns the index of the entry.
 ///
 /// # Safety
-/// `text` must be null or a string.
+/// `class_name` must be null or a string.
 #[unsafe(no_mangle)]
-unsafe extern "C" fn pvm_insert(text: *const c_char, index: c_int, value: c_int) -> c_int {
+unsafe extern "C" fn pvm_insert(class_name: *const c_char, index: c_int, value: c_int) -> c_int {
     trace::traced_call(
         "insert",
         // SAFETY: by this function's contract.
         || unsafe {
             vec![
-                c_string_item("CN", text),
+                c_string_item("CN", class_name),
                 int_item("CI", index),
                 int_item("CD", value),
             ]
         },
         || {
-            // SAFETY: by this function's contract.
-            let insert_value =
-                || requests::mailbox_insert(unsafe { enrol_and_read_name(text)? }, index, value);
+            let insert_value = || {
+                // SAFETY: by this function's contract.
+                let class_name = unsafe { enrol_and_read_name(class_name)? };
+                requests::mailbox_insert(class_name, index, value)
+            };
             value_or_report_except("pvm_insert", insert_value(), &[PvmError::Denied])
         },
         trace::return_code_items,
     )
 }
 
-/// Reads one int from a mailbox class.
+/// Stores one int of a mailbox class in `value`. Returns the index of the entry; 0 if `index` is
+/// −1.
 ///
 /// # Safety
-/// `text` must be null or a string, and `value` null or valid for one int.
+/// `class_name` must be null or a string, and `value` null or valid for one int.
 #[unsafe(no_mangle)]
-unsafe extern "C" fn pvm_lookup(text: *const c_char, index: c_int, value: *mut c_int) -> c_int {
+unsafe extern "C" fn pvm_lookup(
+    class_name: *const c_char,
+    index: c_int,
+    value: *mut c_int,
+) -> c_int {
     trace::traced_call(
         "lookup",
         // SAFETY: by this function's contract.
-        || unsafe { vec![c_string_item("CN", text), int_item("CI", index)] },
+        || unsafe { vec![c_string_item("CN", class_name), int_item("CI", index)] },
         || {
             // SAFETY: by this function's contract.
             let target = unsafe { OutParam::new(value) };
             let look_up_value = || {
                 // SAFETY: by this function's contract.
                 let stored_value =
-                    requests::mailbox_lookup(unsafe { enrol_and_read_name(text)? }, index)?;
+                    requests::mailbox_lookup(unsafe { enrol_and_read_name(class_name)? }, index)?;
                 target.set(stored_value);
                 Ok(if index == -1 { 0 } else { index })
             };
@@ -251,20 +258,20 @@ unsafe extern "C" fn pvm_lookup(text: *const c_char, index: c_int, value: *mut c
     )
 }
 
-/// Removes one int from a mailbox class.
+/// Removes one int from a mailbox class and returns the index of the entry.
 ///
 /// # Safety
-/// `text` must be null or a string.
+/// `class_name` must be null or a string.
 #[unsafe(no_mangle)]
-unsafe extern "C" fn pvm_delete(text: *const c_char, index: c_int) -> c_int {
+unsafe extern "C" fn pvm_delete(class_name: *const c_char, index: c_int) -> c_int {
     trace::traced_call(
         "delete",
         // SAFETY: by this function's contract.
-        || unsafe { vec![c_string_item("CN", text), int_item("CI", index)] },
+        || unsafe { vec![c_string_item("CN", class_name), int_item("CI", index)] },
         || {
             // SAFETY: by this function's contract.
             let delete_entry =
-                || requests::mailbox_delete(unsafe { enrol_and_read_name(text)? }, index);
+                || requests::mailbox_delete(unsafe { enrol_and_read_name(class_name)? }, index);
             // On success the index is returned, as in PVM.
             value_or_report("pvm_delete", delete_entry().map(|()| index))
         },
@@ -274,7 +281,7 @@ unsafe extern "C" fn pvm_delete(text: *const c_char, index: c_int) -> c_int {
 
 static NO_RESET_TIDS: ReturnedList<c_int> = ReturnedList::new();
 
-/// Lists the tasks that a reset does not end.
+/// Stores the tids of the tasks that a reset does not end, and the number of these tasks.
 ///
 /// # Safety
 /// Each pointer must be null or valid for one value.

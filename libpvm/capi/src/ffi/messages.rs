@@ -22,7 +22,7 @@ use std::ffi::{c_int, c_void};
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
 
-/// Sends the active send buffer.
+/// Sends the active send buffer to the task `tid` with the tag `tag`.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_send(tid: c_int, tag: c_int) -> c_int {
     trace::traced_call(
@@ -179,15 +179,15 @@ unsafe extern "C" fn pvm_precv(
 
 /// Returns the result of a receive call for the program: the number of the buffer, or 0 for no
 /// message. An error is reported, and its code is returned.
-fn receive_result(call: &str, result: Result<Option<i32>, ReceiveError>) -> c_int {
+fn receive_result(function_name: &str, result: Result<Option<i32>, ReceiveError>) -> c_int {
     match result {
         Ok(mid) => mid.unwrap_or(0),
-        Err(ReceiveError::Pvm(error)) => report_error(call, error.code()),
-        Err(ReceiveError::Matcher(code)) => report_error(call, code),
+        Err(ReceiveError::Pvm(error)) => report_error(function_name, error.code()),
+        Err(ReceiveError::Matcher(code)) => report_error(function_name, code),
     }
 }
 
-/// Waits for a message and makes it the active receive buffer.
+/// Waits for a message, makes its buffer the active receive buffer and returns the buffer's number.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_recv(tid: c_int, tag: c_int) -> c_int {
     trace::traced_call(
@@ -198,7 +198,8 @@ extern "C" fn pvm_recv(tid: c_int, tag: c_int) -> c_int {
     )
 }
 
-/// Receives without waiting. Returns 0 if no matching message has arrived.
+/// Receives a message as `pvm_recv` does, but without waiting. Returns 0 if no matching message has
+/// arrived.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_nrecv(tid: c_int, tag: c_int) -> c_int {
     trace::traced_call(
@@ -209,7 +210,8 @@ extern "C" fn pvm_nrecv(tid: c_int, tag: c_int) -> c_int {
     )
 }
 
-/// Receives a message. Waits at most `time`, or without limit if `time` is null.
+/// Receives a message as `pvm_recv` does. Waits at most `time`, or without limit if `time` is null.
+/// Returns 0 if no matching message arrives in this time.
 ///
 /// # Safety
 /// `time` must be null or point to a structure.
@@ -265,8 +267,8 @@ extern "C" fn default_matcher(mid: c_int, tid: c_int, tag: c_int) -> c_int {
     receive::default_matcher(mid, tid, tag)
 }
 
-/// Sets the matching function and returns the previous one. Null restores the library's own
-/// matching function.
+/// Sets the matching function and returns the previous matching function. Null restores the
+/// library's own matching function.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_recvf(matcher: Option<Matcher>) -> Option<Matcher> {
     trace::traced_call(
@@ -332,7 +334,7 @@ extern "C" fn pvm_getcontext() -> c_int {
     )
 }
 
-/// Sets the current message context and returns the previous one.
+/// Sets the current message context and returns the previous context.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_setcontext(ctx: c_int) -> c_int {
     trace::traced_call(

@@ -39,7 +39,7 @@ extern "C" fn pvm_setopt(what: c_int, value: c_int) -> c_int {
             drop(lock());
             value_or_report("pvm_setopt", options::set_option(what, value))
         },
-        |before| vec![int_item("OPV", *before)],
+        |previous_value| vec![int_item("OPV", *previous_value)],
     )
 }
 
@@ -112,7 +112,7 @@ unsafe extern "C" fn pvm_unexport(name: *const c_char) -> c_int {
     )
 }
 
-/// Prints the last error on standard error.
+/// Prints `text` and the text of the last error on standard error.
 ///
 /// # Safety
 /// `text` must be null or a string.

@@ -85,7 +85,8 @@ packing! {
     pvm_pkushort pvm_upkushort c_ushort, u16, pack::pack_numbers, pack::unpack_numbers;
 }
 
-/// Packs a string.
+/// Packs a string: its length including the NUL, then the characters and the NUL. Fails with
+/// `PvmNotImpl` in a buffer packed in place.
 ///
 /// # Safety
 /// `text` must be null or a string.

@@ -39,8 +39,8 @@ impl<T> RecordList<T> {
     }
 }
 
-/// The list that the most recent call of one function returned. It owns the memory that the program
-/// reads.
+/// The list that the most recent call of one function returned. The list owns the memory that the
+/// program reads.
 pub(super) struct ReturnedList<T>(Mutex<COwnedMemory<RecordList<T>>>);
 
 impl<T> ReturnedList<T> {

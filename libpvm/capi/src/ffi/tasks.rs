@@ -61,7 +61,8 @@ extern "C" fn pvm_exit() -> c_int {
     0
 }
 
-/// Starts tasks and returns how many were started.
+/// Starts tasks and returns the number of started tasks. Stores the tid or the error code of each
+/// task in `tids`.
 ///
 /// # Safety
 /// `file` and `selection` must be null or strings, `args` null or a list of strings that ends with
@@ -153,7 +154,7 @@ unsafe extern "C" fn pvm_siblings(tids: *mut *mut c_int) -> c_int {
 
 static TASKS: ReturnedList<TaskInfo> = ReturnedList::new();
 
-/// Lists the tasks of all hosts, of one host, or one task.
+/// Lists the tasks of all hosts, the tasks of one host, or one task, as `selector` requests.
 ///
 /// # Safety
 /// `count` must be null or valid for one int, and `tasks` null or valid for one pointer.
@@ -210,7 +211,7 @@ extern "C" fn pvm_pstat(tid: c_int) -> c_int {
     )
 }
 
-/// Sends SIGTERM to a task.
+/// Sends SIGTERM to a task. Succeeds without effect if the task has already exited.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_kill(tid: c_int) -> c_int {
     trace::traced_call(
@@ -226,7 +227,7 @@ extern "C" fn pvm_kill(tid: c_int) -> c_int {
     )
 }
 
-/// Sends a signal to a task.
+/// Sends a signal to a task. Succeeds without effect if the task has already exited.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_sendsig(tid: c_int, signal: c_int) -> c_int {
     trace::traced_call(
@@ -296,7 +297,7 @@ unsafe extern "C" fn pvm_notify(
 }
 
 /// Sets the stream on which the output of tasks that are spawned later is printed. With null, the
-/// output of these tasks is not printed.
+/// output of these tasks is sent to the destination of this task's own output.
 ///
 /// # Safety
 /// `stream` must be null, or stay open while children write.
@@ -353,7 +354,8 @@ unsafe extern "C" fn pvm_getfds(fds: *mut *mut c_int) -> c_int {
     )
 }
 
-/// Starts the first daemon of a virtual machine and enrols.
+/// Starts the first daemon of a virtual machine with the arguments `args`, and enrols. If `block`
+/// is nonzero, also waits until all hosts of the host file have been added or have failed.
 ///
 /// # Safety
 /// `args` must be null or contain `count` strings.

@@ -77,7 +77,7 @@ pub(super) fn current_context() -> c_int {
     data::pvmmyctx.load(Relaxed)
 }
 
-/// Returns the length of the active send buffer in bytes.
+/// Returns the length of the active send buffer in bytes; 0 if there is no active send buffer.
 pub(super) fn send_buffer_len() -> c_int {
     lock()
         .send_buffer()

@@ -1,7 +1,7 @@
 //! PVM's exported functions that make trace records.
 //!
-//! PVM's group library reports its calls through these functions: it calls [`tev_begin`], adds
-//! items through the functions of [`PUT_ITEM_TABLE`], and calls [`tev_fin`].
+//! PVM's group library reports its calls through these functions: the group library calls
+//! [`tev_begin`], adds items through the functions of [`PUT_ITEM_TABLE`], and calls [`tev_fin`].
 
 #![allow(unsafe_code)]
 
@@ -133,7 +133,7 @@ extern "C" fn tev_flush(_how: c_int) -> c_int {
     0
 }
 
-/// Returns 1 if a tracer receives the trace and its mask selects this event, else 0.
+/// Returns 1 if a tracer receives the trace and the tracer's mask selects this event, else 0.
 #[unsafe(no_mangle)]
 extern "C" fn tev_do_trace(kind: c_int, _which: c_int) -> c_int {
     c_int::from(external::is_enabled(kind))

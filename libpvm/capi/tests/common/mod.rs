@@ -187,7 +187,8 @@ pub(crate) const TASK_TID: i32 = 0x40001;
 /// Tid that the fake daemon reports for a started task.
 pub(crate) const CHILD_TID: i32 = 0x40002;
 
-/// Fake daemon for one task at a time: it sends the welcome message and answers simple requests.
+/// Fake daemon that serves one task at a time: sends the welcome message and answers simple
+/// requests.
 pub(crate) struct FakeDaemon {
     tmp_dir: TempDir,
 }
@@ -402,7 +403,7 @@ impl TaskConnection {
     }
 
     fn answer_mailbox_request(&mut self, request: MailboxRequest) -> Reply {
-        let not_found = Reply::Failed {
+        let not_found_reply = Reply::Failed {
             error: PvmError::NotFound,
             reason: String::new(),
         };
@@ -424,11 +425,11 @@ impl TaskConnection {
                 .mailbox
                 .get(&(name, index))
                 .cloned()
-                .map_or(not_found, Reply::Mailbox),
+                .map_or(not_found_reply, Reply::Mailbox),
             MailboxRequest::Delete { name, index } => self
                 .mailbox
                 .remove(&(name, index))
-                .map_or(not_found, |_| Reply::Done),
+                .map_or(not_found_reply, |_| Reply::Done),
             MailboxRequest::Clean { .. } => Reply::Done,
             MailboxRequest::List { .. } => {
                 let mut classes: Vec<MailboxClass> = Vec::new();

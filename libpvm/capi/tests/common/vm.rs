@@ -29,14 +29,14 @@ fn built_program(name: &str) -> PathBuf {
     })
 }
 
-/// The virtual machine of one test. Dropping it ends the virtual machine.
+/// The virtual machine of one test. The virtual machine ends when this value is dropped.
 pub(crate) struct Vm {
     dir: TempDir,
     master: Child,
 }
 
 impl Vm {
-    /// Starts the master and waits for the line with its socket.
+    /// Starts the master and waits for the line with the address of the master's socket.
     pub(crate) fn start() -> Self {
         Self::start_with(&[])
     }
@@ -48,8 +48,8 @@ impl Vm {
             .tempdir()
             .expect("a scratch directory");
         std::fs::create_dir(dir.path().join("master")).expect("writable");
-        // The script has the arguments `host [-l user] command`, as `rsh`. It runs the command on
-        // this host, with the directory of the "host".
+        // The script has the arguments `host [-l user] command`, as `rsh`. The script runs the
+        // command on this host, with the directory of the "host".
         let script = format!(
             "#!/bin/sh\nhost=$1; shift\n[ \"$1\" = -l ] && shift 2\nPVM_TMP={dir}/$host; export PVM_TMP\n\
              mkdir -p $PVM_TMP\nexec sh -c \"$*\"\n",
@@ -116,7 +116,7 @@ impl Vm {
         self.start_program_on("master", program, args)
     }
 
-    /// Does the same as [`Vm::run`] on another "host".
+    /// Does the same as [`Vm::start_program`] on another "host".
     pub(crate) fn start_program_on(
         &self,
         host: &str,
@@ -144,7 +144,7 @@ impl Drop for Vm {
         }
         let pid = self.master.id().to_string();
         // After SIGTERM the master ends its slaves and tasks. If the master does not exit within
-        // [`WAIT_TIMEOUT`], it is killed.
+        // [`WAIT_TIMEOUT`], the master is killed.
         let _ = Command::new("kill").args(["-TERM", &pid]).status();
         let start_time = Instant::now();
         while start_time.elapsed() < WAIT_TIMEOUT && matches!(self.master.try_wait(), Ok(None)) {
@@ -200,8 +200,8 @@ impl RunningProgram {
         self.output.lock().expect("no panic").clone()
     }
 
-    /// Waits until the program has written this text. Panics if the program ends or
-    /// [`WAIT_TIMEOUT`] passes before.
+    /// Waits until the program has written this text. Panics if the program ends without this text,
+    /// or after [`WAIT_TIMEOUT`].
     pub(crate) fn wait_for_output(&mut self, text: &str) {
         let start_time = Instant::now();
         while !self.output().contains(text) {
@@ -216,8 +216,8 @@ impl RunningProgram {
         }
     }
 
-    /// Waits until the program has ended, and returns its output. Panics if the status is not zero
-    /// or [`WAIT_TIMEOUT`] passes before.
+    /// Waits until the program has ended, and returns its output. Panics if the status is not zero,
+    /// or after [`WAIT_TIMEOUT`].
     pub(crate) fn wait_for_success(mut self) -> String {
         let start_time = Instant::now();
         let status = loop {

@@ -28,10 +28,12 @@ impl LinkKind {
     /// Returns the kind number and the flag by which a header encodes this kind.
     fn code(self) -> (u8, bool) {
         match self {
-            Self::Data { is_last: last } => (1, last),
+            Self::Data {
+                is_last: is_last_fragment,
+            } => (1, is_last_fragment),
             Self::Ack {
-                requests_resync: resync,
-            } => (2, resync),
+                requests_resync: is_resync,
+            } => (2, is_resync),
             Self::Probe => (3, false),
         }
     }
@@ -208,7 +210,7 @@ pub struct FrameRef<'a> {
     pub head: &'a [u8],
     /// Second part of the payload: a part of the message body.
     pub body: &'a [u8],
-    /// The whole message body, if it can be shared without a copy.
+    /// The whole message body, if the body can be shared without a copy.
     pub(super) shared_body: Option<&'a Bytes>,
 }
 

@@ -62,7 +62,7 @@ struct ResetState {
     /// All fragments below this number were acknowledged before the reset.
     acked_below: u64,
     /// Number of returned messages at the front of the retained queue. Messages that the new
-    /// process has sent follow them.
+    /// process has sent follow the returned messages.
     returned_count: usize,
 }
 
@@ -89,8 +89,8 @@ impl ReturningMessages {
     }
 
     /// Returns the index in the retained queue at which a returned message with the fragments
-    /// `first..end` must be inserted. Messages that the new process has sent remain behind this
-    /// index. Returns `None` if the peer has acknowledged the message: all fragments below
+    /// `first_seq..end_seq` must be inserted. Messages that the new process has sent remain behind
+    /// this index. Returns `None` if the peer has acknowledged the message. All fragments below
     /// `acked_below` are acknowledged in the current incarnation.
     fn queue_index(
         &mut self,
@@ -101,15 +101,15 @@ impl ReturningMessages {
         if end_seq
             <= self
                 .reset_state
-                .map_or(acked_below, |reset| reset.acked_below)
+                .map_or(acked_below, |state| state.acked_below)
         {
             return None;
         }
-        let Some(reset) = &mut self.reset_state else {
+        let Some(state) = &mut self.reset_state else {
             return Some(retained_messages.partition_point(|other| other.first_seq < first_seq));
         };
-        let index = reset.returned_count;
-        reset.returned_count += 1;
+        let index = state.returned_count;
+        state.returned_count += 1;
         Some(index)
     }
 }
@@ -122,13 +122,13 @@ impl Link {
     /// From now on this end transmits without regard to the window. The returned frames count as
     /// transmitted.
     pub fn hand_off(&mut self, now: Micros) -> (LinkState, Vec<LinkFrame>) {
-        let partial_fragments = self.rx.partial_message.len().div_ceil(FRAGMENT_BYTES_MAX) as u64;
+        let partial_count = self.rx.partial_message.len().div_ceil(FRAGMENT_BYTES_MAX) as u64;
         let first_seq = self
             .tx
             .retained_messages
             .front()
             .map_or(self.tx.end_seq, |message| message.first_seq);
-        let expected_seq = self.rx.expected_seq - partial_fragments;
+        let expected_seq = self.rx.expected_seq - partial_count;
         let state = LinkState {
             peer: self.peer,
             incarnation: self.incarnation,
@@ -228,23 +228,25 @@ impl Link {
             return;
         };
         let tx = &mut self.tx;
-        let Some(returning) = tx
+        let Some(pending_return) = tx
             .returning_messages
             .as_mut()
-            .filter(|returning| returning.next_seq == frame.seq)
+            .filter(|pending_return| pending_return.next_seq == frame.seq)
         else {
             return;
         };
-        returning.next_seq += 1;
-        returning.partial_message.extend_from_slice(&frame.payload);
+        pending_return.next_seq += 1;
+        pending_return
+            .partial_message
+            .extend_from_slice(&frame.payload);
         if is_last {
             let (seq, bytes) = (
-                returning.message_seq,
-                std::mem::take(&mut returning.partial_message),
+                pending_return.message_seq,
+                std::mem::take(&mut pending_return.partial_message),
             );
-            returning.message_seq = returning.next_seq;
-            if let Some(index) = returning.queue_index(
-                (seq, returning.next_seq),
+            pending_return.message_seq = pending_return.next_seq;
+            if let Some(index) = pending_return.queue_index(
+                (seq, pending_return.next_seq),
                 tx.acked_below,
                 &tx.retained_messages,
             ) {
@@ -258,11 +260,11 @@ impl Link {
                 tx.retained_messages.insert(index, message);
             }
         }
-        if returning.next_seq >= returning.end_seq
+        if pending_return.next_seq >= pending_return.end_seq
             && tx
                 .returning_messages
                 .take()
-                .is_some_and(|returning| returning.was_reset())
+                .is_some_and(|pending_return| pending_return.was_reset())
         {
             tx.renumber_fragments();
         }
@@ -307,11 +309,15 @@ mod tests {
 
     /// Queues three messages, the second of which has three fragments. Returns their contents.
     fn queue_three_messages(link: &mut Link) -> [Vec<u8>; 3] {
-        let big = vec![7; FRAGMENT_BYTES_MAX * 2 + 5];
+        let big_body = vec![7; FRAGMENT_BYTES_MAX * 2 + 5];
         link.send([1], Bytes::from_static(b"a")).expect("queued");
-        link.send([2, 3], big.clone().into()).expect("queued");
+        link.send([2, 3], big_body.clone().into()).expect("queued");
         link.send([], Bytes::from_static(b"z")).expect("queued");
-        [b"\x01a".to_vec(), [vec![2, 3], big].concat(), b"z".to_vec()]
+        [
+            b"\x01a".to_vec(),
+            [vec![2, 3], big_body].concat(),
+            b"z".to_vec(),
+        ]
     }
 
     /// Hands off `link` to a new process and returns the new process's link. `later_frames`
@@ -494,8 +500,8 @@ mod tests {
         peer.send([9], large_body.clone().into()).expect("queued");
         let peer_frames = take_frames(&mut peer);
         deliver(&mut old_link, &peer_frames[..2]);
-        // By this delivery the peer learns that the two fragments arrived, so it does not repeat
-        // them.
+        // By this delivery the peer learns that the two fragments arrived, so the peer does not
+        // repeat the fragments.
         deliver(
             &mut peer,
             &old_link

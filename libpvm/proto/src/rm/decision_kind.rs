@@ -43,7 +43,7 @@ pub enum DecisionKind {
         cause: MigrationCause,
         /// Expected benefit and cost of the migration.
         expected: MigrationBenefit,
-        /// The reason why the migration did not begin; `None` if it began.
+        /// The reason why the migration did not begin; `None` if the migration began.
         refused: Option<String>,
     },
     /// A migration is complete.
@@ -114,7 +114,7 @@ pub enum DecisionKind {
         host: String,
         cause: suspend::SuspendCause,
     },
-    /// A job was suspended or resumed, with all tasks that it spawns later.
+    /// A job was suspended or resumed, including the tasks that the job spawns later.
     JobSuspended {
         job: Tid,
         /// True if the job was suspended, false if it was resumed.
@@ -141,7 +141,7 @@ pub enum DecisionKind {
         continues_state: bool,
     },
     /// A job was vacated: one of its tasks must leave its host and no other host accepts the task,
-    /// so the job was checkpointed and ended. The job will be restarted when hosts accept it.
+    /// so the job was checkpointed and ended. The job will be restarted when hosts accept the job.
     #[serde(rename = "Parked")]
     Vacated {
         /// First task of the job.
@@ -256,8 +256,8 @@ impl DecisionKind {
     /// rejected host. A host that was rejected only because the request names another host does not
     /// count.
     pub fn concerns_host(&self, name: &str) -> bool {
-        let is_rejected = |rejected: &[RejectedHost]| {
-            rejected
+        let is_rejected = |rejections: &[RejectedHost]| {
+            rejections
                 .iter()
                 .any(|n| n.host == name && n.why != RejectionReason::OtherHostRequested)
         };
@@ -275,9 +275,9 @@ impl DecisionKind {
             | Self::BenefitMeasured { from, to, .. } => from == name || to == name,
             Self::CannotLeave {
                 host,
-                rejected_hosts: rejected,
+                rejected_hosts: rejections,
                 ..
-            } => host == name || is_rejected(rejected),
+            } => host == name || is_rejected(rejections),
             Self::OwnerReturned { host, .. }
             | Self::OwnerLeft { host, .. }
             | Self::HostJoined { host }
@@ -303,8 +303,8 @@ fn to_seconds(duration: Micros) -> f64 {
     duration.0 as f64 / 1e6
 }
 
-/// Describes the cause of a migration from host `from`, for example "the owner of h2 is there (olga
-/// on pts/1)".
+/// Describes the cause of a migration from host `from`, for example "the owner of h2 is present
+/// (olga on pts/1)".
 fn describe_cause(cause: &MigrationCause, from: &str) -> String {
     match cause {
         MigrationCause::Requested { requested_by } => format!("{requested_by} requested it"),
@@ -322,25 +322,25 @@ fn write_spawn(
     error: Option<PvmError>,
     attempts: &[PlacementAttempt],
 ) -> fmt::Result {
-    let mut hosts: Vec<&str> = started.iter().map(|(_, host)| host.as_str()).collect();
-    hosts.dedup();
-    let hosts = hosts.join(" ");
-    let reasons: Vec<&str> = attempts.iter().map(|a| a.reason.as_str()).collect();
-    let reasons = reasons.join("; then ");
+    let mut host_list: Vec<&str> = started.iter().map(|(_, host)| host.as_str()).collect();
+    host_list.dedup();
+    let host_list = host_list.join(" ");
+    let reason_list: Vec<&str> = attempts.iter().map(|a| a.reason.as_str()).collect();
+    let reason_list = reason_list.join("; then ");
     match (error, started.len()) {
         (Some(error), 0) => write!(
             f,
-            "{program} was not started for {requested_by}: {error} ({reasons})"
+            "{program} was not started for {requested_by}: {error} ({reason_list})"
         ),
         (Some(error), n) => {
             write!(
                 f,
-                "{n} of {count} {program} started for {requested_by} on {hosts}: {reasons}; the others failed: {error}"
+                "{n} of {count} {program} started for {requested_by} on {host_list}: {reason_list}; the others failed: {error}"
             )
         }
         (None, _) => write!(
             f,
-            "{program} started for {requested_by} on {hosts}: {reasons}"
+            "{program} started for {requested_by} on {host_list}: {reason_list}"
         ),
     }
 }
@@ -370,7 +370,7 @@ impl fmt::Display for DecisionKind {
         match self {
             Self::Spawn {
                 program,
-                requested_by: by,
+                requested_by: requester,
                 count,
                 started,
                 error,
@@ -378,7 +378,7 @@ impl fmt::Display for DecisionKind {
                 attempts,
                 ..
             } => {
-                write_spawn(f, (program, *by, *count), started, *error, attempts)?;
+                write_spawn(f, (program, *requester, *count), started, *error, attempts)?;
                 if waited.0 > 0 {
                     write!(f, "; it waited {:.1} s", to_seconds(*waited))
                 } else {
@@ -433,10 +433,10 @@ impl fmt::Display for DecisionKind {
                 tid,
                 host,
                 why,
-                rejected_hosts: rejected,
+                rejected_hosts: rejections,
             } => {
                 write!(f, "{tid} stays on {host}, which it should leave: {why}")?;
-                let host_reasons: Vec<String> = rejected
+                let host_reasons: Vec<String> = rejections
                     .iter()
                     .map(|n| format!("{}: {}", n.host, n.why))
                     .collect();
@@ -469,13 +469,13 @@ impl fmt::Display for DecisionKind {
             Self::Drain {
                 host,
                 is_start: true,
-                requested_by: by,
-            } => write!(f, "{host} is being drained: requested by {by}"),
+                requested_by: requester,
+            } => write!(f, "{host} is being drained: requested by {requester}"),
             Self::Drain {
                 host,
                 is_start: false,
-                requested_by: by,
-            } => write!(f, "{host} accepts tasks again: requested by {by}"),
+                requested_by: requester,
+            } => write!(f, "{host} accepts tasks again: requested by {requester}"),
             Self::Vacated {
                 job,
                 tid,
@@ -505,7 +505,7 @@ impl fmt::Display for DecisionKind {
                 from,
                 to,
                 expected,
-                actual_benefit: actual,
+                actual_benefit: benefit,
             } => {
                 write!(
                     f,
@@ -520,8 +520,8 @@ impl fmt::Display for DecisionKind {
                 write!(
                     f,
                     "; it saved {:.1} s and cost {:.1} s",
-                    to_seconds(actual.gain),
-                    to_seconds(actual.cost)
+                    to_seconds(benefit.gain),
+                    to_seconds(benefit.cost)
                 )
             }
             Self::HostClosed { host, why } => write!(f, "{host} accepts no guests: {why}"),
@@ -601,17 +601,17 @@ mod tests {
     #[test]
     fn ended_and_lost_guests_are_described() {
         let tasks = vec![Tid::from_raw(0x80001), Tid::from_raw(0x80002)];
-        let ended_guests = DecisionKind::GuestsEnded {
+        let guests_decision = DecisionKind::GuestsEnded {
             host: "h2".into(),
             tasks: tasks.clone(),
             why: "olga on pts/1".into(),
         };
-        let lost_tasker = DecisionKind::TaskerGone {
+        let tasker_decision = DecisionKind::TaskerGone {
             host: "h2".into(),
             tasks: tasks.clone(),
             why: "signal 9".into(),
         };
-        for decision in [&ended_guests, &lost_tasker] {
+        for decision in [&guests_decision, &tasker_decision] {
             assert!(
                 decision.concerns_task(|tid| tid == tasks[1]) && decision.concerns_host("h2"),
                 "{decision}"
@@ -623,11 +623,11 @@ mod tests {
             );
         }
         assert_eq!(
-            ended_guests.to_string(),
+            guests_decision.to_string(),
             "guests ended for the owner of h2: t80001 t80002: olga on pts/1"
         );
         assert_eq!(
-            lost_tasker.to_string(),
+            tasker_decision.to_string(),
             "the tasker of h2 has ended (signal 9), and with it t80001 t80002"
         );
     }

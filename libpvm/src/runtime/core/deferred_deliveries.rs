@@ -24,8 +24,8 @@ impl Core {
         }
     }
 
-    /// Handles a message from a daemon. Delivers the message immediately, or defers it until all
-    /// fragments below the watermark `watermark_to_reach` have arrived.
+    /// Handles a message from a daemon. Delivers the message immediately, or defers the message
+    /// until all fragments below the watermark `watermark_to_reach` have arrived.
     pub(super) fn handle_delivery(
         &mut self,
         now: Micros,
@@ -43,8 +43,9 @@ impl Core {
             {
                 self.deferred_deliveries.push_back((watermark, message));
                 if self.deferred_deliveries.len() > DEFERRED_DELIVERIES_MAX {
-                    let (_, oldest) = self.deferred_deliveries.pop_front().expect("just seen");
-                    self.deliver(oldest);
+                    let (_, oldest_message) =
+                        self.deferred_deliveries.pop_front().expect("just seen");
+                    self.deliver(oldest_message);
                 }
             }
             _ => self.deliver(message),

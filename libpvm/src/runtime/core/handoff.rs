@@ -26,8 +26,9 @@ const DELIVER_IMMEDIATELY_SEQ: u64 = 0;
 /// no two processes of a task use the same request id.
 const REQUEST_ID_SHIFT: u32 = 40;
 
-/// Returns the incarnation of a new process, and the request id that precedes its first one.
-/// Replies to requests of a predecessor process match no id of the new process.
+/// Returns the incarnation of a new process, and the request id that precedes the first request id
+/// of this process. Replies to requests of a predecessor process match no request id of the new
+/// process.
 pub(super) fn initial_ids(welcome: &Welcome) -> (u16, RequestId) {
     let handoff = welcome.handoff.as_deref();
     (
@@ -50,8 +51,8 @@ impl Core {
         }
     }
 
-    /// Queues an unacknowledged fragment of the predecessor process on the link to its receiver
-    /// again.
+    /// Queues an unacknowledged fragment of the predecessor process again, on the link to the
+    /// receiver of the fragment.
     pub(super) fn restore_unacked_fragment(&mut self, now: Micros, frame: &LinkFrame) {
         if let Some(link) = self.links.get_mut(&frame.dst) {
             link.accept_returned_frame(frame);
@@ -61,7 +62,8 @@ impl Core {
 
     /// Handles the announcement that the program will be asked to exit for migration
     /// `migration_id`: hands off the complete state to the daemon. The program can still receive
-    /// the messages that have arrived. `None` means that the exit request was withdrawn.
+    /// the messages that have arrived. `None` means that the exit request was withdrawn; the
+    /// process then accepts messages again, unless it is already exiting.
     pub(super) fn handle_exit_announcement(
         &mut self,
         now: Micros,
@@ -107,11 +109,11 @@ impl Core {
     /// receive, in order. Includes the messages in the inbox only if this process is already
     /// exiting. Before the exit begins, the program can still receive the messages in its inbox.
     fn take_unread_messages(&mut self) -> Vec<(SendWatermark, Message)> {
-        let mut unread = VecDeque::new();
+        let mut unread_messages = VecDeque::new();
         if self.is_exiting {
-            self.inbox.drain_into(&mut unread);
+            self.inbox.drain_into(&mut unread_messages);
         }
-        let with_watermark = |message: Message| {
+        let add_watermark = |message: Message| {
             (
                 SendWatermark {
                     peer: message.src,
@@ -120,9 +122,9 @@ impl Core {
                 message,
             )
         };
-        unread
+        unread_messages
             .into_iter()
-            .map(with_watermark)
+            .map(add_watermark)
             .chain(std::mem::take(&mut self.deferred_deliveries))
             .collect()
     }
@@ -158,11 +160,11 @@ impl Core {
             // The state is too large for a frame. Nothing is handed off, and the daemon does not
             // ask the program to exit.
             if let ToDaemon::Handoff {
-                deferred_notifications: unread,
+                deferred_notifications: unread_messages,
                 ..
             } = handoff
             {
-                unread
+                unread_messages
                     .into_iter()
                     .for_each(|(watermark, message)| match watermark.end_seq {
                         DELIVER_IMMEDIATELY_SEQ => self.inbox.push(message),

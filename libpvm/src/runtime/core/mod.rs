@@ -39,7 +39,7 @@ pub(crate) const DEFERRED_CONTROL_BYTES_MAX: usize = 256 << 20;
 const INBOX_BYTES_MAX: usize = 1 << 36;
 /// Maximum number of links of a task. Above the maximum, sends to new peers fail.
 pub(crate) const LINKS_MAX: usize = 1 << 18;
-/// Maximum number of links to ended tasks that the task retains.
+/// Maximum number of retained links to ended tasks.
 pub(crate) const ENDED_LINKS_MAX: usize = 1 << 14;
 /// Maximum number of notifications that are deferred until the last messages of their task arrive.
 /// Above the maximum the oldest notification is delivered early.
@@ -73,8 +73,8 @@ pub(crate) enum DaemonFrameError {
     /// A route message arrived on a channel that carries no descriptors. No route changed.
     #[error("a route message came on a channel without descriptors")]
     NoDescriptorChannel,
-    /// Too many descriptors wait for a frame that has not arrived. The frames before them were
-    /// handled; the descriptors are open until the connection is marked as lost.
+    /// Too many descriptors wait for a frame that has not arrived. Earlier frames were handled; the
+    /// descriptors are open until the connection is marked as lost.
     #[error("descriptors without a frame")]
     UnexpectedDescriptors,
     /// A reply to the hello arrived after the connection was established. The frame changed
@@ -107,7 +107,7 @@ pub(crate) enum ConnectionPhase {
 /// Request that was sent to the daemon and whose reply the caller has not received yet.
 #[derive(Debug)]
 struct OpenRequest {
-    /// Encoded request, retained because a restart may require sending it again.
+    /// Encoded request, retained because a restart may require the library to repeat the request.
     encoded_request: Bytes,
     reply: Option<Reply>,
 }
@@ -133,7 +133,7 @@ pub(crate) struct Core {
     deferred_control_bytes: usize,
     /// Shared-memory rings to tasks on this host.
     pub(crate) shm_routes: ShmRoutes,
-    /// Direct routes to tasks on other hosts, and the agreements about them.
+    /// Direct routes to tasks on other hosts, and the agreements about these routes.
     pub(crate) direct_routes: DirectRoutes,
     links: FxHashMap<Tid, Link>,
     ended_peers: VecDeque<Tid>,
@@ -224,7 +224,8 @@ impl Core {
         self.connection_alive.clone()
     }
 
-    /// Returns the reason why the connection is lost for good; `None` while it is not lost.
+    /// Returns the reason why the connection is lost for good; `None` while the connection is not
+    /// lost.
     pub(crate) fn lost_reason(&self) -> Option<&str> {
         match &self.phase {
             ConnectionPhase::Lost(reason) => Some(reason),
@@ -354,9 +355,9 @@ impl Core {
         Ok(())
     }
 
-    /// Sends a small message to a task by writing it to a ring, if no further step is needed.
-    /// Returns the peers to wake. `None` means that nothing was sent and that the caller must use
-    /// [`Core::send`]. `wants_direct_route` is true if the program wants direct routes.
+    /// Sends a small message to a task by writing the message to a ring, if no further step is
+    /// needed. Returns the peers to wake. `None` means that nothing was sent and that the caller
+    /// must use [`Core::send`]. `wants_direct_route` is true if the program wants direct routes.
     #[inline]
     pub(crate) fn try_send_inline(
         &mut self,
@@ -373,7 +374,7 @@ impl Core {
     }
 
     /// Delivers a message. A message of the resource manager that the library itself processes goes
-    /// to the component that handles it; every other message goes into the inbox.
+    /// to the component that handles such messages; every other message goes into the inbox.
     pub(crate) fn deliver(&mut self, message: Message) {
         self.event_seq += 1;
         match message.tag {
@@ -460,7 +461,8 @@ impl Core {
         Some(reply)
     }
 
-    /// Makes all links ignore their flow-control windows, because the process is exiting.
+    /// Closes all rings and direct routes, and makes all links ignore their flow-control windows,
+    /// because the process is exiting.
     pub(crate) fn disable_windows(&mut self, now: Micros) {
         if !self.windows_disabled {
             self.close_all_rings(now);
@@ -505,22 +507,22 @@ impl Core {
             }
             FrameKind::Control => match frame.decode_control::<ToTask>()? {
                 ToTask::Route {
-                    sender: from,
+                    sender: sender_tid,
                     same_host: is_same_host,
                     message,
                 } => {
                     let descriptors = match received_fds.take_message_fds(message.fd_count()) {
                         MessageFds::All(fds) => fds,
                         MessageFds::Lost => {
-                            self.handle_lost_descriptors(now, from, &message);
+                            self.handle_lost_descriptors(now, sender_tid, &message);
                             return Ok(());
                         }
                         MessageFds::Missing => {
                             return Err(DaemonFrameError::MissingDescriptors);
                         }
                     };
-                    self.handle_ring_message(now, from, is_same_host, &message, descriptors);
-                    self.handle_direct_message(now, from, is_same_host, message);
+                    self.handle_ring_message(now, sender_tid, is_same_host, &message, descriptors);
+                    self.handle_direct_message(now, sender_tid, is_same_host, message);
                     Ok(())
                 }
                 control => self.handle_control(now, control),
@@ -588,7 +590,8 @@ impl Core {
         }
     }
 
-    /// Continues on a new connection, after a migration that succeeded or failed.
+    /// Continues on a new connection, after a migration that succeeded or failed, or after a
+    /// restart from a checkpoint. After a restart, the links are rolled back to the checkpoint.
     pub(crate) fn resume(&mut self, now: Micros, welcome: &Welcome) {
         self.phase = ConnectionPhase::Connected;
         (self.host, self.dsig) = (welcome.host, welcome.dsig);
@@ -618,7 +621,8 @@ impl Core {
         self.event_seq += 1;
     }
 
-    /// Marks the connection as lost for good. Only the first reason is recorded.
+    /// Marks the connection as lost for good: closes all rings and direct routes, drops all links,
+    /// and delivers the deferred notifications. Only the first reason is recorded.
     pub(crate) fn mark_connection_lost(&mut self, reason: impl Into<String>) {
         if self.lost_reason().is_some() {
             return;
@@ -679,9 +683,9 @@ impl Core {
         link
     }
 
-    /// Returns the link to a peer and creates it on first use. If the peer of an existing link
-    /// ended without sending anything, a new link replaces it, because the tid may have been
-    /// reused. `None` if the task has too many links.
+    /// Returns the link to a peer and creates the link on first use. If the peer of an existing
+    /// link ended without sending anything, a new link replaces the old link, because the tid may
+    /// have been reused. `None` if the task has too many links.
     pub(super) fn get_or_create_link(&mut self, peer: Tid) -> Option<&mut Link> {
         let is_stale = self
             .links
@@ -798,20 +802,20 @@ impl Core {
         self.send_event_seq += 1;
     }
 
-    /// Ensures that [`Core::run_timers`] is called at the time `at` or earlier.
-    pub(super) fn schedule_timer(&mut self, at: Micros) {
-        self.next_timer_at = Some(self.next_timer_at.map_or(at, |e| e.min(at)));
+    /// Ensures that [`Core::run_timers`] is called at the time `timer_at` or earlier.
+    pub(super) fn schedule_timer(&mut self, timer_at: Micros) {
+        self.next_timer_at = Some(self.next_timer_at.map_or(timer_at, |e| e.min(timer_at)));
     }
 
     /// Ensures that [`Core::run_timers`] is called when this link needs the call.
     pub(super) fn schedule_link_timer(&mut self, peer: Tid) {
-        if let Some(at) = self.links.get(&peer).and_then(Link::next_wakeup) {
-            self.schedule_timer(at);
+        if let Some(timer_at) = self.links.get(&peer).and_then(Link::next_wakeup) {
+            self.schedule_timer(timer_at);
         }
     }
 
-    /// Transmits frames of a link until the link has none, the outbox is full, or `frames_left`
-    /// frames were queued.
+    /// Transmits frames of a link through the daemon until the link has no frame left, the outbox
+    /// is full, or `frames_left` frames were queued.
     fn pump_through_daemon(&mut self, now: Micros, peer: Tid, mut frames_left: usize) {
         while let Some(frame) = self
             .links
@@ -904,10 +908,10 @@ impl Core {
         self.event_seq += 1;
         self.deliver_deferred(peer);
         if self.ended_peers.len() > ENDED_LINKS_MAX
-            && let Some(oldest) = self.ended_peers.pop_front()
-            && self.has_peer_ended(oldest)
+            && let Some(oldest_peer) = self.ended_peers.pop_front()
+            && self.has_peer_ended(oldest_peer)
         {
-            self.links.remove(&oldest);
+            self.links.remove(&oldest_peer);
         }
     }
 

@@ -54,15 +54,15 @@ impl PlacementLeases {
         let leased_request = self.0.as_mut().filter(|leased_request| {
             (leased_request.rm, leased_request.wid) == (message.src, message.wid)
         });
-        if let (Some(leased_request), Ok(grant)) =
+        if let (Some(leased_request), Ok(granted_lease)) =
             (leased_request, unpack_placement_lease(message.body))
         {
-            leased_request.lease = Some(grant);
+            leased_request.lease = Some(granted_lease);
         }
     }
 
-    /// Removes the hosts for `request` from the lease and returns them. `None` if no valid lease
-    /// covers the request.
+    /// Removes the hosts for `request` from the lease and returns these hosts. `None` if no valid
+    /// lease covers the request.
     pub(crate) fn take_hosts_for(
         &mut self,
         now: Micros,

@@ -1,4 +1,5 @@
-//! Calls to resource managers that threads of this task have made and for whose answers they wait.
+//! Calls to resource managers. A call is registered while a thread of this task waits for the
+//! answer.
 
 use bytes::Bytes;
 use sempa_proto::sm::unpack_spawn_waits;
@@ -12,7 +13,7 @@ struct PendingRmCall {
     wid: i32,
     answer: Option<Bytes>,
     /// Time since which the call has waited for a free slot, as the resource manager reported;
-    /// `None` if it does not wait.
+    /// `None` if the call does not wait.
     waiting_since: Option<Micros>,
 }
 
@@ -46,8 +47,8 @@ impl PendingRmCalls {
             .take()
     }
 
-    /// Returns the time since which the call has waited for a free slot; `None` if it does not
-    /// wait.
+    /// Returns the time since which the call has waited for a free slot; `None` if the call does
+    /// not wait.
     pub(crate) fn waiting_since(&self, wid: i32) -> Option<Micros> {
         self.0.iter().find(|call| call.wid == wid)?.waiting_since
     }

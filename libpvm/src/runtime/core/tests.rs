@@ -64,8 +64,8 @@ fn quiesced_core() -> Core {
     core
 }
 
-/// Above [`DEFERRED_DELIVERIES_MAX`] deferred notifications the oldest is delivered early; none is
-/// lost.
+/// Above [`DEFERRED_DELIVERIES_MAX`] deferred notifications the oldest notification is delivered
+/// early; no notification is lost.
 #[test]
 fn deferred_notifications_are_bounded_without_loss() {
     let mut core = new_core();
@@ -93,8 +93,8 @@ fn deferred_notifications_are_bounded_without_loss() {
 #[test]
 fn remembered_ended_links_are_bounded() {
     let mut core = new_core();
-    for local in 2..(ENDED_LINKS_MAX as u32 + 100) {
-        let tid = Tid::for_task(HostId::MASTER, local).expect("a tid");
+    for local_number in 2..(ENDED_LINKS_MAX as u32 + 100) {
+        let tid = Tid::for_task(HostId::MASTER, local_number).expect("a tid");
         receive_control(&mut core, ToTask::PeerGone { tid }).expect("noted");
     }
     assert_eq!(core.links.len(), ENDED_LINKS_MAX);
@@ -116,7 +116,7 @@ fn control_queue_during_migration_is_bounded() {
     );
 }
 
-/// Above [`REQUESTS_OPEN_MAX`] open requests a further request fails with `OutOfRes`.
+/// Above [`OPEN_REQUESTS_MAX`] open requests a further request fails with `OutOfRes`.
 #[test]
 fn open_requests_are_bounded() {
     let mut core = new_core();
@@ -401,13 +401,13 @@ fn restart_keeps_links_between_members_only() {
         );
     }
     assert_eq!(core.inbox.len(), 2);
-    let links = link_frames(restart_from_checkpoint(&mut core, None, vec![]));
-    let sent_fields: Vec<_> = links
+    let sent_frames = link_frames(restart_from_checkpoint(&mut core, None, vec![]));
+    let sent_fields: Vec<_> = sent_frames
         .iter()
         .map(|f| (f.dst, f.kind, f.seq, f.ack, f.incarnation))
         .collect();
     // PEER, which restarted too, is probed. The task outside the checkpoint is not probed, because
-    // it has most probably received everything.
+    // that task has most probably received everything.
     assert!(
         sent_fields.contains(&(PEER, LinkKind::Probe, 2, 2, 3))
             && sent_fields.iter().all(|sent_fields| sent_fields.0 == PEER),
@@ -420,8 +420,8 @@ fn restart_keeps_links_between_members_only() {
     ] {
         core.send(now, message(peer, 1, Bytes::new()))
             .expect("sent");
-        let links = link_frames(take_written(&mut core));
-        let sent_fields: Vec<_> = links
+        let sent_frames = link_frames(take_written(&mut core));
+        let sent_fields: Vec<_> = sent_frames
             .iter()
             .map(|f| (f.dst, f.kind, f.seq, f.ack, f.incarnation))
             .collect();
@@ -471,7 +471,7 @@ fn direct_offer_aligns_incarnations() {
         (last_frame.kind, last_frame.seq, last_frame.incarnation),
         (LinkKind::Data { is_last: true }, 1, 3)
     );
-    // A restarted task keeps its own incarnation and announces it.
+    // A restarted task keeps its own incarnation and announces this incarnation.
     restart_from_checkpoint(&mut core, None, vec![]);
     receive_offer(&mut core, encode_offer(2));
     assert_eq!(core.incarnation_with(PEER), 3);
@@ -580,7 +580,8 @@ fn successor_continues_links_with_new_request_ids() {
 }
 
 /// Before a requested exit the task hands off link states, deferred notifications and
-/// unacknowledged fragments.
+/// unacknowledged fragments. If the request is withdrawn, the task accepts messages again, and must
+/// announce a later exit.
 #[test]
 fn handoff_contains_links_and_unacked_fragments() {
     let mut core = new_core();

@@ -22,7 +22,7 @@ use std::os::fd::{AsFd, AsRawFd};
 const PREAMBLE_MAGIC: [u8; 8] = *b"sempa-d1";
 pub(super) const PREAMBLE_BYTES: usize = 16;
 
-/// Returns the preamble for an offer.
+/// Returns the preamble for an offer: the magic number and the id of the offer.
 pub(super) fn encode_preamble(id: OfferId) -> [u8; PREAMBLE_BYTES] {
     let mut bytes = [0; PREAMBLE_BYTES];
     bytes[..8].copy_from_slice(&PREAMBLE_MAGIC);
@@ -123,7 +123,7 @@ impl Acceptor {
         }
     }
 
-    /// Withdraws an offer, so that connections to it are refused.
+    /// Withdraws an offer, so that connections for this offer are refused.
     pub(crate) fn withdraw_offer(&mut self, id: OfferId) {
         self.offers.remove(&id);
         self.stop_listening_without_offers();
@@ -151,8 +151,8 @@ impl Acceptor {
                     fds.push(PollFd::new(socket.get().as_fd(), PollFlags::POLLIN))
                 }
                 // This descriptor is not polled, because data that the peer has already sent would
-                // make it permanently readable. If the peer disconnects, the connection is removed
-                // at its deadline.
+                // make the descriptor permanently readable. If the peer disconnects, the connection
+                // is removed at its deadline.
                 AcceptStage::AwaitingAcceptance(..) => {}
                 AcceptStage::Handshake(_, handshake) => {
                     fds.push(PollFd::new(handshake.fd(), handshake.poll_flags()))
@@ -252,10 +252,11 @@ impl Acceptor {
 
     fn advance_stage(&self, stage: AcceptStage) -> Result<AdvanceOutcome, SetupError> {
         match stage {
-            AcceptStage::Preamble(mut received, socket) => {
-                match self.read_preamble(&mut received, &socket)? {
+            AcceptStage::Preamble(mut received_bytes, socket) => {
+                match self.read_preamble(&mut received_bytes, &socket)? {
                     None => Ok(AdvanceOutcome::InProgress(AcceptStage::Preamble(
-                        received, socket,
+                        received_bytes,
+                        socket,
                     ))),
                     Some(id) => self.advance_stage(AcceptStage::AwaitingAcceptance(id, socket)),
                 }
@@ -266,8 +267,12 @@ impl Acceptor {
                     None => Ok(AdvanceOutcome::InProgress(AcceptStage::AwaitingAcceptance(
                         id, socket,
                     ))),
-                    Some(peer) => {
-                        let handshake = Handshake::start_as_server(socket, &offer.identity, peer)?;
+                    Some(expected_fingerprint) => {
+                        let handshake = Handshake::start_as_server(
+                            socket,
+                            &offer.identity,
+                            expected_fingerprint,
+                        )?;
                         self.advance_stage(AcceptStage::Handshake(id, Box::new(handshake)))
                     }
                 }
@@ -295,25 +300,27 @@ impl Acceptor {
 
     fn read_preamble(
         &self,
-        received: &mut Vec<u8>,
+        received_bytes: &mut Vec<u8>,
         socket: &ProcessOwned<TcpStream>,
     ) -> Result<Option<OfferId>, SetupError> {
         let mut preamble_buffer = [0; PREAMBLE_BYTES];
-        let missing_bytes = &mut preamble_buffer[received.len()..];
+        let missing_bytes = &mut preamble_buffer[received_bytes.len()..];
         match recv(
             socket.get().as_raw_fd(),
             missing_bytes,
             MsgFlags::MSG_DONTWAIT,
         ) {
             Ok(0) => return Err(unknown_offer_error()),
-            Ok(read_bytes) => received.extend_from_slice(&missing_bytes[..read_bytes]),
+            Ok(read_bytes) => received_bytes.extend_from_slice(&missing_bytes[..read_bytes]),
             Err(Errno::EAGAIN | Errno::EINTR) => {}
             Err(e) => return Err(SetupError::Unauthenticated(e.desc().into())),
         }
-        if !PREAMBLE_MAGIC.starts_with(&received[..received.len().min(PREAMBLE_MAGIC.len())]) {
+        if !PREAMBLE_MAGIC
+            .starts_with(&received_bytes[..received_bytes.len().min(PREAMBLE_MAGIC.len())])
+        {
             return Err(unknown_offer_error());
         }
-        let Ok(preamble) = <[u8; PREAMBLE_BYTES]>::try_from(&received[..]) else {
+        let Ok(preamble) = <[u8; PREAMBLE_BYTES]>::try_from(&received_bytes[..]) else {
             return Ok(None);
         };
         let id = OfferId(u64::from_le_bytes(

@@ -1,4 +1,4 @@
-//! Connecting side of a direct route: accepts a peer's offer and connects to it.
+//! Connecting side of a direct route: accepts a peer's offer and connects to the peer.
 
 use super::accept::encode_preamble;
 use super::handshake::Handshake;
@@ -19,7 +19,8 @@ enum DialStage {
     /// The TCP connection is being established.
     Connecting(ProcessOwned<TcpStream>),
     Handshake(Box<Handshake>),
-    /// The peer is authenticated, but it has not confirmed yet that it has authenticated this side.
+    /// The peer is authenticated, but the peer has not confirmed yet that it has authenticated this
+    /// side.
     Unconfirmed(Box<FrameStream>),
 }
 

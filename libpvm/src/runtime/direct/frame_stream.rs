@@ -78,7 +78,7 @@ struct OutputBuffer {
     unsealed_content_bytes: usize,
 }
 
-/// Input buffer: decrypted content from `plain_start` to `plain_end`, encrypted records from
+/// Input buffer: decrypted content from `plain_start` to `plain_end`, and encrypted records from
 /// `records_start` to `records_end`. The buffer is not allocated while the route is idle.
 struct InputBuffer {
     bytes: Vec<u8>,
@@ -88,7 +88,7 @@ struct InputBuffer {
     records_end: usize,
 }
 
-/// One side of an established route. Dropping it closes the connection.
+/// One side of an established route. Dropping the value closes the connection.
 pub(crate) struct FrameStream {
     socket: ProcessOwned<TcpStream>,
     seal_key: TrafficKey,
@@ -120,27 +120,27 @@ impl AsFd for FrameStream {
 }
 
 impl FrameStream {
-    /// Creates one side of a route after a finished handshake. `unsent` contains handshake bytes
-    /// that are not written yet. `early_input` contains bytes that were read after the end of the
+    /// Creates one side of a route after a finished handshake. `unsent_bytes` contains handshake
+    /// bytes that are not written yet. `early_input` contains received bytes that follow the
     /// handshake.
     pub(super) fn new(
         socket: ProcessOwned<TcpStream>,
         secrets: ExtractedSecrets,
         schedule: KeySchedule,
-        unsent: &[u8],
+        unsent_bytes: &[u8],
         early_input: &[u8],
     ) -> Result<Self, SetupError> {
-        let unknown_cipher =
+        let unknown_cipher_error =
             || SetupError::LocalFailure("an unknown cipher was agreed upon".into());
-        let send_key = TrafficKey::new(secrets.tx).ok_or_else(unknown_cipher)?;
-        let receive_key = TrafficKey::new(secrets.rx).ok_or_else(unknown_cipher)?;
+        let send_key = TrafficKey::new(secrets.tx).ok_or_else(unknown_cipher_error)?;
+        let receive_key = TrafficKey::new(secrets.rx).ok_or_else(unknown_cipher_error)?;
         let mut output = OutputBuffer {
             bytes: vec![0; OUTPUT_BUFFER_BYTES],
             records_start: 0,
-            records_end: unsent.len(),
+            records_end: unsent_bytes.len(),
             unsealed_content_bytes: 0,
         };
-        output.bytes[..unsent.len()].copy_from_slice(unsent);
+        output.bytes[..unsent_bytes.len()].copy_from_slice(unsent_bytes);
         let mut input = InputBuffer {
             bytes: vec![0; INPUT_BUFFER_BYTES],
             plain_start: 0,
@@ -187,8 +187,8 @@ impl FrameStream {
 
     /// Sets the number of records after which the key changes.
     #[cfg(test)]
-    pub(super) fn set_records_per_key(&mut self, records: u64) {
-        self.records_per_key_max = records;
+    pub(super) fn set_records_per_key(&mut self, record_count: u64) {
+        self.records_per_key_max = record_count;
     }
 
     /// Queues bytes that need not form a frame.
@@ -250,7 +250,8 @@ impl FrameStream {
         }
     }
 
-    /// Encrypts the record that is being filled.
+    /// Encrypts the record that is being filled. After `records_per_key_max` records, announces a
+    /// new key to the peer and switches to the new key.
     fn seal_record(&mut self, content_type: ContentType) {
         let record_end = self.output_buffer.open_record_end();
         self.seal_key.encrypt(
@@ -310,7 +311,7 @@ impl FrameStream {
         self.write_end_reason.clone().map_or(Ok(()), Err)
     }
 
-    /// Sends the closing alert if the socket accepts it without blocking, and closes the
+    /// Sends the closing alert if the socket accepts the alert without blocking, and closes the
     /// connection.
     pub(crate) fn close(mut self) {
         if self.write_queued().is_ok()
@@ -328,8 +329,8 @@ impl FrameStream {
 
     /// Passes the frames that have arrived to `on_frame`. Must be called once when the route is
     /// established, because the first frames may have arrived with the end of the handshake. After
-    /// that it must be called whenever the socket is readable. Returns true if data remains that
-    /// the next call must read.
+    /// that the method must be called whenever the socket is readable. Returns true if data remains
+    /// that the next call must read.
     ///
     /// # Errors
     /// The route has ended. All complete frames before the end were passed to `on_frame`.
@@ -377,7 +378,7 @@ impl FrameStream {
     }
 
     /// Returns true if the empty frame has arrived with which the listening side confirms that it
-    /// has authenticated this side. Reads nothing after that frame.
+    /// has authenticated this side. Later frames stay in the input buffer.
     pub(super) fn read_confirmation(&mut self) -> Result<bool, RouteEndReason> {
         let free_space = self.input_buffer.reserve_read();
         match recv(
@@ -417,7 +418,8 @@ impl FrameStream {
         Ok(())
     }
 
-    /// Decrypts one record. Returns false if no complete record has arrived.
+    /// Decrypts one record, or switches to the peer's new key if the record announces a new key.
+    /// Returns false if no complete record has arrived.
     fn open_record(&mut self) -> Result<bool, RouteEndReason> {
         let input = &mut self.input_buffer;
         let Some(length) = record_length(&input.bytes[input.records_start..input.records_end])?
@@ -485,7 +487,8 @@ impl OutputBuffer {
 }
 
 impl InputBuffer {
-    /// Returns the space for the next read.
+    /// Returns the space for the next read. If necessary, allocates the buffer, or moves the
+    /// buffered data to the front of the buffer.
     fn reserve_read(&mut self) -> &mut [u8] {
         if self.bytes.is_empty() {
             self.bytes = vec![0; INPUT_BUFFER_BYTES];

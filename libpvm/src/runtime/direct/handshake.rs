@@ -175,14 +175,14 @@ impl Handshake {
 /// step of the handshake.
 fn run_tls_action<MeasuredVm>(
     status: UnbufferedStatus<'_, '_, MeasuredVm>,
-    unsent: &mut Vec<u8>,
+    unsent_bytes: &mut Vec<u8>,
 ) -> (usize, Result<NextStep, SetupError>) {
     let next_step = match status.state {
         Ok(ConnectionState::EncodeTlsData(mut data)) => {
-            append_encoded(|buffer| data.encode(buffer), unsent).map(|()| NextStep::Continue)
+            append_encoded(|buffer| data.encode(buffer), unsent_bytes).map(|()| NextStep::Continue)
         }
         Ok(ConnectionState::TransmitTlsData(data)) => {
-            // The data is already in `unsent`, which is sent in order before later data.
+            // The data is already in `unsent_bytes`, which is sent in order before later data.
             data.done();
             Ok(NextStep::Continue)
         }
@@ -198,17 +198,17 @@ fn run_tls_action<MeasuredVm>(
 
 fn append_encoded(
     mut encode: impl FnMut(&mut [u8]) -> Result<usize, EncodeError>,
-    unsent: &mut Vec<u8>,
+    unsent_bytes: &mut Vec<u8>,
 ) -> Result<(), SetupError> {
-    let old_len = unsent.len();
+    let old_len = unsent_bytes.len();
     let required_bytes = match encode(&mut []) {
         Ok(_) => return Ok(()),
         Err(EncodeError::InsufficientSize(required_bytes)) => required_bytes.required_size,
         Err(e) => return Err(SetupError::LocalFailure(e.to_string())),
     };
-    unsent.resize(old_len + required_bytes, 0);
-    let written_bytes =
-        encode(&mut unsent[old_len..]).map_err(|e| SetupError::LocalFailure(e.to_string()))?;
-    unsent.truncate(old_len + written_bytes);
+    unsent_bytes.resize(old_len + required_bytes, 0);
+    let written_bytes = encode(&mut unsent_bytes[old_len..])
+        .map_err(|e| SetupError::LocalFailure(e.to_string()))?;
+    unsent_bytes.truncate(old_len + written_bytes);
     Ok(())
 }

@@ -13,8 +13,8 @@ pub(super) const RECORD_HEAD_BYTES: usize = 5;
 pub(super) const RECORD_TAIL_BYTES: usize = 17;
 /// Maximum length of the content of a record, as TLS defines it.
 pub(super) const CONTENT_BYTES_MAX: usize = 16 << 10;
-/// Maximum length of a record from a peer. It exceeds the length of this library's records, because
-/// TLS allows padding.
+/// Maximum length of a record from a peer. The maximum exceeds the length of this library's
+/// records, because TLS allows padding.
 pub(super) const RECORD_BYTES_MAX: usize = RECORD_HEAD_BYTES + CONTENT_BYTES_MAX + 256;
 /// Size of the ciphers' authentication tag.
 const TAG_BYTES: usize = 16;
@@ -98,12 +98,12 @@ impl TrafficKey {
         let length = record.len() - RECORD_HEAD_BYTES;
         let head = record_head(length);
         record[..RECORD_HEAD_BYTES].copy_from_slice(&head);
-        let (inner, tag) = record[RECORD_HEAD_BYTES..].split_at_mut(length - TAG_BYTES);
-        *inner.last_mut().expect("the type of the content") = content_type.code();
+        let (inner_plaintext, tag) = record[RECORD_HEAD_BYTES..].split_at_mut(length - TAG_BYTES);
+        *inner_plaintext.last_mut().expect("the type of the content") = content_type.code();
         let nonce = self.next_nonce();
-        let tag_result = self
-            .key
-            .seal_in_place_separate_tag(nonce, Aad::from(head), inner);
+        let tag_result =
+            self.key
+                .seal_in_place_separate_tag(nonce, Aad::from(head), inner_plaintext);
         tag.copy_from_slice(
             tag_result
                 .expect("records are far below the limit of the ciphers")
@@ -147,15 +147,15 @@ impl TrafficKey {
 }
 
 fn record_head(length: usize) -> [u8; RECORD_HEAD_BYTES] {
-    let [high, low] = u16::try_from(length)
+    let [high_byte, low_byte] = u16::try_from(length)
         .expect("records are shorter than 64 KiB")
         .to_be_bytes();
     [
         RECORD_HEAD_PREFIX[0],
         RECORD_HEAD_PREFIX[1],
         RECORD_HEAD_PREFIX[2],
-        high,
-        low,
+        high_byte,
+        low_byte,
     ]
 }
 

@@ -12,7 +12,7 @@ use std::net::{Ipv4Addr, Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::time::{Duration, Instant};
 
 const OFFER_ID: OfferId = OfferId(0x1234);
-/// Timeout of every wait. It is long because test machines may be loaded.
+/// Timeout of every wait. The timeout is long because test machines may be loaded.
 const WAIT_TIMEOUT: Duration = Duration::from_secs(60);
 
 type SetupOutcome = Result<FrameStream, SetupError>;
@@ -33,7 +33,8 @@ impl TestRng {
     }
 }
 
-/// Calls `step` until it returns a value.
+/// Calls `step` until `step` returns a value, and returns this value. Panics after
+/// [`WAIT_TIMEOUT`].
 fn poll_until<T>(awaited_event: &str, mut step: impl FnMut() -> Option<T>) -> T {
     let deadline = Instant::now() + WAIT_TIMEOUT;
     loop {
@@ -45,8 +46,8 @@ fn poll_until<T>(awaited_event: &str, mut step: impl FnMut() -> Option<T>) -> T 
     }
 }
 
-/// Returns an acceptor with one open offer, the port on which it listens, and the fingerprint of
-/// its certificate.
+/// Returns an acceptor with one open offer, the port on which the acceptor listens, and the
+/// fingerprint of the acceptor's certificate.
 fn acceptor_with_offer() -> (Acceptor, u16, Fingerprint) {
     let mut acceptor = Acceptor::default();
     let (port, fingerprint) = acceptor.open_offer(Micros(1), OFFER_ID).expect("a socket");
@@ -57,8 +58,8 @@ fn new_dialer(addresses: &[SocketAddr], peer_fingerprint: Fingerprint) -> Dialer
     Dialer::new(Micros(1), OFFER_ID, addresses, peer_fingerprint).expect("a key")
 }
 
-/// Advances both sides until the dialer has a result. Returns the outcomes of the dialer and of the
-/// offer; `None` if the offer is still open.
+/// Advances both sides until the dialer has a result. Returns the outcome of the dialer and the
+/// outcome of the offer. The outcome of the offer is `None` if the offer is still open.
 fn run_setup(acceptor: &mut Acceptor, dialer: &mut Dialer) -> (SetupOutcome, Option<SetupOutcome>) {
     let mut offer_outcome = None;
     let dialer_outcome = poll_until("an answer for the dialer", || {
@@ -133,45 +134,52 @@ impl FrameChecker {
     }
 }
 
-/// Sends `count` frames in both directions at once. Returns for each side the reason why its route
-/// ended, `None` if the route is still established, and the number of received frames.
+/// Sends `count` frames in both directions at once, until all frames have arrived or a route has
+/// ended. Returns for each side the reason why its route ended and the number of received frames.
+/// The reason is `None` if the route is still established.
 fn exchange_frames(
     streams: [&mut FrameStream; 2],
     count: u32,
     seed: u64,
 ) -> [(Option<RouteEndReason>, u32); 2] {
-    let mut dice = TestRng(seed);
-    let mut state = [
+    let mut rng = TestRng(seed);
+    let mut side_states = [
         (None, FrameChecker::default(), 0),
         (None, FrameChecker::default(), 0),
     ];
     let [a, b] = streams;
     poll_until("all frames", || {
-        for (end, (ended, check, sent)) in [&mut *a, &mut *b].into_iter().zip(&mut state) {
-            while ended.is_none() && *sent < count && end.has_frame_space() {
-                let whole = numbered_frame(&mut dice, *sent);
-                let (head, payload) = whole.split_at(dice.next_below(30).min(whole.len()));
-                assert!(end.try_queue_frame(&[head, payload]));
-                *sent += 1;
+        for (stream, (end_reason, checker, sent_count)) in
+            [&mut *a, &mut *b].into_iter().zip(&mut side_states)
+        {
+            while end_reason.is_none() && *sent_count < count && stream.has_frame_space() {
+                let whole_frame = numbered_frame(&mut rng, *sent_count);
+                let (head, payload) =
+                    whole_frame.split_at(rng.next_below(30).min(whole_frame.len()));
+                assert!(stream.try_queue_frame(&[head, payload]));
+                *sent_count += 1;
             }
-            let gone = end
-                .read_frames(&mut |frame| check.check_frame(frame))
-                .and(end.write_queued());
-            *ended = ended.take().or(gone.err());
+            let io_result = stream
+                .read_frames(&mut |frame| checker.check_frame(frame))
+                .and(stream.write_queued());
+            *end_reason = end_reason.take().or(io_result.err());
         }
-        let all = |(ended, check, sent): &(Option<RouteEndReason>, FrameChecker, u32)| {
-            ended.is_some() || (check.next_number == count && *sent == count)
-        };
-        let flushed = !a.has_unwritten_data() && !b.has_unwritten_data();
-        (state.iter().any(|s| s.0.is_some()) || (flushed && state.iter().all(all))).then_some(())
+        let has_all_frames =
+            |(end_reason, checker, sent_count): &(Option<RouteEndReason>, FrameChecker, u32)| {
+                end_reason.is_some() || (checker.next_number == count && *sent_count == count)
+            };
+        let is_flushed = !a.has_unwritten_data() && !b.has_unwritten_data();
+        (side_states.iter().any(|s| s.0.is_some())
+            || (is_flushed && side_states.iter().all(has_all_frames)))
+        .then_some(())
     });
-    // After one side has failed, data from it may still be in transit to the other side.
-    for (end, (ended, check, _)) in [a, b].into_iter().zip(&mut state) {
-        if let Err(e) = end.read_frames(&mut |frame| check.check_frame(frame)) {
-            ended.get_or_insert(e);
+    // After one side has failed, its data may still be in transit to the other side.
+    for (stream, (end_reason, checker, _)) in [a, b].into_iter().zip(&mut side_states) {
+        if let Err(e) = stream.read_frames(&mut |frame| checker.check_frame(frame)) {
+            end_reason.get_or_insert(e);
         }
     }
-    state.map(|(ended, check, _)| (ended, check.next_number))
+    side_states.map(|(end_reason, checker, _)| (end_reason, checker.next_number))
 }
 
 /// Starts a proxy that forwards data in chunks of random lengths, and returns its port. The proxy
@@ -463,8 +471,8 @@ fn silent_connections_are_bounded_and_expire() {
     );
 }
 
-/// An address that stalls in the handshake is abandoned after its timeout, and the next address is
-/// tried.
+/// An address that refuses the connection, or stalls in the handshake until the timeout, is
+/// abandoned, and the next address is tried. If no address answers, the attempt fails.
 #[test]
 fn stalled_address_is_skipped() {
     let silent_listener = TcpListener::bind(loopback_address(0)).expect("a port");
@@ -539,7 +547,8 @@ fn early_connection_waits_for_acceptance() {
     );
 }
 
-/// A frame longer than [`FRAME_BYTES_MAX`] ends the route. The frames before it are still received.
+/// A frame longer than [`FRAME_BYTES_MAX`] ends the route. The frames before that frame are still
+/// received.
 #[test]
 fn oversized_frame_ends_route() {
     let (mut a, mut b) = connected_streams();
@@ -591,7 +600,8 @@ fn backlog_for_slow_reader_is_bounded() {
     });
 }
 
-/// An idle side has no buffers. It allocates them again, without data loss, when it is used.
+/// An idle side has no buffers. When the side is used again, it allocates buffers without data
+/// loss.
 #[test]
 fn idle_stream_frees_buffers_and_continues() {
     let (mut a, mut b) = connected_streams();

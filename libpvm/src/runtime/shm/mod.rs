@@ -53,8 +53,8 @@ const WRITES_PER_CPU_CHECK: u8 = 16;
 /// before it sends.
 const ACK_POLL_FRAGMENTS_MIN: u64 = ACK_THRESHOLD_FRAGMENTS * 2;
 
-/// Maximum number of empty rings in one poll that cost so little that the poll is not counted as
-/// empty.
+/// Maximum number of empty rings in a poll that is not counted as empty. Polling so few empty rings
+/// costs little.
 const CHEAP_EMPTY_RINGS_MAX: usize = 4;
 /// Number of counted empty polls after which a ring is not polled until its writer rings the
 /// doorbell again. A poll counts if it finds more than [`CHEAP_EMPTY_RINGS_MAX`] empty rings.
@@ -132,10 +132,12 @@ impl Ring {
         !self.ring_pair.reader.is_empty() || self.ring_pair.reader.is_closed()
     }
 
-    /// Counts an empty poll; `empty_rings` is the number of empty rings in this round, including
-    /// this ring. Returns true if the ring should not be polled again.
-    fn count_empty_poll(&mut self, empty_rings: usize) -> bool {
-        self.empty_poll_count = if empty_rings > CHEAP_EMPTY_RINGS_MAX {
+    /// Counts an empty poll; `empty_ring_count` is the number of empty rings in this round so far,
+    /// including this ring. A round with at most [`CHEAP_EMPTY_RINGS_MAX`] empty rings resets the
+    /// count. Returns true if the ring should not be polled again before its writer rings the
+    /// doorbell.
+    fn count_empty_poll(&mut self, empty_ring_count: usize) -> bool {
+        self.empty_poll_count = if empty_ring_count > CHEAP_EMPTY_RINGS_MAX {
             self.empty_poll_count.saturating_add(1)
         } else {
             0
@@ -143,8 +145,8 @@ impl Ring {
         self.empty_poll_count >= EMPTY_POLLS_MAX
     }
 
-    /// Passes the next record to the link. Returns the length of the record in bytes, or 0 if there
-    /// is no record.
+    /// Passes the next record to the link. Returns the length in bytes of the record and of a
+    /// message that the record leases, or 0 if there is no record.
     fn pass_next_record(&mut self, now: Micros, link: &mut Link) -> Result<usize, CorruptRing> {
         let Some((record_bytes, cpu)) =
             pass_next_record(&mut self.ring_pair.reader, &self.leases, now, link)?
@@ -156,8 +158,9 @@ impl Ring {
     }
 }
 
-/// Passes the next record to the link. Returns the length of the record in bytes and the CPU on
-/// which it was written; `None` if there is no record.
+/// Passes the next record to the link. Returns the length in bytes of the record and of a message
+/// that the record leases, and the CPU on which the record was written; `None` if there is no
+/// record.
 fn pass_next_record(
     reader: &mut RingReader<SharedRing>,
     leases: &Leases,
@@ -279,8 +282,8 @@ impl ShmRoutes {
     fn unanswered_offers(&self) -> impl Iterator<Item = (Tid, Micros)> {
         self.setups.iter().filter_map(|(peer, setup)| match setup {
             RingSetup::Offered {
-                expires_at: until, ..
-            } => Some((*peer, *until)),
+                expires_at: expiry, ..
+            } => Some((*peer, *expiry)),
             RingSetup::NotOffered(_) | RingSetup::Refused { .. } => None,
         })
     }
@@ -289,8 +292,8 @@ impl ShmRoutes {
         self.slots_by_peer.get(&peer).copied()
     }
 
-    /// True if a ring whose doorbell bit is set must be drained: the ring has a record, or it was
-    /// empty in [`EMPTY_POLLS_MAX`] counted polls and its bit must be cleared.
+    /// True if a ring whose doorbell bit is set must be drained: the ring has a record, or the ring
+    /// was empty in [`EMPTY_POLLS_MAX`] counted polls and its bit must be cleared.
     pub(crate) fn must_poll(&mut self) -> bool {
         let Self {
             doorbell: Some(doorbell),
@@ -300,15 +303,16 @@ impl ShmRoutes {
         else {
             return false;
         };
-        let (mut next_word, mut empty_rings) = (0, 0);
-        while let Some((word_index, mut bits)) = doorbell.get().next_pending_word(next_word) {
-            next_word = word_index + 1;
+        let (mut next_word_index, mut empty_ring_count) = (0, 0);
+        while let Some((word_index, mut bits)) = doorbell.get().next_pending_word(next_word_index) {
+            next_word_index = word_index + 1;
             while bits != 0 {
                 let slot = word_index * 64 + bits.trailing_zeros() as usize;
                 bits &= bits - 1;
                 if let Some(RingSlot::Ring(ring)) = slots.get_mut(slot) {
-                    empty_rings += 1;
-                    if ring.get().is_readable() || ring.get_mut().count_empty_poll(empty_rings) {
+                    empty_ring_count += 1;
+                    if ring.get().is_readable() || ring.get_mut().count_empty_poll(empty_ring_count)
+                    {
                         return true;
                     }
                 }
@@ -317,13 +321,13 @@ impl ShmRoutes {
         false
     }
 
-    /// Counts an empty poll of this slot; `empty_rings` is the number of empty rings in this round.
-    /// Returns true if the slot should not be polled until its writer rings the doorbell again.
-    /// Because of this limit, a peer that sent only once causes no lasting cost, even if this task
-    /// never sleeps.
-    fn count_empty_poll(&mut self, slot: usize, empty_rings: usize) -> bool {
+    /// Counts an empty poll of this slot; `empty_ring_count` is the number of empty rings in this
+    /// round. Returns true if the slot should not be polled until its writer rings the doorbell
+    /// again. Because of this limit, a peer that sent only once causes no lasting cost, even if
+    /// this task never sleeps.
+    fn count_empty_poll(&mut self, slot: usize, empty_ring_count: usize) -> bool {
         match self.ring_mut(slot) {
-            Some(ring) => !ring.is_readable() && ring.count_empty_poll(empty_rings),
+            Some(ring) => !ring.is_readable() && ring.count_empty_poll(empty_ring_count),
             // Unknown slot. If a ring is installed in the slot later, the ring is read at that
             // time.
             None => true,
@@ -443,7 +447,7 @@ impl ShmRoutes {
 struct PendingWake {
     doorbell: Arc<ProcessOwned<PeerDoorbell>>,
     target: WakeTarget,
-    /// CPU on which the peer last wrote, and on which it will probably wake up.
+    /// CPU on which the peer last wrote. The peer will probably wake up on this CPU.
     cpu: u8,
 }
 
@@ -510,14 +514,14 @@ impl Core {
     }
 
     fn poll_marked_rings(&mut self, now: Micros, clears_bits: bool) -> bool {
-        let (mut has_record, mut next_word, mut empty_rings) = (false, 0, 0);
+        let (mut has_record, mut next_word_index, mut empty_ring_count) = (false, 0, 0);
         while let Some((word_index, mut bits)) = self
             .shm_routes
             .doorbell
             .as_ref()
-            .and_then(|doorbell| doorbell.get().next_pending_word(next_word))
+            .and_then(|doorbell| doorbell.get().next_pending_word(next_word_index))
         {
-            next_word = word_index + 1;
+            next_word_index = word_index + 1;
             while bits != 0 {
                 let slot = word_index * 64 + bits.trailing_zeros() as usize;
                 bits &= bits - 1;
@@ -525,8 +529,8 @@ impl Core {
                     has_record = true;
                     continue;
                 }
-                empty_rings += 1;
-                if self.shm_routes.count_empty_poll(slot, empty_rings) || clears_bits {
+                empty_ring_count += 1;
+                if self.shm_routes.count_empty_poll(slot, empty_ring_count) || clears_bits {
                     if let Some(doorbell) = &self.shm_routes.doorbell {
                         doorbell.get().clear_slot(slot);
                     }
@@ -558,8 +562,8 @@ impl Core {
         let Some(link) = links.get_mut(&peer) else {
             return false;
         };
-        // Checked before reading: if the ring is closed, everything that the peer wrote before is
-        // already visible.
+        // The flag is read before the records: if the ring is closed, everything that the peer
+        // wrote before is already visible.
         let is_closed = ring.ring_pair.reader.is_closed();
         let (mut read_bytes, mut was_writer_blocked) = (0, false);
         let is_corrupt = loop {
@@ -582,9 +586,9 @@ impl Core {
             };
             (ring.last_used_at, ring.empty_poll_count) = (now, 0);
             if was_writer_blocked && ring.peer_doorbell.get().request_drainer() {
-                let (peer_bell, cpu) = (ring.peer_doorbell.clone(), ring.peer_cpu);
+                let (target_doorbell, cpu) = (ring.peer_doorbell.clone(), ring.peer_cpu);
                 shm.pending_wakes.push(PendingWake {
-                    doorbell: peer_bell,
+                    doorbell: target_doorbell,
                     target: WakeTarget::Drainer,
                     cpu,
                 });
@@ -627,7 +631,8 @@ impl Core {
         }
     }
 
-    /// Reads one ring until it is empty, but at most [`FULL_DRAIN_CALLS_MAX`] times.
+    /// Reads one ring until the ring is empty, with at most [`FULL_DRAIN_CALLS_MAX`] calls of
+    /// [`Core::drain_ring`].
     pub(super) fn drain_ring_fully(&mut self, now: Micros, slot: usize) {
         for _ in 0..FULL_DRAIN_CALLS_MAX {
             if !self.drain_ring(now, slot) {
@@ -638,7 +643,8 @@ impl Core {
 
     // ---- writing
 
-    /// Writes as many frames of the link to its ring as the ring has space for.
+    /// Writes as many frames of the link to its ring as the ring has space for. Closes a ring that
+    /// is corrupt or that the peer has closed.
     pub(super) fn pump_ring(&mut self, now: Micros, slot: usize) {
         let (shm, links) = self.shm_routes_and_links();
         let Some(peer) = shm.ring_mut(slot).map(|ring| ring.peer) else {
@@ -647,7 +653,7 @@ impl Core {
         let Some(link) = links.get_mut(&peer) else {
             return;
         };
-        let (mut written_frames, mut is_urgent, mut is_corrupt, mut has_sent_data) =
+        let (mut written_frame_count, mut is_urgent, mut is_corrupt, mut has_sent_data) =
             (0u32, false, false, false);
         while !is_corrupt && link.has_frame() {
             let Some(ring) = shm.ring_mut(slot) else {
@@ -666,7 +672,7 @@ impl Core {
                 }
             }
             if shm.lease_message(now, slot, link) {
-                (written_frames, has_sent_data) = (written_frames + 1, true);
+                (written_frame_count, has_sent_data) = (written_frame_count + 1, true);
                 continue;
             }
             let Some(ring) = shm.ring_mut(slot) else {
@@ -682,8 +688,8 @@ impl Core {
                 .writer
                 .write([&head, frame.head, frame.body])
                 .is_err();
-            written_frames += 1;
-            if written_frames == 1 && !link.is_all_transmitted() {
+            written_frame_count += 1;
+            if written_frame_count == 1 && !link.is_all_transmitted() {
                 // The reader copies the first fragments of a large message while this thread writes
                 // the next fragments.
                 wake_peer(
@@ -701,13 +707,13 @@ impl Core {
             return;
         };
         let needs_pool_offer = std::mem::take(&mut ring.needs_pool_offer);
-        if written_frames > 0 || is_urgent {
+        if written_frame_count > 0 || is_urgent {
             ring.last_used_at = now;
             let wake_target = ring.peer_doorbell.get().notify(ring.peer_slot, is_urgent);
             if wake_target != WakeTarget::NoThread {
-                let (peer_bell, cpu) = (ring.peer_doorbell.clone(), ring.peer_cpu);
+                let (target_doorbell, cpu) = (ring.peer_doorbell.clone(), ring.peer_cpu);
                 shm.pending_wakes.push(PendingWake {
-                    doorbell: peer_bell,
+                    doorbell: target_doorbell,
                     target: wake_target,
                     cpu,
                 });
@@ -772,12 +778,12 @@ impl Core {
         debug_assert_eq!(write_result, Ok(true), "there was room");
         ring.last_used_at = now;
         let wake_target = ring.peer_doorbell.get().notify(ring.peer_slot, false);
-        let (peer_bell, cpu) = (&ring.peer_doorbell, ring.peer_cpu);
+        let (target_doorbell, cpu) = (&ring.peer_doorbell, ring.peer_cpu);
         let peer_wakes = if wake_target == WakeTarget::NoThread {
             Vec::new()
         } else {
             vec![PendingWake {
-                doorbell: peer_bell.clone(),
+                doorbell: target_doorbell.clone(),
                 target: wake_target,
                 cpu,
             }]

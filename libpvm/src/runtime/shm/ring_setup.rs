@@ -21,16 +21,16 @@ use sempa_ring::shared_memory::{PeerDoorbell, RingPair, create_ring_pair, map_pe
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
-/// Number of messages that go to a peer through the daemon before a ring is offered. More than
-/// zero, because many pairs of tasks exchange only one message.
+/// Number of messages that go to a peer through the daemon before a ring is offered. The number is
+/// not zero, because many pairs of tasks exchange only one message.
 const MESSAGES_BEFORE_OFFER: u32 = 1;
 /// Time for which an offer is valid. A stopped task does not answer; after this time the daemon
 /// carries the messages to the stopped task.
 const OFFER_TIMEOUT: Micros = Micros::from_millis(500);
 /// Time after a refusal during which no new offer is sent.
 const REFUSAL_TIMEOUT: Micros = Micros::from_secs(30);
-/// Time after a refusal during which no new offer is sent, if the peer is on another host and its
-/// daemon refused. The time ends earlier if one of the two tasks migrates.
+/// Time after a refusal during which no new offer is sent, if a daemon refused because the peer is
+/// on another host. The time ends earlier if one of the two tasks migrates.
 const REMOTE_REFUSAL_TIMEOUT: Micros = Micros::from_secs(600);
 /// Time without traffic after which a ring is closed.
 const RING_IDLE_TIMEOUT: Micros = Micros::from_secs(60);
@@ -166,7 +166,7 @@ impl Core {
                 self.handle_pool_message(now, sender, message, &descriptors);
             }
             RouteMsg::RingRefuse { id } => {
-                if matches!(self.shm_routes.setups.get(&sender), Some(RingSetup::Offered { id: open_offer, .. }) if *open_offer == id)
+                if matches!(self.shm_routes.setups.get(&sender), Some(RingSetup::Offered { id: open_offer_id, .. }) if *open_offer_id == id)
                 {
                     let retry_time = now
                         + if same_host {
@@ -254,34 +254,34 @@ impl Core {
         peer_slot: usize,
         descriptors: &[OwnedFd],
     ) -> Option<()> {
-        let [ring_memory, peer_bell] = descriptors else {
+        let [ring_memory, peer_doorbell] = descriptors else {
             return None;
         };
         if self.has_peer_ended(peer) || self.has_disabled_windows() || peer_slot >= SLOT_COUNT {
             return None;
         }
-        let own_bell = self.shm_routes.share_doorbell()?;
+        let own_doorbell = self.shm_routes.share_doorbell()?;
         let ring_pair = map_peer_ring_pair(ring_memory.as_fd()).ok()?;
-        let peer_bell = PeerDoorbell::map(peer_bell.as_fd()).ok()?;
+        let peer_doorbell = PeerDoorbell::map(peer_doorbell.as_fd()).ok()?;
         if let Some(old_slot) = self.shm_routes.slot(peer) {
             self.close_ring(now, old_slot);
         }
         let slot = self.shm_routes.find_free_slot()?;
-        // The daemon carries the acceptance after all frames that it already carries.
+        // The daemon delivers the acceptance after all frames that the daemon has received earlier.
         if !self.send_route_message(
             peer,
             RouteMsg::RingAccept {
                 id,
                 slot: slot as u32,
             },
-            vec![own_bell],
+            vec![own_doorbell],
         ) {
             return None;
         }
         self.install_ring(
             now,
             slot,
-            Ring::new(now, peer, ring_pair, peer_bell, peer_slot),
+            Ring::new(now, peer, ring_pair, peer_doorbell, peer_slot),
         );
         Some(())
     }
@@ -294,17 +294,19 @@ impl Core {
         peer_slot: usize,
         descriptors: &[OwnedFd],
     ) {
-        let Some(RingSetup::Offered { id: open_offer, .. }) = self.shm_routes.setups.get(&peer)
+        let Some(RingSetup::Offered {
+            id: open_offer_id, ..
+        }) = self.shm_routes.setups.get(&peer)
         else {
             return;
         };
-        let peer_bell = descriptors
+        let peer_doorbell = descriptors
             .first()
             .and_then(|fd| PeerDoorbell::map(fd.as_fd()).ok());
-        if *open_offer != id {
+        if *open_offer_id != id {
             return;
         }
-        let Some(peer_bell) = peer_bell.filter(|_| peer_slot < SLOT_COUNT) else {
+        let Some(peer_doorbell) = peer_doorbell.filter(|_| peer_slot < SLOT_COUNT) else {
             return self.drop_offer(
                 now,
                 peer,
@@ -321,7 +323,7 @@ impl Core {
             self.install_ring(
                 now,
                 slot,
-                Ring::new(now, peer, ring_pair, peer_bell, peer_slot),
+                Ring::new(now, peer, ring_pair, peer_doorbell, peer_slot),
             );
         }
     }
@@ -348,8 +350,8 @@ impl Core {
 
     // ---- teardown
 
-    /// Closes a ring. The peer first reads the remaining records and then detects the end of the
-    /// ring.
+    /// Closes a ring, ends its leases, and wakes the peer. The peer first reads the remaining
+    /// records and then detects the end of the ring.
     pub(in crate::runtime) fn close_ring(&mut self, now: Micros, slot: usize) {
         let Some(slot_entry) = self.shm_routes.slots.get_mut(slot) else {
             return;
@@ -359,21 +361,21 @@ impl Core {
         };
         let Ring {
             peer,
-            ring_pair: ends,
+            ring_pair: ring_ends,
             leases: ring_leases,
             ..
         } = ring.get_mut();
         self.shm_routes.slots_by_peer.remove(peer);
         self.shm_routes
             .expected_peer
-            .take_if(|expected| expected == peer);
+            .take_if(|expected_tid| expected_tid == peer);
         self.shm_routes.setups.insert(
             *peer,
             RingSetup::Refused {
                 retry_at: now + REOFFER_DELAY,
             },
         );
-        self.close_and_drain(now, *peer, ends, ring_leases);
+        self.close_and_drain(now, *peer, ring_ends, ring_leases);
         self.shm_routes.end_leases(ring.get_mut());
         let Ring {
             peer,
@@ -400,8 +402,8 @@ impl Core {
         self.bump_send_event_seq();
     }
 
-    /// Closes this task's side of a ring, and reads the records that the peer wrote before it
-    /// detected the end. If the peer has exited, it cannot send these records again.
+    /// Closes this task's side of a ring, and reads the records that the peer wrote before the peer
+    /// detected the end. A peer that has exited cannot send these records again.
     fn close_and_drain(
         &mut self,
         now: Micros,
@@ -446,7 +448,8 @@ impl Core {
         }
     }
 
-    /// Releases all memory that is shared with other processes.
+    /// Releases all rings and setups, this task's pool, and the shared memory of the doorbell.
+    /// Leased messages in the pools of peers stay mapped.
     pub(in crate::runtime) fn release_shared_memory(&mut self) {
         self.shm_routes.setups.clear();
         self.shm_routes.slots.clear();
@@ -460,8 +463,8 @@ impl Core {
         }
     }
 
-    /// Closes the ring to a peer that has ended or migrated, and drops the state of the setup with
-    /// this peer.
+    /// Handles the end or migration of a peer: reads the remaining records, closes the ring to the
+    /// peer, and drops the state of the setup with this peer.
     pub(in crate::runtime) fn remove_peer_ring(&mut self, now: Micros, peer: Tid) {
         self.drain_peer(now, peer);
         if let Some(slot) = self.shm_routes.slot(peer) {
@@ -472,7 +475,7 @@ impl Core {
         self.shm_routes.setups.remove(&peer);
     }
 
-    /// Drops unanswered offers that have expired, and closes idle rings.
+    /// Drops unanswered offers that have expired, closes idle rings, and drops an idle pool.
     pub(in crate::runtime) fn run_shm_timers(&mut self, now: Micros) {
         let expired_peers: Vec<Tid> = self
             .shm_routes

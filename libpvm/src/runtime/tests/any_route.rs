@@ -37,15 +37,16 @@ enum RouteChange {
     RequestRoute(usize),
     /// The task starts accepting direct routes (true) or refusing them (false).
     SetAcceptsRoutes(usize, bool),
-    /// The task migrates. If `same_host` is true, it is on the same host as its peer afterwards.
-    /// The peer is notified before the task runs again if `notify_peer_first` is true, otherwise
-    /// after it.
+    /// The task migrates. Afterwards both tasks are on the same host if `same_host` is true. If
+    /// `notify_peer_first` is true, the peer is notified before the task runs again, otherwise
+    /// after the task runs again.
     Migrate {
         task_index: usize,
         same_host: bool,
         notify_peer_first: bool,
     },
-    /// Both tasks migrate at the same time. The task `first_to_resume` runs again first.
+    /// Both tasks migrate at the same time. The task with the index `first_to_resume` is the first
+    /// to run again.
     MigrateBoth {
         first_to_resume: usize,
         same_host: bool,
@@ -88,11 +89,11 @@ impl Proxies {
     fn insert_proxies(fake: &FakeDaemon) -> Self {
         let proxies = Self::default();
         let shared_proxies = proxies.clone();
-        fake.state().address_rewrite = Some(Box::new(move |offered| {
+        fake.state().address_rewrite = Some(Box::new(move |offered_address| {
             let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("a port");
             let address = listener.local_addr().expect("it has one");
             let proxies = shared_proxies.clone();
-            thread::spawn(move || proxies.forward_one_connection(&listener, offered));
+            thread::spawn(move || proxies.forward_one_connection(&listener, offered_address));
             address
         }));
         proxies
@@ -194,8 +195,8 @@ impl Exchange {
     fn send_until_stopped(&self, task_index: usize) {
         let (task, receiver) = (&self.tasks[task_index], self.tid(1 - task_index));
         let send_body = |tag: i32, body: Vec<u8>| {
-            let small = body.len() <= INLINE_BODY_BYTES_MAX;
-            if !(small
+            let is_small = body.len() <= INLINE_BODY_BYTES_MAX;
+            if !(is_small
                 && task.try_send_inline(
                     receiver,
                     encode_message_head(CTX_BASE, tag, 0, ENC_XDR),
@@ -265,7 +266,7 @@ impl Exchange {
             current_counts()
                 .iter()
                 .zip(start_counts)
-                .all(|(now, start_counts)| *now >= start_counts + message_count)
+                .all(|(current_count, start_counts)| *current_count >= start_counts + message_count)
                 .then_some(())
         });
     }
@@ -295,8 +296,8 @@ impl Exchange {
             RouteChange::RequestRoute(task_index) => {
                 self.tasks[task_index].open_route_and_wait(self.tid(1 - task_index))
             }
-            RouteChange::SetAcceptsRoutes(task_index, willing) => {
-                self.tasks[task_index].set_accepts_routes(willing)
+            RouteChange::SetAcceptsRoutes(task_index, accepts_routes) => {
+                self.tasks[task_index].set_accepts_routes(accepts_routes)
             }
             RouteChange::Migrate {
                 task_index,
@@ -367,8 +368,8 @@ fn run_script(same_host: bool, script: &[(u32, RouteChange)]) -> Vec<RouteKind> 
     routes
 }
 
-/// Whatever routes two tasks use and however they change, no message is lost, duplicated, damaged
-/// or reordered.
+/// Whatever routes two tasks use and however the routes change, no message is lost, duplicated,
+/// damaged or reordered.
 #[test]
 fn route_changes_preserve_messages() {
     let cases = std::env::var("PROPTEST_CASES")

@@ -118,8 +118,8 @@ fn idle_route_frees_buffers_and_stays_usable() {
         recv_and_check_numbered(&a, b.tid(), round * 20..round * 20 + 20);
         for task in [&a, &b] {
             assert!(buffer_bytes(task) > 0);
-            // When the time advances, a link may have acknowledgements to send. A minute later it
-            // has none.
+            // When the time advances, a link may have acknowledgements to send. A minute later the
+            // link has none.
             wait_until("nothing on its way", || {
                 minutes += 1;
                 let mut state_guard = task.lock().expect("not forked");
@@ -153,7 +153,8 @@ fn crossing_offers_establish_one_route() {
     }
 }
 
-/// A program that refuses routes receives only one offer. Its messages go through the daemons.
+/// A program that refuses routes receives only one offer. The messages to this program go through
+/// the daemons.
 #[test]
 fn refusing_program_gets_one_offer() {
     let (fake, a, b) = remote_pair();
@@ -206,8 +207,8 @@ fn exit_loses_no_direct_messages() {
     for round in 0..5 {
         let (_fake, a, b) = remote_pair();
         a.open_route_and_wait(b.tid());
-        // If a task exits with unread input, its kernel discards output in transit. The runtime
-        // must prevent this loss.
+        // If a task exits with unread input, the kernel discards output of the task that is in
+        // transit. The runtime must prevent this loss.
         send_numbered(&b, a.tid(), 0..50);
         send_numbered(&a, b.tid(), 0..200 + round);
         a.exit().expect("connected");
@@ -296,7 +297,7 @@ enum ProxyState {
     FlushAndClose,
 }
 
-/// Proxy in a direct connection. Contains its state and the number of bytes that it retains.
+/// Proxy in a direct connection. Contains the state of the proxy and the number of retained bytes.
 #[derive(Clone)]
 struct RetainingProxy(Arc<Mutex<(ProxyState, usize)>>);
 
@@ -399,8 +400,8 @@ fn report_end(fake: &FakeDaemon, receiver: &Runtime, ended_tid: Tid) {
     assert_eq!(wait_for_next_message(receiver).tag, 8);
 }
 
-/// The messages of a killed task are received before the notification of its end, even if they
-/// arrive long after `PeerGone`.
+/// The messages of a killed task are received before the notification of its end, even if the
+/// messages arrive long after `PeerGone`.
 #[test]
 fn messages_of_killed_task_precede_its_end() {
     const MESSAGE_COUNT: u32 = 30;

@@ -89,10 +89,11 @@ fn refusal_before_hello_is_understood() {
     server.join().expect("served");
 }
 
-/// A listener with another protocol or protocol version is rejected.
+/// A listener with another protocol or protocol version is rejected with
+/// [`EnrollError::VersionMismatch`]. A listener that sends nothing is rejected with another error.
 #[test]
 fn listener_of_other_protocol_is_rejected() {
-    for (answer, version) in [
+    for (answer, is_version_mismatch) in [
         (&b"HTTP/1.1 400 Bad Request\r\n\r\n"[..], true),
         (b"\x01\0\0\0\0", true),
         (b"", false),
@@ -118,7 +119,7 @@ fn listener_of_other_protocol_is_rejected() {
         let error = error.expect_err("no daemon");
         assert_eq!(
             matches!(error, EnrollError::VersionMismatch { .. }),
-            version,
+            is_version_mismatch,
             "{error}"
         );
     }
@@ -396,8 +397,8 @@ fn sent_messages_survive_sudden_exit() {
     recv_and_check_numbered(&b, sender, 0..100);
 }
 
-/// A process that ends normally without an exit call still writes all its messages, even if they
-/// exceed the window.
+/// A process that ends normally without an exit call still writes all its messages, even if the
+/// messages exceed the window.
 #[test]
 fn process_exit_flushes_beyond_window() {
     let fake = FakeDaemon::start();
@@ -410,7 +411,7 @@ fn process_exit_flushes_beyond_window() {
             .send(xdr_message(b.tid(), 2, vec![7; 3 * WINDOW_BYTES_MAX]))
             .expect("sent");
         std::mem::forget(child_task);
-        // SAFETY: `exit` runs the exit hooks, and no other thread of this child runs one.
+        // SAFETY: `exit` runs the exit hooks, and no other thread of this child calls `exit`.
         unsafe { libc::exit(0) }
     });
     fake.write_resume_token(1);

@@ -1,5 +1,5 @@
-//! Minimal daemon for tests. It enrolls tasks, forwards link frames, queues frames for a migrating
-//! task, and logs all control frames.
+//! Minimal daemon for tests. The daemon enrolls tasks, forwards link frames, queues frames for a
+//! migrating task, and logs all control frames.
 
 use super::{TEST_TIMEOUT, wait_until};
 use crate::runtime::{EnrollOptions, Runtime};
@@ -106,7 +106,7 @@ pub(super) struct SharedFakeState {
     state_changed: Condvar,
 }
 
-/// Handle of the fake daemon. Dropping it closes the connections of the fake daemon.
+/// Handle of the fake daemon. Dropping the handle closes the connections of the fake daemon.
 pub(super) struct FakeDaemon {
     pub(super) runtime_dir: TempDir,
     shared_state: Arc<SharedFakeState>,
@@ -224,13 +224,13 @@ impl FakeDaemon {
     /// Sends a quiesce request to a task. After this call, the fake daemon queues frames for the
     /// task.
     pub(super) fn send_quiesce(&self, tid: Tid, migration: u64) {
-        let tokens = vec![
+        let paths = vec![
             self.runtime_dir.path().join("nowhere"),
             self.token_path(migration),
         ];
         let quiesce_request = ToTask::Quiesce {
             migration: MigrationId(migration),
-            token_paths: tokens,
+            token_paths: paths,
         };
         let mut state = self.state();
         let task_conn = state.tasks.get_mut(&tid).expect("seated");
@@ -259,9 +259,9 @@ impl FakeDaemon {
             socket_path: socket,
         })
         .expect("small");
-        let temporary = self.runtime_dir.path().join("token.new");
-        std::fs::write(&temporary, token).expect("written");
-        std::fs::rename(temporary, self.token_path(file_number)).expect("renamed");
+        let temporary_path = self.runtime_dir.path().join("token.new");
+        std::fs::write(&temporary_path, token).expect("written");
+        std::fs::rename(temporary_path, self.token_path(file_number)).expect("renamed");
     }
 
     /// Closes the connection to a task, as if the daemon had died.
@@ -309,7 +309,7 @@ fn read_frame(
             received_fds,
             MsgFlags::empty(),
         ) {
-            Ok(received) if received.byte_count > 0 => {}
+            Ok(read_outcome) if read_outcome.byte_count > 0 => {}
             _ => return None,
         }
     }
@@ -348,7 +348,8 @@ fn serve_task(shared_state: &SharedFakeState, stream: UnixStream) {
     task_conn.is_closed = !task_conn.is_quiescing;
 }
 
-/// Answers a hello and returns the tid of the task; `None` if the task was refused.
+/// Answers a hello, and sends the frames that were queued for the task. Returns the tid of the
+/// task; `None` if the task was refused.
 fn enroll_task(shared_state: &SharedFakeState, hello: &Hello, stream: &UnixStream) -> Option<Tid> {
     let mut write_stream = stream.try_clone().expect("a descriptor");
     let mut state = shared_state.state.lock().expect("no panic under the lock");
@@ -390,10 +391,10 @@ fn enroll_task(shared_state: &SharedFakeState, hello: &Hello, stream: &UnixStrea
         let frame_with_fds = match queued_frame {
             QueuedFrame::Frame(frame_with_fds) => frame_with_fds,
             QueuedFrame::Route {
-                sender: from,
+                sender: sender_tid,
                 message: route_message,
             } => (
-                encode_route_frame(from, is_same_host, route_message),
+                encode_route_frame(sender_tid, is_same_host, route_message),
                 Vec::new(),
             ),
         };
@@ -437,16 +438,18 @@ fn handle_frame(
 ) {
     let mut state = shared_state.state.lock().expect("no panic under the lock");
     if frame.kind == FrameKind::Link {
-        let link = frame.decode_link().expect("a link frame");
-        assert_eq!(link.src, tid, "a task speaks for itself");
+        let link_frame = frame.decode_link().expect("a link frame");
+        assert_eq!(link_frame.src, tid, "a task speaks for itself");
         let drops_frames = state.drops_link_frames;
-        return match state.tasks.get_mut(&link.dst) {
+        return match state.tasks.get_mut(&link_frame.dst) {
             Some(task_conn) if !task_conn.is_closed && !drops_frames => {
                 task_conn.send(encode_frame(FrameKind::Link, &[&frame.body]))
             }
             Some(task_conn) if !task_conn.is_closed => {}
             _ => {
-                let end_notice = ToTask::PeerGone { tid: link.dst };
+                let end_notice = ToTask::PeerGone {
+                    tid: link_frame.dst,
+                };
                 state
                     .tasks
                     .get_mut(&tid)
@@ -512,11 +515,11 @@ fn forward_route_message(
 ) {
     let is_same_host = state.is_same_host;
     if let Some(recorded_messages) = &mut state.recorded_messages {
-        let copies = descriptors
+        let fd_copies = descriptors
             .iter()
             .map(|fd| fd.try_clone().expect("a descriptor"))
             .collect();
-        recorded_messages.push((sender, receiver, message.clone(), copies));
+        recorded_messages.push((sender, receiver, message.clone(), fd_copies));
     }
     if let (RouteMsg::DirectOffer { addresses, .. }, Some(rewrite)) =
         (&mut message, &state.address_rewrite)

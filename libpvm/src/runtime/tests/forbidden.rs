@@ -11,11 +11,11 @@ use sempa_proto::Tid;
 use sempa_proto::task::{Claim, OnDaemonExit};
 use std::process::{Command, Stdio};
 
-/// Size in bytes of a large message. It exceeds the minimum size for a lease.
+/// Size in bytes of a large message. The size exceeds the minimum size for a lease.
 const LARGE_BODY_BYTES: usize = 1 << 20;
 
-/// Makes the system call `syscall_number` fail with EPERM in this thread and the threads that it
-/// starts. If `second_argument` is given, only calls with this second argument fail.
+/// Makes the system call `syscall_number` fail with EPERM in this thread and the threads that this
+/// thread starts. If `second_argument` is given, only calls with this second argument fail.
 fn forbid_syscall(syscall_number: libc::c_long, second_argument: Option<u32>) {
     const fn bpf_instruction(code: u32, jump_if_false: u8, k: u32) -> libc::sock_filter {
         libc::sock_filter {
@@ -40,7 +40,7 @@ fn forbid_syscall(syscall_number: libc::c_long, second_argument: Option<u32>) {
     ];
     if let Some(second_argument) = second_argument {
         // Offset of the second argument in `seccomp_data`. The number, the architecture, the
-        // instruction pointer and the first argument precede it.
+        // instruction pointer and the first argument precede the second argument.
         instructions.extend([
             bpf_instruction(load_code, 0, 24),
             bpf_instruction(jump_equal_code, 1, second_argument),

@@ -147,8 +147,9 @@ fn corrupt_rings(rng: &mut TestRng, fd: &OwnedFd) {
     }
 }
 
-/// Overwrites one randomly selected field of memory that the hostile task can write: of a ring that
-/// it shares, or, if `corrupts_doorbell` is true, of a doorbell.
+/// Overwrites randomly selected memory that the hostile task can write: fields of a doorbell if
+/// `corrupts_doorbell` is true, otherwise a field or record of a ring that the hostile task has
+/// offered or was offered. Does nothing if the randomly selected message contains no such memory.
 fn corrupt_shared_memory(
     fake: &FakeDaemon,
     rng: &mut TestRng,
@@ -193,34 +194,45 @@ fn corrupt_until_rings_fail(fake: &FakeDaemon, hostile_task: &Runtime, victims: 
     const FAILED_RINGS_MIN: usize = 8;
     /// Maximum number of corrupted doorbells. Each corruption may delay a wake-up by a second.
     const CORRUPTED_DOORBELLS_MAX: u64 = 10;
-    let (mut dice, mut rounds, mut bells) = (TestRng(3), 0u64, 0);
+    let (mut rng, mut round_count, mut corrupted_doorbell_count) = (TestRng(3), 0u64, 0);
     wait_until("broken rings", || {
         for _ in 0..20 {
-            rounds += 1;
+            round_count += 1;
             // Messages make the tasks set up rings again. Large messages make the tasks use pools.
-            let len = if rounds.is_multiple_of(50) {
+            let len = if round_count.is_multiple_of(50) {
                 300_000
             } else {
                 20
             };
             hostile_task
-                .send(xdr_message(victims[rounds as usize % 2], 2, vec![2; len]))
+                .send(xdr_message(
+                    victims[round_count as usize % 2],
+                    2,
+                    vec![2; len],
+                ))
                 .expect("sent");
-            let at_bells = bells < CORRUPTED_DOORBELLS_MAX && rounds.is_multiple_of(200);
-            bells += u64::from(at_bells);
-            corrupt_shared_memory(fake, &mut dice, hostile_task.tid(), at_bells);
+            let corrupts_doorbell = corrupted_doorbell_count < CORRUPTED_DOORBELLS_MAX
+                && round_count.is_multiple_of(200);
+            corrupted_doorbell_count += u64::from(corrupts_doorbell);
+            corrupt_shared_memory(fake, &mut rng, hostile_task.tid(), corrupts_doorbell);
         }
-        let net = fake.state();
-        let made = |(a, b, word, _): &&RecordedMessage| {
+        let fake_state = fake.state();
+        let is_hostile_acceptance = |(a, b, message, _): &&RecordedMessage| {
             (*a == hostile_task.tid() || *b == hostile_task.tid())
-                && matches!(word, RouteMsg::RingAccept { .. })
+                && matches!(message, RouteMsg::RingAccept { .. })
         };
-        (net.recorded_messages.iter().flatten().filter(made).count() >= FAILED_RINGS_MIN)
+        (fake_state
+            .recorded_messages
+            .iter()
+            .flatten()
+            .filter(is_hostile_acceptance)
+            .count()
+            >= FAILED_RINGS_MIN)
             .then_some(())
     });
 }
 
-/// A task that corrupts all memory that it shares does not affect the messages between other tasks.
+/// A task that corrupts all its shared memory does not affect the messages between other tasks.
 #[test]
 fn corrupted_shared_memory_affects_own_links_only() {
     const MESSAGES_PER_ROUND: u32 = 10_000;
@@ -235,7 +247,7 @@ fn corrupted_shared_memory_affects_own_links_only() {
         while round == 0 || !corruption_thread.is_finished() {
             let numbers = round * MESSAGES_PER_ROUND..(round + 1) * MESSAGES_PER_ROUND;
             std::thread::scope(|scope| {
-                for (one, peer) in [(&a, &b), (&b, &a)] {
+                for (own_task, peer) in [(&a, &b), (&b, &a)] {
                     let sent_numbers = numbers.clone();
                     scope.spawn(move || {
                         for number in sent_numbers {
@@ -244,11 +256,15 @@ fn corrupted_shared_memory_affects_own_links_only() {
                                 &vec![number as u8; number as usize % 300],
                             ]
                             .concat();
-                            one.send(xdr_message(peer.tid(), 1, body)).expect("sent");
+                            own_task
+                                .send(xdr_message(peer.tid(), 1, body))
+                                .expect("sent");
                         }
                     });
                     let expected_numbers = numbers.clone();
-                    scope.spawn(move || recv_and_check_numbered(one, peer.tid(), expected_numbers));
+                    scope.spawn(move || {
+                        recv_and_check_numbered(own_task, peer.tid(), expected_numbers)
+                    });
                 }
             });
             // Drops all messages that the hostile task has sent.
@@ -396,7 +412,7 @@ fn killed_writer_leaves_whole_messages_only() {
         check_message(0, &first_message);
         wait_until("a ring", || {
             a.with_core(|core| core.shm_routes.slot(writer_tid).is_some())
-                .filter(|has| *has)
+                .filter(|is_reached| *is_reached)
         });
         for number in 1..50 + round * 7 {
             check_message(number, &wait_for_next_message(&a));
@@ -410,7 +426,7 @@ fn killed_writer_leaves_whole_messages_only() {
         fake.send_control(a.tid(), ToTask::PeerGone { tid: writer_tid });
         wait_until("the end of the ring", || {
             a.with_core(|core| core.shm_routes.slot(writer_tid).is_none())
-                .filter(|has| *has)
+                .filter(|is_reached| *is_reached)
         });
         let mut number = 50 + round * 7;
         while let Some(message) =

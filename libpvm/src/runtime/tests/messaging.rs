@@ -123,8 +123,8 @@ fn send_returns_while_window_is_closed() {
 fn computing_receiver_does_not_block_sender() {
     let fake = FakeDaemon::start();
     let (a, b) = (fake.enroll(), fake.enroll());
-    // The messages exceed the window many times. They all arrive only if the receiver's I/O thread
-    // acknowledges fragments.
+    // The messages exceed the window many times. All messages arrive only if the receiver's I/O
+    // thread acknowledges fragments.
     for i in 0..12 {
         a.send(xdr_message(b.tid(), i, vec![0; WINDOW_BYTES_MAX / 2]))
             .expect("sent");
@@ -228,7 +228,7 @@ fn notification_follows_last_message() {
             end_seq: end_sequence,
         }),
     };
-    // The notification arrives before any fragment.
+    // Both notifications arrive before any fragment.
     fake.send_control(b.tid(), notification(a.tid(), 4, 100));
     fake.send_control(b.tid(), notification(a.tid(), 1, 99));
     for tag in 1..=3 {

@@ -55,11 +55,13 @@ fn repeated_migrations_preserve_messages() {
         });
         let tasks = [&a, &b, &c];
         let mut message_threads = Vec::new();
-        for me in tasks {
+        for own_task in tasks {
             for peer in tasks {
-                message_threads.push(scope.spawn(move || send_numbered(me, peer.tid(), 0..1000)));
                 message_threads
-                    .push(scope.spawn(move || recv_and_check_numbered(me, peer.tid(), 0..1000)));
+                    .push(scope.spawn(move || send_numbered(own_task, peer.tid(), 0..1000)));
+                message_threads.push(
+                    scope.spawn(move || recv_and_check_numbered(own_task, peer.tid(), 0..1000)),
+                );
             }
         }
         let join_results: Vec<_> = message_threads
@@ -241,7 +243,7 @@ fn foreign_and_malformed_tokens_are_ignored() {
     wait_until("the return", || task.socket_fd());
 }
 
-/// If the daemon refuses a migrated task, its calls fail with the reason.
+/// If the daemon refuses a migrated task, the calls of the task fail with the reason.
 #[test]
 fn refusal_after_migration_is_reported() {
     let fake = FakeDaemon::start();

@@ -20,10 +20,10 @@ use sempa_proto::message::{CTX_BASE, ENC_XDR, Message};
 use sempa_proto::{PvmError, Tid};
 use std::time::{Duration, Instant};
 
-/// Timeout of every wait. It is long because test machines may be loaded.
+/// Timeout of every wait. The timeout is long because test machines may be loaded.
 pub(super) const TEST_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Calls `f` until it returns a value, and returns this value. Panics after [`TEST_TIMEOUT`].
+/// Calls `f` until `f` returns a value, and returns this value. Panics after [`TEST_TIMEOUT`].
 pub(super) fn wait_until<R>(awaited_event: &str, mut f: impl FnMut() -> Option<R>) -> R {
     let deadline = Instant::now() + TEST_TIMEOUT;
     loop {
@@ -49,8 +49,8 @@ pub(super) fn xdr_message(dst: Tid, tag: i32, body: impl Into<Bytes>) -> Message
 
 /// Returns the next message; panics after [`TEST_TIMEOUT`].
 pub(super) fn wait_for_next_message(task: &Runtime) -> Message {
-    let take_first = &mut |inbox: &mut Inbox| inbox.take_first(|_| true);
-    task.wait_for_inbox(Some(Instant::now() + TEST_TIMEOUT), take_first)
+    let take_first_message = &mut |inbox: &mut Inbox| inbox.take_first(|_| true);
+    task.wait_for_inbox(Some(Instant::now() + TEST_TIMEOUT), take_first_message)
         .expect("connected")
         .expect("a message in time")
 }

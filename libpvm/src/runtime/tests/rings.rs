@@ -235,7 +235,8 @@ fn migrations_close_rings_without_loss() {
     }
 }
 
-/// A quiesced task has no shared memory mapped or open. Its leased messages remain readable.
+/// A quiesced task has no shared memory mapped or open. The messages that the task leases remain
+/// readable.
 #[test]
 fn migrating_task_has_no_shared_memory() {
     let fake = same_host_daemon();
@@ -306,8 +307,8 @@ fn tasks_on_different_hosts_get_no_ring() {
     assert!(!has_ring(&a, b.tid()) && !has_ring(&b, a.tid()));
 }
 
-/// A ring and a pool that were idle for a minute are freed. They are set up again when they are
-/// needed.
+/// A ring and a pool that were idle for a minute are freed. When the tasks exchange messages again,
+/// a new ring is set up.
 #[test]
 fn idle_ring_and_pool_are_freed_and_recreated() {
     let fake = same_host_daemon();
@@ -364,8 +365,8 @@ fn polled_ring_count(task: &Runtime) -> usize {
         .expect("not forked")
 }
 
-/// A task that never sleeps stops polling the rings of peers that sent only once. It still receives
-/// the next messages of these peers.
+/// A task that never sleeps stops polling the rings of peers that sent only once. The task still
+/// receives the next messages of these peers.
 #[test]
 fn polling_skips_rings_without_messages() {
     const PEER_COUNT: usize = 40;

@@ -49,8 +49,8 @@ fn send_answer(rm: &Runtime, request_message: &Message, wid: i32, body: bytes::B
     rm.send(reply).expect("answered");
 }
 
-/// Reports to `task` that its request has waited since the time `waiting_since` (`None`: that it no
-/// longer waits). Returns when the report has arrived.
+/// Reports to `task` that its request has waited since the time `waiting_since`, or for `None` that
+/// the request no longer waits. Returns when the report has arrived.
 fn report_waiting_and_wait(
     rm: &Runtime,
     task: &Runtime,
@@ -239,8 +239,8 @@ fn rm_death_redirects_call_to_daemon() {
     );
 }
 
-/// A spawn request that waits for free slots is sent to the next resource manager, with the time
-/// since which it waits.
+/// A spawn request that waits for free slots is sent to the next resource manager, together with
+/// the time since which the request waits.
 #[test]
 fn waiting_spawn_continues_at_next_rm() {
     let fake = FakeDaemon::start();
@@ -434,15 +434,18 @@ fn spawn_and_expect_rm_call(rm: &Runtime, task: &Runtime, request: SpawnRequest)
 const CHILD: Tid = Tid::from_raw(0x40009);
 const LEASE_DURATION: Micros = Micros::from_secs(3600);
 
-/// Makes the daemon start leased tasks. Starting a task on the third host fails.
+/// Makes the daemon start leased tasks. Starting a task on the host with the index 3 fails.
 fn start_leased_tasks(fake: &FakeDaemon) {
     let start_result = |host: &HostId| match host.index() {
         3 => Err(PvmError::OutOfRes),
         _ => Ok(Tid::for_task(*host, 7).expect("a task")),
     };
     fake.set_responder(move |_, request| match request {
-        Request::SpawnLeased { lease: grant, .. } => Some(Reply::Spawned(
-            grant.hosts.iter().map(start_result).collect(),
+        Request::SpawnLeased {
+            lease: leased_spawn,
+            ..
+        } => Some(Reply::Spawned(
+            leased_spawn.hosts.iter().map(start_result).collect(),
         )),
         _ => None,
     });
@@ -463,7 +466,7 @@ fn lease_serves_similar_requests_only() {
     );
     start_leased_tasks(&fake);
     let wid = spawn_with_lease(&rm, &task, CHILD, &[2, 1], LEASE_DURATION);
-    let spawned_child = |host: u16| {
+    let spawn_result_on = |host: u16| {
         Ok(vec![Ok(Tid::for_task(
             HostId::new(host).expect("a host"),
             7,
@@ -475,7 +478,7 @@ fn lease_serves_similar_requests_only() {
             args: vec![b"other words".to_vec()],
             ..single_request()
         }),
-        spawned_child(2)
+        spawn_result_on(2)
     );
     let expected_lease = LeasedSpawn {
         rm: rm.tid(),
@@ -484,9 +487,9 @@ fn lease_serves_similar_requests_only() {
     };
     fake.wait_for_request(
         "the request",
-        |daemon_request| matches!(daemon_request, Request::SpawnLeased { lease: grant, request } if *grant == expected_lease && request.args.len() == 1),
+        |daemon_request| matches!(daemon_request, Request::SpawnLeased { lease: leased_spawn, request } if *leased_spawn == expected_lease && request.args.len() == 1),
     );
-    assert_eq!(task.spawn(single_request()), spawned_child(1));
+    assert_eq!(task.spawn(single_request()), spawn_result_on(1));
     spawn_and_expect_rm_call(&rm, &task, single_request());
     let different_requests = [
         SpawnRequest {
@@ -530,37 +533,42 @@ fn failed_leased_tasks_go_to_rm() {
         task_count: 3,
         ..worker_request()
     };
-    let started_on =
+    let start_result_on =
         |host: u16| Ok(Tid::for_task(HostId::new(host).expect("a host"), 7).expect("a task"));
     let grant_lease =
         |hosts: &[u16]| spawn_several_with_lease(&rm, &task, &[CHILD; 3], (hosts, LEASE_DURATION));
     grant_lease(&[1, 2, 1, 2, 1]);
     assert_eq!(
         task.spawn(request_for_three.clone()),
-        Ok(vec![started_on(1), started_on(2), started_on(1)])
+        Ok(vec![
+            start_result_on(1),
+            start_result_on(2),
+            start_result_on(1)
+        ])
     );
-    let expect_failed_at_rm = |rm_results: &[Result<Tid, PvmError>],
-                               expected: Vec<Result<Tid, PvmError>>| {
-        thread::scope(|scope| {
-            let spawn_thread = scope.spawn(|| task.spawn(request_for_three.clone()));
-            let request_message = wait_for_next_message(&rm);
-            let (request_at_rm, _) = unpack_spawn(request_message.body.clone()).expect("a request");
-            assert_eq!(request_at_rm.task_count as usize, rm_results.len());
-            send_answer(
-                &rm,
-                &request_message,
-                request_message.wid,
-                pack_tids(rm_results),
-            );
-            assert_eq!(spawn_thread.join().expect("ended"), Ok(expected));
-        });
-    };
+    let check_failed_tasks_at_rm =
+        |rm_results: &[Result<Tid, PvmError>], expected_results: Vec<Result<Tid, PvmError>>| {
+            thread::scope(|scope| {
+                let spawn_thread = scope.spawn(|| task.spawn(request_for_three.clone()));
+                let request_message = wait_for_next_message(&rm);
+                let (request_at_rm, _) =
+                    unpack_spawn(request_message.body.clone()).expect("a request");
+                assert_eq!(request_at_rm.task_count as usize, rm_results.len());
+                send_answer(
+                    &rm,
+                    &request_message,
+                    request_message.wid,
+                    pack_tids(rm_results),
+                );
+                assert_eq!(spawn_thread.join().expect("ended"), Ok(expected_results));
+            });
+        };
     let failure = Err(PvmError::NoFile);
-    expect_failed_at_rm(&[failure; 3], vec![failure; 3]);
+    check_failed_tasks_at_rm(&[failure; 3], vec![failure; 3]);
     grant_lease(&[3, 2, 3]);
-    expect_failed_at_rm(
-        &[started_on(4), failure],
-        vec![started_on(4), started_on(2), failure],
+    check_failed_tasks_at_rm(
+        &[start_result_on(4), failure],
+        vec![start_result_on(4), start_result_on(2), failure],
     );
 }
 

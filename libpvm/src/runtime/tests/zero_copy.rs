@@ -103,7 +103,8 @@ fn full_pool_falls_back_to_copies() {
     assert!(lease_count(&a, b.tid()) <= 64);
 }
 
-/// A message to several tasks uses one block of the pool.
+/// A message to several tasks uses one block of the pool. If one receiver is invalid, the receivers
+/// that precede it still receive the message.
 #[test]
 fn multicast_uses_one_block() {
     let fake = same_host_daemon();
@@ -141,7 +142,7 @@ fn multicast_uses_one_block() {
 }
 
 /// Returns a task, and `receiver_count` receivers with their tids. The receivers have rings to the
-/// task and have mapped its pool.
+/// task and have mapped the pool of the task.
 fn group_with_shared_pool(
     fake: &FakeDaemon,
     receiver_count: usize,
@@ -280,15 +281,16 @@ fn deferred_wakes_happen_without_sender() {
     let a = fake.enroll();
     let receivers: Vec<Runtime> = (0..3).map(|_| fake.enroll()).collect();
     let tids: Vec<Tid> = receivers.iter().map(Runtime::tid).collect();
-    let (received_count, start, mut deferred_rounds) = (AtomicUsize::new(0), Instant::now(), 0);
+    let (received_count, start, mut deferred_round_count) =
+        (AtomicUsize::new(0), Instant::now(), 0);
     std::thread::scope(|scope| {
         for receiver in &receivers {
             scope.spawn(|| {
                 for _ in 0..ROUND_COUNT {
-                    let message_received = wait_for_next_message(receiver);
+                    let received_message = wait_for_next_message(receiver);
                     received_count.fetch_add(1, Ordering::Relaxed);
                     receiver
-                        .send(xdr_message(a.tid(), message_received.tag, ""))
+                        .send(xdr_message(a.tid(), received_message.tag, ""))
                         .expect("sent");
                 }
             });
@@ -303,7 +305,8 @@ fn deferred_wakes_happen_without_sender() {
             // wake-ups. In the other rounds only the timer wakes the peers.
             if n % 2 == 0 {
                 let state_guard = a.lock().expect("not forked");
-                deferred_rounds += usize::from(state_guard.core.shm_routes.has_deferred_wakes());
+                deferred_round_count +=
+                    usize::from(state_guard.core.shm_routes.has_deferred_wakes());
             }
             while received_count.load(Ordering::Relaxed) < (n + 1) * tids.len() {
                 assert!(start.elapsed() < TEST_TIMEOUT, "round {n}: they sleep");
@@ -312,7 +315,7 @@ fn deferred_wakes_happen_without_sender() {
             tids.iter().for_each(|_| drop(wait_for_next_message(&a)));
         }
     });
-    assert!(deferred_rounds > 0, "nobody was left asleep");
+    assert!(deferred_round_count > 0, "nobody was left asleep");
 }
 
 /// Leased messages remain unchanged when the sender or the receiver migrates.
@@ -324,7 +327,8 @@ fn leased_messages_survive_migrations() {
         a.send(xdr_message(b.tid(), 1, large_body(1)))
             .expect("sent");
         let leased_message = wait_for_next_message(&b);
-        // The second message is leased, too. The receiver does not receive it before the migration.
+        // The second message is leased, too. The receiver does not receive the second message
+        // before the migration.
         a.send(xdr_message(b.tid(), 2, large_body(2)))
             .expect("sent");
         let migrating_task = if round % 2 == 0 { &a } else { &b };
@@ -388,7 +392,7 @@ fn fork_turns_leases_into_private_memory() {
     let leased_message = wait_for_next_message(&b);
     b.prepare_for_fork();
     // A forked child would share the private memory. Later messages of the sender must not change
-    // it.
+    // this memory.
     for n in 2..40 {
         a.send(xdr_message(b.tid(), n, large_body(n as u8)))
             .expect("sent");

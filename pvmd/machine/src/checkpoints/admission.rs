@@ -3,8 +3,8 @@
 //! - A task that has been dumped may migrate although the checkpoint of its job is not complete,
 //!   because its images record the host on which it ran.
 //! - A task that has not been dumped yet does not migrate, unless an owner or an administrator
-//!   needs its host. Such a migration does not wait for a disk: the checkpoint is aborted and tried
-//!   again.
+//!   needs its host. Such a migration does not wait for the checkpoint: the checkpoint is aborted
+//!   and tried again.
 //! - Before a host is drained, jobs with a schedule are checkpointed, so that a task that is lost
 //!   during the drain loses no work.
 
@@ -75,7 +75,8 @@ impl Machine {
         Ok(())
     }
 
-    /// Master: starts checkpoints of the jobs that have tasks on a host that is being drained.
+    /// Master: prepares the drain of a host. Each job with a schedule and a task on the host is
+    /// checkpointed first; a checkpoint that is already in progress serves the drain, too.
     pub(crate) fn checkpoint_before_drain(&mut self, host: HostId) {
         let Some(job_checkpoints) = self.master.as_ref().map(|master| &master.checkpoints) else {
             return;

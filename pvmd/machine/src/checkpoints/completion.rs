@@ -25,8 +25,8 @@ impl Machine {
         };
         let SnapshotContents {
             members: tasks,
-            self_checkpointed_members: self_checkpointed,
-            sealed_checkpoint: sealed,
+            self_checkpointed_members: self_checkpointed_tids,
+            sealed_checkpoint: name_and_bytes,
             ..
         } = job_checkpoints
             .snapshot_contents
@@ -36,7 +36,7 @@ impl Machine {
             return;
         };
         let result = result.and_then(|frozen_time| {
-            let (checkpoint, bytes) = sealed.ok_or_else(|| {
+            let (checkpoint, bytes) = name_and_bytes.ok_or_else(|| {
                 CheckpointFailure::Store(StoreFailure("the checkpoint was lost".into()))
             })?;
             Ok(CheckpointReport {
@@ -45,7 +45,7 @@ impl Machine {
                 tasks,
                 stored_bytes: bytes,
                 frozen_time,
-                self_checkpointed_tasks: self_checkpointed,
+                self_checkpointed_tasks: self_checkpointed_tids,
             })
         });
         self.finish_checkpoint(job, result);
@@ -64,7 +64,7 @@ impl Machine {
         };
         entry.activity = JobActivity::Idle;
         entry.attempt_count += 1;
-        let unknown_until = entry
+        let death_uncertainty_end = entry
             .recent_deaths
             .uncertainty_end(now, lease)
             .filter(|_| entry.schedule.is_some());
@@ -115,7 +115,7 @@ impl Machine {
                 .for_each(|job_checkpoints| job_checkpoints.maybe_ended_jobs.push(ended_job));
         }
         if let (Err(CheckpointFailure::NoSuchJob(_)), Some(uncertainty_end)) =
-            (&result, unknown_until)
+            (&result, death_uncertainty_end)
         {
             self.schedule_check(job, uncertainty_end.since(now));
         } else if matches!(result, Err(CheckpointFailure::NoSuchJob(_))) {
@@ -181,14 +181,14 @@ fn checkpoint_event(
             name: checkpoint,
             tasks,
             stored_bytes: bytes,
-            frozen_time: frozen,
+            frozen_time: freeze_duration,
             ..
         }) => EventKind::Checkpointed {
             checkpoint: checkpoint.clone(),
             job,
             tasks: u32::try_from(tasks.len()).unwrap_or(u32::MAX),
             bytes: *bytes,
-            frozen: *frozen,
+            frozen: *freeze_duration,
             vacated: is_vacated,
         },
         Err(why) => EventKind::CheckpointFailed {

@@ -48,7 +48,7 @@ struct CopyInProgress {
     checkpoint: String,
     /// Number of copies that must exist; 0 if the copies were cancelled.
     required_count: usize,
-    /// Hosts that the master has not asked yet, in the order in which it asks them.
+    /// Hosts that the master has not asked yet, in the order of the requests.
     candidate_hosts: VecDeque<HostId>,
     /// Receiver of the current transfer, with the id of the transfer.
     current_transfer: Option<(HostId, MigrationId)>,
@@ -130,7 +130,7 @@ impl Machine {
             else {
                 continue;
             };
-            let (mut candidates, required, refusals) = self.copy_candidates(job);
+            let (mut candidates, required_copies, refusals) = self.copy_candidates(job);
             let Some(job_checkpoints) = self.job_checkpoints() else {
                 return;
             };
@@ -143,7 +143,7 @@ impl Machine {
             job_checkpoints.copy_queue.copy_in_progress = Some(CopyInProgress {
                 job,
                 checkpoint,
-                required_count: required,
+                required_count: required_copies,
                 candidate_hosts: candidates,
                 current_transfer: None,
                 send_error: None,
@@ -235,18 +235,19 @@ impl Machine {
         self.start_next_copy();
     }
 
-    /// Records the result for a checkpoint that has all copies, or for which no candidate host is
-    /// left.
+    /// Finishes the copies of a checkpoint and records the result in the event log, unless the
+    /// copies were cancelled. If all copies exist, removes the job's copies of earlier checkpoints.
+    /// Otherwise records that the checkpoint has too few copies.
     fn finish_copies(&mut self, finished_copy: CopyInProgress) {
         let CopyInProgress {
             job,
             checkpoint,
-            required_count: required,
+            required_count: required_copies,
             copy_hosts,
             refusals,
             ..
         } = finished_copy;
-        let missing_count = required.saturating_sub(copy_hosts.len());
+        let missing_count = required_copies.saturating_sub(copy_hosts.len());
         if missing_count == 0 {
             // All copies exist, so copies of earlier checkpoints are not needed any more.
             self.drop_copies_if(job, |copied_checkpoint| *copied_checkpoint != checkpoint);
@@ -256,7 +257,7 @@ impl Machine {
         {
             entry.copies.incomplete_checkpoint = Some(checkpoint.clone());
         }
-        if required == 0 {
+        if required_copies == 0 {
             // The copies were cancelled, so no result is recorded.
             return;
         }
@@ -282,7 +283,9 @@ impl Machine {
             .then_some(copy)
     }
 
-    /// Handles a host's reply whether it accepts a copy. `reply` is `None` if the host is lost.
+    /// Handles the reply of a host that was asked to store a copy: starts the transfer if the host
+    /// accepts the copy, otherwise records the reason and asks the next host. `reply` is `None` if
+    /// the host is lost.
     pub(crate) fn handle_copy_reply(&mut self, migration: MigrationId, reply: Option<Reply>) {
         let Some(copy) = self.current_copy(migration) else {
             return;
@@ -304,7 +307,8 @@ impl Machine {
         }
     }
 
-    /// Handles a host's report that it has stored a copy. `Err` contains the reason why it has not.
+    /// Handles a host's report that it has stored a copy. `Err` contains the reason why the host
+    /// has no copy.
     pub(crate) fn handle_copy_stored(
         &mut self,
         host: HostId,
@@ -371,7 +375,9 @@ impl Machine {
         }
     }
 
-    /// Ends the transfer of a copy, successfully or not.
+    /// Ends the transfer of a copy and continues with the next host. Records the new copy, or the
+    /// reason why the host has none. If the new copy replaces a copy of an earlier checkpoint on
+    /// the same host, the earlier copy is removed.
     fn finish_transfer(&mut self, migration: MigrationId, result: Result<(), CopyFailure>) {
         let Some(copy) = self.current_copy(migration) else {
             return;
@@ -469,8 +475,8 @@ impl Machine {
             .for_each(|(job, checkpoint)| self.queue_copy(job, &checkpoint));
     }
 
-    /// Master: removes the copies of checkpoints that were removed. The master does not know the
-    /// copies of forgotten jobs, so it notifies all hosts.
+    /// Master: removes the copies of checkpoints that were removed. All hosts get the order,
+    /// because the master does not know the copies of forgotten jobs.
     pub(super) fn remove_copies_of(&mut self, checkpoints: &[String]) {
         if self.config.copy_policy == CopyPolicy::default() || checkpoints.is_empty() {
             return;
@@ -516,7 +522,7 @@ impl Machine {
         self.cancel_copy_if(|copy| copy.job == job);
     }
 
-    /// Cancels the copy in progress if the predicate returns true for it.
+    /// Cancels the copy in progress if the predicate returns true for this copy.
     fn cancel_copy_if(&mut self, predicate: impl FnOnce(&CopyInProgress) -> bool) {
         let copy = self
             .job_checkpoints()
@@ -575,8 +581,8 @@ impl Machine {
 
     // ---- On a host that stores copies
 
-    /// Handles the master's request to store a copy. The request is refused while the owner of this
-    /// host is present.
+    /// Handles a request to store a copy. The request is refused while the owner of this host is
+    /// present, or if the requester is not the master.
     pub(crate) fn handle_copy_request(
         &mut self,
         requester: HostId,
@@ -594,7 +600,8 @@ impl Machine {
                 reason: reason.into(),
             };
         }
-        // The master makes one copy at a time, so it has abandoned the previous copy.
+        // The master makes one copy at a time. If a previous copy is still being received, the
+        // master has abandoned that copy.
         match self
             .incoming_checkpoint_copy
             .replace((migration, checkpoint.clone()))

@@ -40,8 +40,8 @@ impl Machine {
         }
     }
 
-    /// Handles the reply of one host to an inventory request. `Err` contains the host if it is
-    /// lost.
+    /// Handles the reply of one host to an inventory request. `Err` contains the lost host that has
+    /// not replied.
     pub(crate) fn handle_inventory(
         &mut self,
         inventory_number: u64,

@@ -24,12 +24,12 @@ pub(super) struct FirstTaskEnd {
     end_signal: Option<i32>,
     /// True if an owner has evicted the task.
     is_evicted: bool,
-    /// Wait status of the task; `None` if it ended with its host.
+    /// Wait status of the task; `None` if the task ended with its host.
     wait_status: Option<i32>,
 }
 
 impl FirstTaskEnd {
-    /// True if the end was intended: the task succeeded, or it was ordered to end.
+    /// True if the end was intended: the task succeeded or was ordered to end.
     fn is_intended(self) -> bool {
         let ended_as_ordered = |status: i32| {
             self.end_signal
@@ -51,7 +51,7 @@ impl CheckpointedJob {
 
 impl JobCheckpoints {
     /// Updates the jobs after an event of `host`. `is_spontaneous` is false while the host or the
-    /// virtual machine shuts down, which then is the cause of all ends of tasks.
+    /// virtual machine shuts down; the shutdown is then the cause of all ends of tasks.
     pub(crate) fn update_after_event(
         &mut self,
         now: Micros,
@@ -112,7 +112,7 @@ impl JobCheckpoints {
         }
     }
 
-    /// Records that a task was ordered to end.
+    /// Records a task's order to end in all jobs that contain the task.
     fn record_end_order(&mut self, tid: Tid) {
         for entry in self
             .jobs
@@ -136,8 +136,8 @@ impl JobCheckpoints {
 }
 
 impl Machine {
-    /// Records a signal to a task. If it is one of [`END_SIGNALS`] and ends the task, the end
-    /// counts as intended.
+    /// Records a signal that was sent to a task. If the signal is one of [`END_SIGNALS`] and ends
+    /// the task, the end counts as intended. A slave reports the signal to the master.
     pub(crate) fn record_end_signal(&mut self, tid: Tid, signal: i32) {
         if !END_SIGNALS.contains(&signal) {
             return;
@@ -169,7 +169,8 @@ impl Machine {
         has_candidates
     }
 
-    /// Handles the inventory of a job that may have ended.
+    /// Handles an inventory that was taken because the job may have ended. If no task of the job
+    /// remains, handles the end of the job.
     pub(super) fn check_job_ended(&mut self, job: Tid, tasks: &[TaskInfo]) {
         let Some(entry) = self.job_checkpoints().and_then(|k| k.jobs.get_mut(&job)) else {
             return;

@@ -1,9 +1,9 @@
 //! Last messages of tasks that have ended, in transit while other tasks are dumped.
 //!
 //! After a restart, a live task retransmits what its peers have not received. An ended task cannot
-//! retransmit: its daemon sends the rest of its messages and then its exit notice. A checkpoint
-//! without these messages would lose them, for example the result of a worker for which its
-//! coordinator waits. Therefore:
+//! retransmit: the daemon of its host sends the rest of the task's messages, and then an exit
+//! notice. A checkpoint without these messages would lose them, for example the result of a worker
+//! for which its coordinator waits. Therefore:
 //!
 //! - Before a task is dumped, its daemon must know the exits of all ended tasks of its job.
 //! - If last messages for the task are still queued when these exits are known, the task continues
@@ -81,23 +81,24 @@ impl RecentExits {
 }
 
 impl Machine {
-    /// Sends recent exit notices to a host that has just joined. The host has not received them,
-    /// and a dump on it would wait for them until the timeout.
+    /// Sends recent exit notices to a host that has just joined and has not received them. Without
+    /// these notices, a dump on the new host would wait until the timeout.
     pub(crate) fn send_recent_exits(&mut self, host: HostId) {
         let now = self.now;
         let Some(job_checkpoints) = self.job_checkpoints() else {
             return;
         };
         let ended_tasks: Vec<Tid> = job_checkpoints.recent_exits.recent_tids(now).collect();
-        let notices = ended_tasks.into_iter().map(|dst| DataMsg::TaskEnded {
-            tid: dst,
+        let notices = ended_tasks.into_iter().map(|ended_tid| DataMsg::TaskEnded {
+            tid: ended_tid,
             watermarks: Vec::new(),
         });
         self.outputs
             .extend(notices.map(|message| Output::SendData { host, message }));
     }
 
-    /// Handles an exit notice: all messages of that task have arrived.
+    /// Handles the exit notice of the task `tid`: all messages of the task have arrived. Dumps that
+    /// waited only for this notice continue.
     pub(crate) fn handle_exit_notice(&mut self, tid: Tid) {
         self.tasks.known_exits.record_exit(tid);
         // Usually no task is being dumped, so the loop over all sources is short.
@@ -122,13 +123,13 @@ impl Machine {
         ended_tasks: Vec<Tid>,
     ) {
         let known_tids = &self.tasks.known_exits.tids;
-        let may_arrive = |tid: &Tid| {
+        let exit_notice_may_arrive = |tid: &Tid| {
             self.location(*tid)
                 .is_some_and(|host| self.table.get(host).is_some())
         };
         let awaited_exits: BTreeSet<Tid> = ended_tasks
             .into_iter()
-            .filter(|tid| !known_tids.contains(tid) && may_arrive(tid))
+            .filter(|tid| !known_tids.contains(tid) && exit_notice_may_arrive(tid))
             .collect();
         if awaited_exits.is_empty() {
             return;
@@ -164,7 +165,7 @@ impl Machine {
         let handoff_item_count = task
             .respawn_state
             .as_ref()
-            .map_or(0, |respawning| respawning.handoff_item_count);
+            .map_or(0, |state| state.handoff_item_count);
         let is_data = |item: &&PendingItem| match item {
             PendingItem::Frame(bytes) => {
                 matches!(LinkFrame::peek_kind(bytes), Some(LinkKind::Data { .. }))

@@ -327,8 +327,8 @@ impl Machine {
         (tid, id): (Tid, RequestId),
         job: Tid,
         schedule: Option<CheckpointSchedule>,
-        end_job: bool,
-        wait: bool,
+        must_end_job: bool,
+        must_wait: bool,
     ) {
         let Some(job_checkpoints) = self.job_checkpoints() else {
             return;
@@ -361,7 +361,7 @@ impl Machine {
             | JobActivity::RollingBack { .. }
             | JobActivity::EndingJob { .. }
             | JobActivity::Restarting => {
-                return match wait {
+                return match must_wait {
                     true => self.reply(
                         tid,
                         id,
@@ -376,9 +376,9 @@ impl Machine {
                 };
             }
         };
-        entry.ends_after_checkpoint |= end_job;
-        entry.ends_for_vacate |= end_job && !wait;
-        if wait {
+        entry.ends_after_checkpoint |= must_end_job;
+        entry.ends_for_vacate |= must_end_job && !must_wait;
+        if must_wait {
             entry.waiters.push((tid, id));
         } else {
             self.reply(tid, id, Reply::Done);
@@ -600,8 +600,8 @@ impl Machine {
             SnapshotOutput::Order { host, part, order } => {
                 self.send_migration_order(host, part, order)
             }
-            SnapshotOutput::CountTasks(cut) => {
-                self.request_inventory(InventoryPurpose::VerifySnapshot(cut))
+            SnapshotOutput::CountTasks(counted_snapshot) => {
+                self.request_inventory(InventoryPurpose::VerifySnapshot(counted_snapshot))
             }
             SnapshotOutput::ExpectImages(part) if part.from == own_host => {}
             SnapshotOutput::ExpectImages(part) => self.outputs.push_back(Output::ExpectImages {
@@ -779,7 +779,8 @@ impl Machine {
 /// Returns the time until the next attempt to restart a job after a rollback, if `attempt_count`
 /// attempts have failed.
 fn restart_retry_interval(attempt_count: u32) -> Micros {
-    // The maximum is reached earlier, so further doublings change nothing.
+    // [`RESTART_RETRY_INTERVAL_MAX`] is reached after fewer than 16 doublings, so a larger number
+    // changes nothing.
     let doublings = attempt_count.saturating_sub(ATTEMPTS_MAX).min(16);
     Micros(RESTART_RETRY_INTERVAL.0 << doublings).min(RESTART_RETRY_INTERVAL_MAX)
 }

@@ -1,4 +1,5 @@
-//! Parts of checkpoints: the state of one task, from its pause on its host until the store has it.
+//! Parts of checkpoints. A part is the state of one task, from the pause of the task until the
+//! store has stored the part.
 
 use crate::tasks::Task;
 use crate::{Machine, Output};
@@ -31,9 +32,10 @@ impl Machine {
             .extend(task.take_settled_part());
     }
 
-    /// Handles a task that has received all replies. Its state is saved immediately, because it
-    /// must belong to the same moment as the memory of all tasks of the job, and those continue
-    /// soon.
+    /// Handles a task that has received all replies. If all other tasks of the job are stopped, the
+    /// state of the task is saved immediately: it must belong to the same moment as the memory of
+    /// all tasks of the job, and these tasks continue soon. If last messages for the task are still
+    /// queued, the dump fails instead.
     pub(crate) fn handle_part_settled(&mut self, id: MigrationId) {
         let tid = self
             .migrations
@@ -109,7 +111,8 @@ impl Machine {
         });
     }
 
-    /// Handles the result of sending a part to the master.
+    /// Handles the result of sending a part to the master. Removes the images from this host, and
+    /// reports a failure to the master.
     pub(crate) fn handle_part_uploaded(&mut self, id: MigrationId, result: Result<(), Failure>) {
         if self.migrations.uploading_parts.remove(&id) {
             self.outputs.push_back(Output::DropImages { migration: id });

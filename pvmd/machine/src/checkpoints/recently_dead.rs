@@ -1,9 +1,9 @@
-//! Tasks that may have died with their host, before the daemon knows of the loss of the host.
+//! Tasks that may have died with their host, before the master knows of the loss of the host.
 //!
 //! - A machine that shuts down ends its processes one after the other, its daemon possibly last.
 //!   The daemon then reports killed tasks, and ends a moment later.
-//! - A post-copied task whose memory is still on a host that dies is killed on the host where it
-//!   runs. Its exit may be known before the loss of the other host.
+//! - If a host dies that still has memory of a post-copied task, the task is killed on the host
+//!   where it runs. The exit of the task may be known before the loss of the host with the memory.
 //!
 //! In both cases the tasks have not ended voluntarily. If the host turns out to be lost, the job
 //! rolls back as if the tasks had run on that host.
@@ -22,7 +22,7 @@ const SHUTDOWN_WINDOW: Micros = Micros::from_secs(10);
 #[derive(Debug, Default)]
 pub(super) struct RecentDeaths {
     /// Time of death, by task and by the host whose loss may have killed the task. A task may have
-    /// two such hosts: the host where it was killed, and the host that had its memory.
+    /// two such hosts: the host where the task was killed, and the host that had its memory.
     death_times: BTreeMap<(Tid, HostId), Micros>,
     /// Tasks that were ordered to end. Their death does not indicate that their host is lost.
     ordered_to_end: BTreeSet<Tid>,
@@ -57,8 +57,8 @@ impl RecentDeaths {
         }
     }
 
-    /// True if any of the tasks may have been lost with this host, which was silent for `lease`
-    /// before it counted as lost.
+    /// True if any of the tasks may have been lost with the host `host`. A lost host was silent for
+    /// the time `lease` before it counted as lost.
     pub(super) fn has_task_lost_with(&self, now: Micros, lease: Micros, host: HostId) -> bool {
         self.death_times.iter().any(|((_, lost_host), died_at)| {
             *lost_host == host && now < *died_at + lease + SHUTDOWN_WINDOW
@@ -66,7 +66,7 @@ impl RecentDeaths {
     }
 
     /// Returns the end of the time in which the loss of a host may still explain the death of a
-    /// task; `None` if it has passed for all tasks.
+    /// task; `None` if this time has passed for all tasks.
     pub(super) fn uncertainty_end(&self, now: Micros, lease: Micros) -> Option<Micros> {
         self.death_times
             .values()
@@ -75,8 +75,8 @@ impl RecentDeaths {
             .max()
     }
 
-    /// Forgets all tasks that are not in the new checkpoint, because a rollback to it does not
-    /// restore them.
+    /// Forgets all tasks that are not in the new checkpoint, because a rollback to this checkpoint
+    /// does not restore them.
     pub(super) fn retain_tasks(&mut self, tasks: &[Tid]) {
         self.death_times.retain(|(tid, _), _| tasks.contains(tid));
         self.ordered_to_end.retain(|tid| tasks.contains(tid));

@@ -28,7 +28,7 @@ impl CheckpointedJob {
 }
 
 impl JobCheckpoints {
-    /// Returns the newest checkpoints of all jobs that may roll back to them.
+    /// Returns the newest checkpoint of each job that may roll back.
     pub(super) fn needed_checkpoints(&self) -> Vec<String> {
         self.jobs
             .values()
@@ -39,7 +39,8 @@ impl JobCheckpoints {
 }
 
 impl Machine {
-    /// Master: handles a request to remove checkpoints.
+    /// Master: handles a request to remove checkpoints. The store removes the selected checkpoints,
+    /// except those from which a job is being restarted or may be restarted later.
     pub(crate) fn handle_removal_request(
         &mut self,
         tid: Tid,
@@ -85,7 +86,8 @@ impl Machine {
         });
     }
 
-    /// Handles the store's report on removed checkpoints.
+    /// Handles the store's report on checkpoints that it has removed on request: removes the copies
+    /// on other hosts, records the removal in the event log, and replies to the requester.
     pub(crate) fn handle_checkpoints_removed(
         &mut self,
         tid: Tid,

@@ -32,11 +32,17 @@ impl Machine {
         (tid, id): (Tid, RequestId),
         checkpoint: String,
         host_names: Vec<String>,
-        wait: bool,
+        must_wait: bool,
     ) {
         let why = format!("requested by {tid}");
-        self.restart_checkpoint(checkpoint, None, host_names, wait.then_some((tid, id)), why);
-        if !wait {
+        self.restart_checkpoint(
+            checkpoint,
+            None,
+            host_names,
+            must_wait.then_some((tid, id)),
+            why,
+        );
+        if !must_wait {
             self.reply(tid, id, Reply::Done);
         }
     }
@@ -73,7 +79,9 @@ impl Machine {
         });
     }
 
-    /// Handles the store's report on an opened checkpoint.
+    /// Handles the store's report on an opened checkpoint: requests an inventory for the restart.
+    /// The restart fails if the store could not open the checkpoint, or if the checkpoint has
+    /// another version.
     pub(crate) fn handle_checkpoint_opened(
         &mut self,
         restart_number: u64,
@@ -274,7 +282,7 @@ impl Machine {
         let has_other_owner = |(ctx, owner): &&(i32, Tid)| {
             context_owners
                 .get(ctx)
-                .is_some_and(|holder| holder != owner)
+                .is_some_and(|current_owner| current_owner != owner)
         };
         let used_contexts: Vec<i32> = meta
             .contexts
@@ -494,7 +502,8 @@ impl Machine {
         }
     }
 
-    /// Ends the tasks of a failed restart and releases their contexts.
+    /// Ends the tasks of a failed restart, removes them from their groups and other services, and
+    /// releases their contexts.
     fn undo_restart(&mut self, members: &BTreeSet<Tid>, assigned_contexts: Vec<(i32, Tid)>) {
         // The tasks may already be in their groups again, and some tasks may already run.
         for tid in members {
@@ -511,7 +520,8 @@ impl Machine {
     }
 
     /// Handles the record that was stored next to the images of a task that is restarted on this
-    /// host.
+    /// host. Then restores the images or, if the program is started again instead, prepares its
+    /// files.
     pub(crate) fn handle_part_read(&mut self, id: MigrationId, result: Result<SavedTask, Failure>) {
         // The restart may have been aborted. The task must then not be rebuilt.
         if !self.migrations.is_restoring(id) {
@@ -554,8 +564,8 @@ impl Machine {
             address: record.redirect_address,
             bytes,
         });
-        let (mut output, mut trace) = Default::default();
-        self.apply_tracer_sinks(&mut output, &mut trace);
+        let (mut tracer_output_sink, mut tracer_trace_sink) = Default::default();
+        self.apply_tracer_sinks(&mut tracer_output_sink, &mut tracer_trace_sink);
         let (hosts, epoch) = (
             self.table.hosts.iter().map(|host| host.id).collect(),
             self.table.epoch,
@@ -577,18 +587,18 @@ impl Machine {
         saved_items.retain_mut(|item| adapt_for_restart(tid, &group, item));
         let is_known = |tid: Tid| group.same_vm || group.incarnation_at_checkpoint(tid).is_some();
         if !is_known(record.output_sink.tid) {
-            record.output_sink = output;
+            record.output_sink = tracer_output_sink;
         }
         if !is_known(record.trace_sink.tid) {
-            record.trace_sink = trace;
+            record.trace_sink = tracer_trace_sink;
         }
         record
             .watermarks
             .retain(|watermark| group.incarnation_at_checkpoint(watermark.peer).is_some());
         (record.known_hosts, record.hosts_epoch, record.exit_rm) = (hosts, epoch, None);
         let mut open_requests = std::mem::take(&mut record.open_requests);
-        // These requests come from an earlier restart of the task of which its library was not
-        // informed yet.
+        // These requests come from an earlier restart of the task. The task's library was not
+        // informed of that restart yet.
         open_requests.extend(
             record
                 .restart_info
@@ -671,8 +681,8 @@ fn adapt_for_restart(tid: Tid, group: &RestartGroup, item: &mut PendingItem) -> 
         })
 }
 
-/// Returns the files that a restart requires, without the lengths of files to which the task may
-/// have appended since the checkpoint. Such files are truncated before the task is rebuilt.
+/// Returns the facts without the lengths of files to which the task may have appended since the
+/// checkpoint. Such files are truncated before the task is rebuilt.
 fn without_lengths(facts: &TaskFacts) -> TaskFacts {
     let mut facts = facts.clone();
     for file in &mut facts.files {

@@ -19,8 +19,9 @@ use sempa_proto::{HostId, Micros, Tid};
 use std::collections::BTreeSet;
 
 impl Machine {
-    /// Master: handles the loss of a host. Jobs with a schedule and a checkpoint that had tasks on
-    /// this host roll back.
+    /// Master: handles the loss of a host. Rolls back each job that had tasks on this host, if the
+    /// job has a schedule and a checkpoint. Forgets the checkpoint copies on this host and queues
+    /// new ones.
     pub(crate) fn roll_back_for_lost_host(&mut self, host: HostId) {
         self.replace_copies_on(host);
         let why = format!("{} was lost", self.host_name(host));
@@ -29,8 +30,8 @@ impl Machine {
         });
     }
 
-    /// Master: handles the end of a host's tasker, with which the tasks of the host have died. The
-    /// jobs roll back as if the host were lost, but the host remains in the virtual machine.
+    /// Master: handles the end of a host's tasker. All tasks of the host have died with the tasker.
+    /// The jobs roll back as if the host were lost, but the host remains in the virtual machine.
     pub(crate) fn roll_back_for_lost_tasker(&mut self, host: HostId) {
         let why = format!("the tasker of {} has ended", self.host_name(host));
         let failure = |job| CheckpointFailure::Task {
@@ -41,8 +42,8 @@ impl Machine {
         self.roll_back_jobs_on(host, None, &why, failure);
     }
 
-    /// Master: tries again to restart the jobs that could not be restarted. Called when hosts have
-    /// joined.
+    /// Master: called when hosts have joined. Tries again to restart the jobs that could not be
+    /// restarted, and queues missing copies of checkpoints.
     pub(crate) fn retry_stuck_jobs(&mut self) {
         let Some(job_checkpoints) = self.job_checkpoints() else {
             return;
@@ -70,8 +71,9 @@ impl Machine {
             .map_or_else(|| host.to_string(), |entry| entry.name.clone())
     }
 
-    /// Rolls back the jobs that had tasks on `host`, where all tasks are dead. `lost_host` is
-    /// `host` if the host itself is lost, `None` if only its tasker has ended.
+    /// Rolls back the jobs that had tasks on `host`, where all tasks are dead. Jobs without a
+    /// schedule or a checkpoint are not rolled back. `lost_host` is `host` if the host itself is
+    /// lost, `None` if only its tasker has ended.
     fn roll_back_jobs_on(
         &mut self,
         host: HostId,
@@ -92,7 +94,8 @@ impl Machine {
                     .recent_deaths
                     .has_task_lost_with(self.now, self.config.lease, host)
         };
-        // The restart protocol reports the loss to a job that is being restarted.
+        // A job that is being restarted is not rolled back here: the restart protocol handles the
+        // loss of the host.
         let may_roll_back = |job: &CheckpointedJob| {
             matches!(
                 job.activity,
@@ -157,18 +160,18 @@ impl Machine {
             .map(|task| task.tid)
             .collect();
         let (JobActivity::RollingBack {
-            check_count: checks,
+            check_count: check_counter,
             ..
         }
         | JobActivity::EndingJob {
-            check_count: checks,
+            check_count: check_counter,
             ..
         }) = &mut entry.activity
         else {
             return;
         };
-        *checks += 1;
-        let gives_up = *checks >= EXIT_CHECKS_MAX;
+        *check_counter += 1;
+        let gives_up = *check_counter >= EXIT_CHECKS_MAX;
         match &entry.activity {
             JobActivity::EndingJob { report, .. } if remaining_tasks.is_empty() || gives_up => {
                 let (report, waiters) = (report.clone(), std::mem::take(&mut entry.waiters));
@@ -214,8 +217,8 @@ impl Machine {
     }
 
     /// Restarts a job after a rollback, when no process of its earlier tasks can run any more.
-    /// `remaining_count` is the number of the job's tasks that have not ended. If it is not zero,
-    /// the restart fails, because these tasks would run twice.
+    /// `remaining_count` is the number of the job's tasks that have not ended. If any task has not
+    /// ended, the restart fails, because such a task would run twice.
     fn restart_after_rollback(
         &mut self,
         job: Tid,

@@ -33,8 +33,9 @@ impl Machine {
         true
     }
 
-    /// Handles the coordinator's decision whether the migration of a task that has exited on this
-    /// host continues.
+    /// Handles the coordinator's decision on the migration of a task that has exited on this host.
+    /// If the coordinator orders the release, the task continues at the target; otherwise the task
+    /// ends.
     pub(super) fn resolve_deferred_exit(&mut self, id: MigrationId, order: &MigrationOrder) {
         let Some(migration) = self.migrations.undecided_exits.remove(&id) else {
             return;

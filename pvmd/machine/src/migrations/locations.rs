@@ -9,7 +9,8 @@ use sempa_proto::{Epoch, HostId, Tid};
 use std::collections::BTreeSet;
 
 impl Machine {
-    /// Publishes the new location of a task to all hosts.
+    /// Publishes the new location of a task to all hosts, and records the hosts whose
+    /// acknowledgement is awaited.
     pub(crate) fn publish_location(&mut self, migration: &Migration) {
         let epoch = self.next_epoch();
         let previous_host = if migration.to == migration.from {

@@ -83,7 +83,8 @@ pub(super) struct CoordinatedMigrations {
 impl Machine {
     // ---- on the master only
 
-    /// Starts a migration that a task has requested.
+    /// Starts a migration that the task `requester` has requested. If `must_wait` is true, the
+    /// requester gets the reply when the migration has ended, otherwise when it has started.
     pub(super) fn begin_migration(
         &mut self,
         requester: Tid,
@@ -91,7 +92,7 @@ impl Machine {
         tid: Tid,
         target: &str,
         cause: Option<MigrationCause>,
-        wait: bool,
+        must_wait: bool,
     ) {
         let begin_result = self
             .resolve_migration(tid, target)
@@ -111,13 +112,13 @@ impl Machine {
                     .begin_migration(now, tid, source, target, cause)
             });
         match begin_result {
-            Ok(migration) if wait => {
+            Ok(migration) if must_wait => {
                 if let Some(master) = &mut self.master {
                     master.migrations.waiters.insert(migration, (requester, id));
                 }
             }
             Ok(migration) => self.reply(requester, id, Reply::MigrationStarted(migration)),
-            Err(refusal) if wait => {
+            Err(refusal) if must_wait => {
                 let error = MigrationError {
                     step: Step::Inspect,
                     failure: Failure::Refused(vec![refusal]),
@@ -141,7 +142,7 @@ impl Machine {
 
     /// Returns the host with this name, or with this host tid in hexadecimal.
     pub(super) fn host_by_name(&self, name: &str) -> Option<HostId> {
-        let by_tid = || {
+        let find_by_tid = || {
             let digits = name
                 .strip_prefix('t')
                 .or_else(|| name.strip_prefix("0x"))
@@ -151,7 +152,7 @@ impl Machine {
         };
         self.table
             .find_by_name(name)
-            .or_else(by_tid)
+            .or_else(find_by_tid)
             .map(|host| host.id)
     }
 
@@ -385,19 +386,19 @@ impl Machine {
             }
             MigrationOrder::Prepare {
                 facts,
-                suspensions: suspended,
+                suspensions: source_suspensions,
                 restart_group,
                 supports_post_copy,
                 pre_copy,
             } => {
-                let token = self.config.paths.resume_token_path(id);
+                let token_path = self.config.paths.resume_token_path(id);
                 let mut arrival = ArrivingTask::new(migration.tid, id, migration.from);
                 arrival.restart_group = restart_group;
-                arrival.suspension = TaskSuspension::update(None, self.now, suspended);
+                arrival.suspension = TaskSuspension::update(None, self.now, source_suspensions);
                 self.migrations.arrivals.insert(migration.tid, arrival);
                 self.migrations.targets.insert(
                     id,
-                    Target::new(migration, facts, token, supports_post_copy, pre_copy),
+                    Target::new(migration, facts, token_path, supports_post_copy, pre_copy),
                 );
             }
             MigrationOrder::Abort if self.migrations.uploading_parts.remove(&id) => {
@@ -607,8 +608,8 @@ impl Machine {
     /// knows the result.
     fn inspect_for_migration(&mut self, id: MigrationId, migration: &Migration) {
         let tid = migration.tid;
-        // The daemon has not removed the source of a migration that was aborted before it buffered
-        // items for the task.
+        // This host may still have the source of an earlier migration that was aborted before the
+        // source buffered items for the task. Such sources are removed.
         self.migrations.sources.retain(|source_id, s| {
             *source_id == id || s.migration().tid != tid || s.buffers_incoming()
         });
@@ -620,16 +621,21 @@ impl Machine {
     }
 
     /// Requests a task's library to quiesce, unless it is already quiescing for a pause.
-    fn quiesce_for_migration(&mut self, id: MigrationId, tid: Tid, token: Option<PathBuf>) {
-        let tokens: Vec<_> = std::iter::once(self.config.paths.resume_token_path(id))
-            .chain(token)
+    fn quiesce_for_migration(
+        &mut self,
+        id: MigrationId,
+        tid: Tid,
+        extra_token_path: Option<PathBuf>,
+    ) {
+        let resume_token_paths: Vec<_> = std::iter::once(self.config.paths.resume_token_path(id))
+            .chain(extra_token_path)
             .collect();
-        if !self.quiesce_paused_guest(id, tid, &tokens)
+        if !self.quiesce_paused_guest(id, tid, &resume_token_paths)
             && let Some(conn) = self.tasks.get(tid).and_then(Task::conn)
         {
             let message = ToTask::Quiesce {
                 migration: id,
-                token_paths: tokens,
+                token_paths: resume_token_paths,
             };
             self.outputs.push_back(Output::SendToTask { conn, message });
         }

@@ -146,7 +146,7 @@ impl Machine {
         }
     }
 
-    /// Starts to determine this host's verdict on a task that may migrate to it. Refuses
+    /// Starts to determine this host's verdict on a task that may migrate to this host. Refuses
     /// immediately if the host's owner does not permit the guest or if there is no tasker.
     fn prepare_target(&mut self, id: MigrationId, facts: TaskFacts) {
         let tid = self

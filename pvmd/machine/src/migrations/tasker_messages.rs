@@ -9,7 +9,7 @@ use sempa_proto::{MigrationId, Tid};
 
 impl Machine {
     /// Returns the reason for which this host, without a tasker, refuses all migrations; `None` if
-    /// it has a tasker.
+    /// this host has a tasker.
     pub(crate) fn no_tasker_refusal(&self) -> Option<Refusal> {
         let why = || "its tasker has ended".into();
         self.tasker_has_ended.then(|| Refusal::NoEngine {

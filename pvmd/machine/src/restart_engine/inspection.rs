@@ -111,7 +111,8 @@ impl Machine {
         }
     }
 
-    /// Returns the properties of a task for the restart engines that it permits; `None` if it
+    /// Returns the properties of a task for the restart engines that the task permits, or a refusal
+    /// if all of them are impossible because the task is suspended. Returns `None` if the task
     /// permits only CRIU.
     fn inspect_for_restart(&self, tid: Tid) -> Option<Result<TaskFacts, Refusal>> {
         let mut launch = self.tasks.get(tid)?.launch_info.clone()?;
@@ -163,7 +164,8 @@ impl Machine {
     }
 
     /// Handles the tasker's report whether the program handles the signal that asks for its own
-    /// checkpoint.
+    /// checkpoint. If the program does not handle the signal, CRIU dumps the task if the task
+    /// permits this; otherwise the inspection fails.
     pub(crate) fn handle_signal_check(&mut self, id: MigrationId, is_handled: bool) {
         let Some(tid) = self
             .migrations
@@ -246,7 +248,8 @@ impl Machine {
         }
     }
 
-    /// Handles the tasker's verdict on a migrating task.
+    /// Handles the tasker's verdict on a migrating task: chooses the engine and passes the verdict
+    /// of this host to the target.
     pub(crate) fn handle_criu_verdict(
         &mut self,
         id: MigrationId,

@@ -58,8 +58,8 @@ pub(super) enum ExitStage {
     LateExitPossible,
 }
 
-/// State of a program's exit that was requested, or will be, so that the program can be started
-/// again.
+/// State of an exit of a program that was requested, or will be requested, so that the program can
+/// be started again.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct GracefulExit {
     pub(super) migration: MigrationId,
@@ -112,7 +112,7 @@ pub(super) type WorldCalls = VecDeque<WorldCall>;
 /// CRIU.
 pub(super) type RestartVerdict = Option<(Engine, Verdict)>;
 
-/// Chooses between CRIU and a restart engine by their verdicts. CRIU is chosen if it is possible.
+/// Chooses between CRIU and a restart engine by their verdicts. CRIU is chosen if CRIU is possible.
 /// If neither engine is possible, the returned verdict contains the refusals of both.
 pub(super) fn choose_engine(
     criu_verdict: Verdict,
@@ -138,7 +138,8 @@ pub(super) fn launch_info_of(
 }
 
 impl GracefulExit {
-    /// True if the program reports by its exit status that it must be started again.
+    /// True if the program writes its own checkpoint before it exits. The program then reports by
+    /// its exit status that it must be started again.
     pub(super) fn is_self_checkpoint(&self) -> bool {
         matches!(self.engine, Engine::SelfCheckpoint { .. })
     }
@@ -156,7 +157,8 @@ impl GracefulExit {
 }
 
 impl Task {
-    /// True while the program is about to exit, to be started again.
+    /// True while a requested exit of the program is in progress; false if the task continues after
+    /// an aborted migration.
     pub(super) fn is_exiting(&self) -> bool {
         self.graceful_exit
             .is_some_and(|graceful_exit| graceful_exit.stage != ExitStage::LateExitPossible)
@@ -198,7 +200,8 @@ impl Machine {
 
     // ---- Exit of the old process
 
-    /// Begins the exit of a program for a migration.
+    /// Begins the exit of a program for a migration. First the task's library must report its link
+    /// states; a library that has quiesced for a pause must reconnect before.
     pub(super) fn begin_graceful_exit(&mut self, id: MigrationId, tid: Tid, engine: Engine) {
         let is_paused = self.must_pause(tid);
         let can_exit = |task: &&mut Task| {
@@ -217,7 +220,7 @@ impl Machine {
                 graceful_exit.earlier_requested_engine
             }
         };
-        let (must_reconnect, earlier_request) = (
+        let (must_reconnect, earlier_engine) = (
             task.pause.is_some(),
             task.graceful_exit.and_then(outstanding_engine),
         );
@@ -226,7 +229,7 @@ impl Machine {
             engine,
             stage: ExitStage::Reconnecting,
             exit_requested: false,
-            earlier_requested_engine: earlier_request,
+            earlier_requested_engine: earlier_engine,
             is_aborted: false,
             is_final: false,
             was_paused: false,
@@ -471,13 +474,13 @@ impl Machine {
         if source_awaits_exit {
             self.pass_to_source(respawn_state.migration, SourceEvent::Stopped(Ok(())));
         } else {
-            // No migration waits for the exit: it was aborted.
+            // No migration waits for the exit, because the migration was aborted.
             self.world_calls.push_back(WorldCall::Respawn(tid));
         }
     }
 
-    /// Handles the abort of a migration by a restart engine. Returns false if the migration used no
-    /// restart engine.
+    /// Handles the abort of a migration that uses a restart engine: the program continues, or is
+    /// started again on this host. Returns false if the migration uses no restart engine.
     pub(super) fn abort_graceful_exit(&mut self, id: MigrationId, tid: Tid) -> bool {
         let Some(task) = self.tasks.get_mut(tid) else {
             return false;
@@ -559,7 +562,7 @@ impl Machine {
     }
 
     /// Ends an aborted migration at its source: the task continues, or its program has left the
-    /// virtual machine and the daemon waits only for its exit.
+    /// virtual machine and the daemon waits only for the exit of the program.
     pub(super) fn finish_aborted_exit(&mut self, tid: Tid) {
         let Some(task) = self.tasks.get_mut(tid) else {
             return;
@@ -654,8 +657,8 @@ impl Machine {
         true
     }
 
-    /// Sends a task without a process to its target. The items from the handoff of its process are
-    /// sent first, because no peer would send them again if this host were lost.
+    /// Sends a task without a process to its target. The items from the handoff of the exited
+    /// process are sent first, because no peer would send them again if this host were lost.
     pub(super) fn send_task_without_process(&mut self, migration: &Migration) {
         let inbox_items: Vec<PendingItem> = self
             .tasks
@@ -716,8 +719,8 @@ mod tests {
     use super::*;
     use sempa_proto::migration::Refusal;
 
-    /// CRIU is chosen if both engines are possible. If neither is, the verdict contains all
-    /// refusals.
+    /// CRIU is chosen if both engines are possible. If neither engine is possible, the verdict
+    /// contains all refusals.
     #[test]
     fn criu_is_preferred_and_all_refusals_are_kept() {
         let restart_engine = Engine::Restart { timeout_s: 5 };

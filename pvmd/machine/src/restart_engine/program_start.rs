@@ -108,7 +108,8 @@ impl Machine {
         });
     }
 
-    /// Handles the result of collecting state files.
+    /// Handles the result of collecting state files, and passes it to the source of the migration.
+    /// If no file exists, an entry of the event log reports this.
     pub(crate) fn handle_state_collected(
         &mut self,
         id: MigrationId,
@@ -205,7 +206,7 @@ impl Machine {
         let spawn_token = spawn_token.unwrap_or_default();
         env.push(format!("PVMEPID={spawn_token}").into_bytes());
         env.push(format!("{RESTART_COUNT_ENV}={}", launch.restart_count).into_bytes());
-        let pinned = false;
+        let is_pinned = false;
         Ok((
             TaskStart {
                 tid,
@@ -213,7 +214,7 @@ impl Machine {
                 argv,
                 env,
                 working_dir: world.work_dir(launch.working_dir()),
-                pinned,
+                pinned: is_pinned,
             },
             spawn_token,
         ))

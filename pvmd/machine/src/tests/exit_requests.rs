@@ -43,7 +43,8 @@ fn exit_before_request_ends_task() {
     assert!(ended_count > 20, "{ended_count}");
 }
 
-/// A program that ignored an expired request to exit can leave the virtual machine normally.
+/// After the time for a late exit, a program that has ignored a request to exit can leave the
+/// virtual machine normally. Its exit with the agreed status then ends the task.
 #[test]
 fn expired_exit_request_has_no_effect() {
     let (mut sim, console) = Sim::cluster(3, 3);
@@ -147,8 +148,8 @@ fn late_exit_window_excludes_paused_time() {
     assert_reachable(&mut sim, console, tid);
 }
 
-/// A program that is asked to exit by a message receives the message once. Its successor does not
-/// receive it.
+/// A program that is asked to exit by a message receives the message once. The next process of the
+/// task does not receive the message.
 #[test]
 fn exit_request_message_is_delivered_once() {
     for seed in seeds(60) {
@@ -183,7 +184,7 @@ fn exit_request_message_is_delivered_once() {
     }
 }
 
-/// A program's unread request message is not passed on to its successor.
+/// A request message that a program has not read is not passed on to the next process of the task.
 #[test]
 fn unread_exit_request_is_not_passed_on() {
     for seed in seeds(60) {

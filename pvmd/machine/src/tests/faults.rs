@@ -74,7 +74,7 @@ fn unidentified_connection_is_refused() {
     assert!(sim.nodes[&HostId::MASTER].is_alive);
 }
 
-/// A frame is dropped if its sender is not the task of the connection.
+/// A frame is dropped if its sender is not the task of the connection, or if it cannot be read.
 #[test]
 fn forged_sender_is_dropped() {
     let (mut sim, console) = Sim::cluster(2, 2);
@@ -115,8 +115,8 @@ fn forged_sender_is_dropped() {
 #[test]
 fn second_hello_disconnects_task() {
     let mut sim = Sim::new(3);
-    let task = sim.enrol(HostId::MASTER);
-    let conn = sim.procs[task].conn.expect("connected");
+    let task_proc = sim.enrol(HostId::MASTER);
+    let conn = sim.procs[task_proc].conn.expect("connected");
     let hello = Hello {
         magic: TASK_MAGIC,
         version: WIRE_VERSION,
@@ -133,7 +133,7 @@ fn second_hello_disconnects_task() {
             message: ToDaemon::Hello(hello),
         },
     );
-    sim.run_until("closed", |s| s.procs[task].conn.is_none());
+    sim.run_until("closed", |s| s.procs[task_proc].conn.is_none());
 }
 
 /// Returns data messages that no correct daemon sends. `unknown_tid` is a tid without a task.

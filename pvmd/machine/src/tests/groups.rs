@@ -105,9 +105,9 @@ impl GroupClient {
     }
 
     fn with_members(member_count: i32) -> Self {
-        let mut service = Self::default();
-        (0..member_count).for_each(|task| assert_eq!(service.join(task), task));
-        service
+        let mut client = Self::default();
+        (0..member_count).for_each(|task| assert_eq!(client.join(task), task));
+        client
     }
 }
 
@@ -169,7 +169,8 @@ fn instances_reuse_lowest_free_numbers() {
     assert_eq!(s.ask(0, GroupRequest::Join { group: Vec::new() }), -17);
 }
 
-/// A barrier releases all its members at the same time and can be used again.
+/// A barrier releases all its members at the same time and can be used again. A task that names
+/// another number of members, or is no member, gets an error.
 #[test]
 fn barrier_releases_members_together() {
     let mut s = GroupClient::with_members(3);
@@ -226,7 +227,8 @@ fn leaving_member_can_be_replaced() {
     assert_eq!(s.barrier(8, 3), [(0, 0), (1, 0), (8, 0)]);
 }
 
-/// A barrier for all members completes when the only member that has not entered leaves.
+/// A barrier for all members completes when the only member that has not entered leaves. It fails
+/// when a member ends.
 #[test]
 fn barrier_for_all_ignores_leaving_members() {
     let mut s = GroupClient::with_members(3);
@@ -248,7 +250,7 @@ fn barrier_for_all_ignores_leaving_members() {
 /// A frozen group accepts no members and breaks when a member leaves or ends.
 #[test]
 fn frozen_group_breaks_when_member_leaves() {
-    for by_exit in [false, true] {
+    for member_exits in [false, true] {
         let mut s = GroupClient::with_members(3);
         assert_eq!((s.freeze(0, 3), s.freeze(1, 3)), (vec![], vec![]));
         assert_eq!(s.freeze(2, 3), [(0, 3), (1, 3), (2, 3)]);
@@ -258,7 +260,7 @@ fn frozen_group_breaks_when_member_leaves() {
         );
         s.barrier(0, 3);
         s.barrier(1, 3);
-        let answers = if by_exit {
+        let answers = if member_exits {
             s.end_task(2)
         } else {
             s.send(
@@ -281,7 +283,8 @@ fn frozen_group_breaks_when_member_leaves() {
     }
 }
 
-/// Exceeding a limit is an error. When members leave, their names and instances can be used again.
+/// Exceeding a limit for group names is an error. When the only member of the groups has ended, new
+/// names can be used.
 #[test]
 fn exceeded_limits_are_recoverable_errors() {
     let mut s = GroupClient::default();

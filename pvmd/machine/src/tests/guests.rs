@@ -18,7 +18,7 @@ use sempa_proto::{Micros, PvmError, Tid};
 /// directives and migrations overlap.
 #[test]
 fn guests_pause_in_time_and_lose_no_messages() {
-    let (mut migrated_count, mut welcome_count) = (0, 0);
+    let (mut migrated_count, mut quiesce_run_count) = (0, 0);
     // With seed 1884, a guest is resumed to quiesce for a migration, and the migration is refused
     // before the guest has quiesced.
     for seed in seeds(150).chain([1884]) {
@@ -35,15 +35,15 @@ fn guests_pause_in_time_and_lose_no_messages() {
             scenario.assert_paused();
         }
         migrated_count += scenario.resume_all_and_check();
-        welcome_count += scenario
+        quiesce_run_count += scenario
             .procs
             .iter()
             .map(|p| scenario.sim.procs[*p].quiesce_runs)
             .sum::<u64>();
     }
     assert!(
-        migrated_count > 100 && welcome_count > 20,
-        "{migrated_count} moves, {welcome_count} times one ran for the sake of a move"
+        migrated_count > 100 && quiesce_run_count > 20,
+        "{migrated_count} moves, {quiesce_run_count} times one ran for the sake of a move"
     );
 }
 
@@ -58,7 +58,7 @@ fn quiesced_guest_leaves_without_running() {
         scenario.assert_paused();
         let console = scenario.console;
         let guest_procs: Vec<usize> = scenario.procs[2..4].to_vec();
-        for (p, to) in guest_procs.iter().zip(["h1", "h3"]) {
+        for (p, target_name) in guest_procs.iter().zip(["h1", "h3"]) {
             let tid = scenario.sim.procs[*p].tid();
             // Messages that are sent before the migration arrive at the target.
             for n in [0, 1, 4, 5] {
@@ -69,7 +69,7 @@ fn quiesced_guest_leaves_without_running() {
                     tid,
                 );
             }
-            let migration_reply = scenario.sim.ask(console, migrate_request(tid, to));
+            let migration_reply = scenario.sim.ask(console, migrate_request(tid, target_name));
             assert!(
                 matches!(migration_reply, Reply::Migrated(Ok(_))),
                 "{migration_reply:?} (seed {seed})"
@@ -472,7 +472,7 @@ fn exits_during_pause_are_reported_once() {
         scenario.wait_and_maybe_migrate(60_000);
         match scenario.sim.rng.below(3) {
             0 => {
-                // The process ends on the host to which a migration may have moved it.
+                // The process ends on the host where it runs; it may have migrated before.
                 let victim = scenario.procs[2];
                 scenario.sim.exit_proc(victim, 9);
                 exit_count += 1;

@@ -1,5 +1,5 @@
-//! Restarts of tasks on other hosts by exit: messages and notifications of the old and the new
-//! process, and faults and requests during the restart.
+//! Migrations in which a program exits and is started again: messages and notifications of the old
+//! and the new process, and faults and requests during the migration.
 
 use super::restart_engine::{
     OWN_ENGINE, assert_reachable, await_migration, begin_migration, list_task, migrate,
@@ -30,12 +30,12 @@ fn all_received_numbers(sim: &Sim, tid: Tid) -> Vec<i32> {
 
 /// Sends a number from the newest process of a task to another task, if the process is connected
 /// and runs. Returns true if the number was sent.
-fn send_if_connected(sim: &mut Sim, tid: Tid, to: Tid, n: i32) -> bool {
+fn send_if_connected(sim: &mut Sim, tid: Tid, receiver_tid: Tid, n: i32) -> bool {
     let proc = sim.proc_of(tid);
     let p = &sim.procs[proc];
     let can_send = p.welcome.is_some() && p.conn.is_some() && !p.exited && !p.is_frozen();
     if can_send {
-        sim.send_message(proc, to, &n.to_be_bytes());
+        sim.send_message(proc, receiver_tid, &n.to_be_bytes());
     }
     can_send
 }
@@ -165,11 +165,11 @@ fn concurrent_restarts_lose_and_repeat_nothing() {
 pub(super) fn begin_exit(
     sim: &mut Sim,
     console: usize,
-    to: &str,
+    target_name: &str,
 ) -> (Tid, usize, sempa_proto::RequestId) {
     let tid = spawn(sim, console, spawn_request("deaf", "own:wait=3", "h2"));
     let old_proc = sim.proc_of(tid);
-    let migration_request = begin_migration(sim, console, tid, to);
+    let migration_request = begin_migration(sim, console, tid, target_name);
     sim.run_until("it is asked", |s| s.exit_ignoring_procs.contains(&old_proc));
     (tid, old_proc, migration_request)
 }
@@ -179,11 +179,11 @@ pub(super) fn begin_exit(
 fn new_process_gets_messages_of_ended_sender() {
     for seed in seeds(60) {
         let (mut sim, console) = Sim::cluster(seed, 3);
-        let from = if seed % 2 == 0 { "h2" } else { "h3" };
+        let sender_host_name = if seed % 2 == 0 { "h2" } else { "h3" };
         let sender_tid = spawn(
             &mut sim,
             console,
-            spawn_request("child", "own:wait=3", from),
+            spawn_request("child", "own:wait=3", sender_host_name),
         );
         let (tid, old_proc, migration_request) = begin_exit(&mut sim, console, "h3");
         let sender_proc = sim.proc_of(sender_tid);
@@ -191,8 +191,11 @@ fn new_process_gets_messages_of_ended_sender() {
         let restarts_sender = seed % 3 == 0;
         if restarts_sender {
             // The sender is restarted, too.
-            let to = if from == "h2" { "h1" } else { "h2" };
-            assert_eq!(migrate(&mut sim, console, sender_tid, to), Ok(OWN_ENGINE));
+            let target_name = if sender_host_name == "h2" { "h1" } else { "h2" };
+            assert_eq!(
+                migrate(&mut sim, console, sender_tid, target_name),
+                Ok(OWN_ENGINE)
+            );
         } else {
             sim.exit_gracefully(sender_proc, 0);
             sim.advance(Micros::from_millis(200));
@@ -257,15 +260,15 @@ fn exit_notification_follows_last_messages() {
             notification_count + s.procs[new_proc].notifications(9).len() == 1
         });
         assert_eq!(all_received_numbers(&sim, tid), [7, 0, 1, 2], "seed {seed}");
-        let received = &sim.procs[if notification_count == 1 {
+        let received_items = &sim.procs[if notification_count == 1 {
             old_proc
         } else {
             new_proc
         }]
         .received;
         assert!(
-            matches!(received.last(), Some(Received::Notification(_))),
-            "{received:?} (seed {seed})"
+            matches!(received_items.last(), Some(Received::Notification(_))),
+            "{received_items:?} (seed {seed})"
         );
     }
 }
@@ -281,13 +284,13 @@ fn killed_process_and_successor_agree_on_messages() {
             console,
             spawn_request("deaf", "restart:wait=3", "h2"),
         );
-        let (old_proc, to) = (sim.proc_of(tid), sim.procs[console].tid());
+        let (old_proc, receiver_tid) = (sim.proc_of(tid), sim.procs[console].tid());
         let migration_request = begin_migration(&mut sim, console, tid, "h3");
         let mut sent_count = 0;
         while !sim.procs[old_proc].exited {
             let mut body = vec![0; 4 + sim.rng.below(200_000) as usize];
             body[..4].copy_from_slice(&i32::to_be_bytes(sent_count));
-            sim.send_message(old_proc, to, &body);
+            sim.send_message(old_proc, receiver_tid, &body);
             sent_count += 1;
             let delay = Micros(sim.rng.below(300_000));
             sim.advance(delay);
@@ -295,8 +298,9 @@ fn killed_process_and_successor_agree_on_messages() {
         await_migration(&mut sim, console, migration_request).expect("moved");
         sim.run_until("it is back", |s| s.procs[s.proc_of(tid)].welcome.is_some());
         let new_proc = sim.proc_of(tid);
-        (1000..1003)
-            .for_each(|sent_count: i32| sim.send_message(new_proc, to, &sent_count.to_be_bytes()));
+        (1000..1003).for_each(|sent_count: i32| {
+            sim.send_message(new_proc, receiver_tid, &sent_count.to_be_bytes())
+        });
         sim.run_until("the last word", |s| {
             received_numbers(s, console).last() == Some(&1002)
         });
@@ -421,10 +425,11 @@ fn suspension_during_exit_request_takes_effect() {
     }
 }
 
-/// A program that disconnects on request and exits late with the agreed status is restarted.
+/// A program leaves the virtual machine on request and exits late. If it exits with the agreed
+/// status in time, it is started again; otherwise the task ends with the process.
 #[test]
 fn disconnected_program_is_restarted_after_late_exit() {
-    for (seed, sends_message) in (0..20).map(|seed| (seed, seed % 2 == 0)) {
+    for (seed, exits_as_agreed) in (0..20).map(|seed| (seed, seed % 2 == 0)) {
         let (mut sim, console) = Sim::cluster(seed, 3);
         let (tid, old_proc, migration_request) = begin_exit(&mut sim, console, "h3");
         request_exit_notification(&mut sim, console, tid);
@@ -436,7 +441,7 @@ fn disconnected_program_is_restarted_after_late_exit() {
             "it has not ended in its time"
         );
         sim.advance(Micros::from_secs(1));
-        if sends_message {
+        if exits_as_agreed {
             sim.exit_proc(old_proc, REQUESTED_EXIT_STATUS);
             sim.run_until("it is back", |s| {
                 s.proc_of(tid) != old_proc && s.procs[s.proc_of(tid)].welcome.is_some()
@@ -549,14 +554,14 @@ fn broken_session_during_restart_loses_no_messages() {
             spawn_request("child", "own:wait=3", "h2"),
         );
         let peer = sim.enrol(host(3 + (seed % 2) as u16));
-        let (old_proc, to) = (sim.proc_of(tid), sim.procs[peer].tid());
+        let (old_proc, receiver_tid) = (sim.proc_of(tid), sim.procs[peer].tid());
         let mut sent_count = 0;
         let migration_request = begin_migration(&mut sim, console, tid, "h3");
         (0..20i32).for_each(|n| sim.send_message(peer, tid, &n.to_be_bytes()));
         let send_duration = Micros(sim.rng.below(12_000));
         let start_time = sim.now;
         while sim.now.since(start_time) < send_duration && !sim.procs[old_proc].exited {
-            sim.send_message(old_proc, to, &i32::to_be_bytes(sent_count));
+            sim.send_message(old_proc, receiver_tid, &i32::to_be_bytes(sent_count));
             sent_count += 1;
             sim.advance(Micros(500));
         }
@@ -571,7 +576,7 @@ fn broken_session_during_restart_loses_no_messages() {
         sim.run_until("it is back", is_connected);
         let new_proc = sim.proc_of(tid);
         while sent_count < 25 {
-            sim.send_message(new_proc, to, &i32::to_be_bytes(sent_count));
+            sim.send_message(new_proc, receiver_tid, &i32::to_be_bytes(sent_count));
             sent_count += 1;
         }
         sim.run_until("all of it", |s| {
@@ -598,7 +603,7 @@ fn lost_host_during_restart_leaves_no_message_gap() {
     let (mut survival_count, mut source_lost_count) = (0, 0);
     for seed in seeds(300) {
         let (mut sim, console) = Sim::cluster(seed, 4);
-        let to = sim.procs[console].tid();
+        let receiver_tid = sim.procs[console].tid();
         let tid = spawn(
             &mut sim,
             console,
@@ -607,7 +612,7 @@ fn lost_host_during_restart_leaves_no_message_gap() {
         let mut sent_count = 0;
         let mut send_numbers = |sim: &mut Sim, count: i32| {
             for _ in 0..count {
-                sent_count += i32::from(send_if_connected(sim, tid, to, sent_count));
+                sent_count += i32::from(send_if_connected(sim, tid, receiver_tid, sent_count));
             }
             sent_count
         };

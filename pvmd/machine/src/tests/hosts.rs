@@ -41,7 +41,8 @@ fn assert_tables_agree(sim: &Sim, names: &[&str]) {
     }
 }
 
-/// Hosts that two tasks add at the same time all join.
+/// Hosts that two tasks add at the same time all join. A host that both tasks name is added once.
+/// Hosts that cannot be added get an error code each.
 #[test]
 fn concurrently_added_hosts_all_join() {
     for seed in seeds(20) {
@@ -101,7 +102,8 @@ fn host_lost_while_joining_is_left_out() {
     }
 }
 
-/// The start of a host is abandoned if the host's daemon never connects.
+/// The start of a host is abandoned if the host's daemon never connects. Another host can be added
+/// afterwards.
 #[test]
 fn unconnected_daemon_start_is_abandoned() {
     let (mut sim, console) = Sim::cluster(3, 1);
@@ -112,7 +114,8 @@ fn unconnected_daemon_start_is_abandoned() {
     assert_eq!(add_results(reply), [Ok("h3".into())]);
 }
 
-/// Before the reply to its deletion, a host has ended its tasks and shut down.
+/// When the reply to the deletion of a host arrives, all tasks of the host have ended. The daemon
+/// of the host then ends, too. Hosts that cannot be deleted get an error code each.
 #[test]
 fn deleted_host_leaves_before_reply() {
     for seed in seeds(10) {
@@ -144,7 +147,7 @@ fn deleted_host_leaves_before_reply() {
 }
 
 /// A task that has requested notifications is notified of the loss of a host before the ends of the
-/// tasks on that host.
+/// tasks on that host. Notifications of new hosts end after the requested number.
 #[test]
 fn host_notification_precedes_task_notifications() {
     for seed in seeds(20) {
@@ -227,7 +230,7 @@ fn halt_ends_all_without_waiting_for_dead_hosts() {
             sim.kill_host(host(4));
         }
         let halting_proc = sim.enrol(host(2));
-        // `mute9` does not answer, so this request is still open when the machine halts.
+        // `mute9` does not answer, so this request is still open when the virtual machine halts.
         sim.request(console, add_request(&["mute9"]));
         sim.advance(Micros::from_millis(5));
         let halt_time = sim.now;
@@ -261,7 +264,7 @@ fn signals_of(sim: &Sim, programs: &[usize]) -> Vec<Vec<i32>> {
 }
 
 /// When their daemon ends, command-line programs get one SIGTERM. Programs that chose
-/// [`OnDaemonExit::FailCalls`] get none.
+/// [`OnDaemonExit::FailCalls`], and programs that have left the virtual machine, get none.
 #[test]
 fn command_line_programs_get_one_sigterm() {
     for seed in seeds(5) {
@@ -334,7 +337,7 @@ fn only_programs_on_deleted_host_get_sigterm() {
     );
 }
 
-/// A slave that has lost its master ends its tasks and itself.
+/// A slave that has lost its master ends its tasks and exits.
 #[test]
 fn slave_ends_with_its_master() {
     let (mut sim, console) = Sim::cluster(1, 3);
@@ -372,7 +375,7 @@ fn stopped_slave_leaves_the_table() {
     assert_tables_agree(&sim, &["h1", "h3"]);
 }
 
-/// A slave refuses changes of the host table with an older epoch or from another slave.
+/// A slave refuses changes of the host table that have no newer epoch or come from another slave.
 #[test]
 fn stale_or_foreign_table_changes_are_refused() {
     let (mut sim, _) = Sim::cluster(1, 3);
@@ -419,7 +422,7 @@ fn stale_or_foreign_table_changes_are_refused() {
 }
 
 /// The hosts in the host file are added at the start. The options in the host file also apply to
-/// hosts that are added later.
+/// hosts that are added later. A host that cannot be started is recorded in the event log.
 #[test]
 fn host_file_applies_to_later_hosts() {
     let mut sim = Sim::with_config(4, |c| {

@@ -12,10 +12,10 @@ use sempa_proto::task::{
 use sempa_proto::{Micros, PvmError, RequestId, Tid};
 use std::collections::BTreeMap;
 
-fn migrate_request(tid: Tid, to: &str) -> Request {
+fn migrate_request(tid: Tid, target_name: &str) -> Request {
     Request::Migrate {
         tid,
-        target: to.into(),
+        target: target_name.into(),
         cause: None,
         wait_for_end: true,
     }
@@ -126,7 +126,7 @@ fn assert_in_order(sim: &Sim, procs: &[usize]) -> usize {
 /// No message is lost, repeated or reordered by random migrations of its sender and its receiver.
 #[test]
 fn random_migrations_keep_message_order() {
-    let mut total_migrated = 0;
+    let mut migrated_total = 0;
     for seed in seeds(40) {
         let (mut sim, console) = Sim::cluster(seed, 4);
         let procs = spawn(&mut sim, console, children_request(6));
@@ -170,7 +170,7 @@ fn random_migrations_keep_message_order() {
             migrated_count > 0,
             "none of {migration_count} moves happened (seed {seed})"
         );
-        total_migrated += migrated_count;
+        migrated_total += migrated_count;
         assert!(
             sim.opened_lane_count() > 0,
             "all went down one stream (seed {seed})"
@@ -194,7 +194,7 @@ fn random_migrations_keep_message_order() {
             assert!(!task.migrating);
         }
     }
-    assert!(total_migrated > 160, "only {total_migrated} moves happened");
+    assert!(migrated_total > 160, "only {migrated_total} moves happened");
 }
 
 fn notify_request(subjects: NotifySubjects, tag: i32) -> Request {
@@ -294,7 +294,7 @@ fn assert_delivery_without_source(sim: &mut Sim, console: usize, task_proc: usiz
 fn replies_notifications_and_output_follow_task() {
     for seed in seeds(200) {
         let (mut sim, console) = Sim::cluster(seed, 3);
-        let output = Sink {
+        let output_sink = Sink {
             tid: sim.procs[console].tid(),
             ctx: 0,
             tag: 44,
@@ -304,7 +304,7 @@ fn replies_notifications_and_output_follow_task() {
             &mut sim,
             console,
             SpawnRequest {
-                output_sink: output,
+                output_sink,
                 where_arg: host_name,
                 flags: 1,
                 ..children_request(1)
@@ -392,36 +392,25 @@ fn immovable_task_is_refused_with_reason() {
     let debugged_task = spawn(&mut sim, console, request_on_h2(SPAWN_DEBUG))[0];
     let debugged_task = sim.procs[debugged_task].tid();
     let console_tid = sim.procs[console].tid();
-    let expected_refusals =
-        |sim: &mut Sim, tid: Tid, to: &str| match sim.ask(console, migrate_request(tid, to)) {
-            Reply::Migrated(Err(error)) => match (error.step, error.failure) {
-                (Step::Inspect, Failure::Refused(why)) => why[0].clone(),
-                other => panic!("{other:?}"),
-            },
+    let refusal_of = |sim: &mut Sim, tid: Tid, target_name: &str| match sim
+        .ask(console, migrate_request(tid, target_name))
+    {
+        Reply::Migrated(Err(error)) => match (error.step, error.failure) {
+            (Step::Inspect, Failure::Refused(why)) => why[0].clone(),
             other => panic!("{other:?}"),
-        };
+        },
+        other => panic!("{other:?}"),
+    };
+    assert_eq!(refusal_of(&mut sim, console_tid, "h2"), Refusal::NotSpawned);
+    assert_eq!(refusal_of(&mut sim, pinned_task, "h1"), Refusal::Pinned);
+    assert_eq!(refusal_of(&mut sim, debugged_task, "h3"), Refusal::Debugged);
     assert_eq!(
-        expected_refusals(&mut sim, console_tid, "h2"),
-        Refusal::NotSpawned
-    );
-    assert_eq!(
-        expected_refusals(&mut sim, pinned_task, "h1"),
-        Refusal::Pinned
-    );
-    assert_eq!(
-        expected_refusals(&mut sim, debugged_task, "h3"),
-        Refusal::Debugged
-    );
-    assert_eq!(
-        expected_refusals(&mut sim, pinned_task, "h2"),
+        refusal_of(&mut sim, pinned_task, "h2"),
         Refusal::AlreadyThere
     );
+    assert_eq!(refusal_of(&mut sim, pinned_task, "h7"), Refusal::NoSuchHost);
     assert_eq!(
-        expected_refusals(&mut sim, pinned_task, "h7"),
-        Refusal::NoSuchHost
-    );
-    assert_eq!(
-        expected_refusals(&mut sim, Tid::from_raw(0x40999), "h2"),
+        refusal_of(&mut sim, Tid::from_raw(0x40999), "h2"),
         Refusal::NoSuchTask
     );
     let Reply::Events(events) = sim.ask(

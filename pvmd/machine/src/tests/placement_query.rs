@@ -6,10 +6,10 @@ use sempa_proto::migration::{MigrationTargets, Refusal, Verdict};
 use sempa_proto::task::{Reply, Request, SPAWN_DEBUG, SPAWN_PINNED, SpawnRequest};
 use sempa_proto::{HostId, Micros, PvmError, Tid};
 
-fn placement_query_request(tid: Tid, to: Option<&str>) -> Request {
+fn placement_query_request(tid: Tid, target_name: Option<&str>) -> Request {
     Request::FindMigrationTargets {
         tid,
-        target: to.map(String::from),
+        target: target_name.map(String::from),
     }
 }
 
@@ -17,9 +17,9 @@ fn query_placement(
     sim: &mut Sim,
     console: usize,
     tid: Tid,
-    to: Option<&str>,
+    target_name: Option<&str>,
 ) -> Result<MigrationTargets, Refusal> {
-    match sim.ask(console, placement_query_request(tid, to)) {
+    match sim.ask(console, placement_query_request(tid, target_name)) {
         Reply::MigrationTargets(result) => result,
         other => panic!("{other:?}"),
     }
@@ -50,7 +50,7 @@ fn missing_file_refusal(path: &str) -> Refusal {
 }
 
 /// A placement query returns the refusals of every host, and the nearest host that accepts the
-/// task.
+/// task. A migration succeeds to the hosts that accept the task, and to no other host.
 #[test]
 fn query_lists_refusals_and_nearest_host() {
     let (mut sim, console) = Sim::cluster(1, 5);
@@ -80,22 +80,22 @@ fn query_lists_refusals_and_nearest_host() {
     ];
     assert_eq!(targets.verdicts, expected);
     assert_eq!(targets.nearest_host(), Some(host(3)));
-    for (to, is_accepted) in [("h1", false), ("h3", true), ("h4", false), ("h5", true)] {
+    for (target_name, is_accepted) in [("h1", false), ("h3", true), ("h4", false), ("h5", true)] {
         let single_targets =
-            query_placement(&mut sim, console, tid, Some(to)).expect("it could move");
+            query_placement(&mut sim, console, tid, Some(target_name)).expect("it could move");
         assert_eq!(
             (
                 single_targets.verdicts.len(),
                 single_targets.nearest_host().is_some()
             ),
             (1, is_accepted),
-            "{to}"
+            "{target_name}"
         );
-        let migration_reply = sim.ask(console, migrate_request(tid, to));
+        let migration_reply = sim.ask(console, migrate_request(tid, target_name));
         assert_eq!(
             matches!(migration_reply, Reply::Migrated(Ok(_))),
             is_accepted,
-            "{to}: {migration_reply:?}"
+            "{target_name}: {migration_reply:?}"
         );
         sim.ask(console, migrate_request(tid, "h2"));
     }
@@ -133,7 +133,8 @@ fn owner_presence_is_listed_as_refusal() {
     );
 }
 
-/// If a task cannot migrate to any host, the host of the task refuses the query.
+/// If a task does not exist or cannot migrate to any host, a placement query returns the reason. A
+/// query for an unknown host is an error.
 #[test]
 fn immovable_task_is_refused_by_its_host() {
     let (mut sim, console) = Sim::cluster(2, 3);
@@ -213,8 +214,8 @@ fn every_query_is_answered() {
     for seed in seeds(300) {
         let (mut sim, console) = Sim::cluster(seed, 4);
         let tid = spawn_child(&mut sim, console, 0);
-        let from = host(1 + sim.rng.below(4) as u16);
-        let asking_proc = sim.enrol(from);
+        let asking_host = host(1 + sim.rng.below(4) as u16);
+        let asking_proc = sim.enrol(asking_host);
         let query_request = sim.request(asking_proc, placement_query_request(tid, None));
         let delay = Micros(sim.rng.below(3_000));
         sim.advance(delay);

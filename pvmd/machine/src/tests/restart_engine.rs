@@ -56,12 +56,17 @@ pub(super) fn request_exit_notification(sim: &mut Sim, console: usize, tid: Tid)
     );
 }
 
-pub(super) fn begin_migration(sim: &mut Sim, console: usize, tid: Tid, to: &str) -> RequestId {
+pub(super) fn begin_migration(
+    sim: &mut Sim,
+    console: usize,
+    tid: Tid,
+    target_name: &str,
+) -> RequestId {
     sim.request(
         console,
         Request::Migrate {
             tid,
-            target: to.into(),
+            target: target_name.into(),
             cause: None,
             wait_for_end: true,
         },
@@ -87,9 +92,9 @@ pub(super) fn migrate(
     sim: &mut Sim,
     console: usize,
     tid: Tid,
-    to: &str,
+    target_name: &str,
 ) -> Result<Engine, (Step, Failure)> {
-    let migration_request = begin_migration(sim, console, tid, to);
+    let migration_request = begin_migration(sim, console, tid, target_name);
     await_migration(sim, console, migration_request)
 }
 
@@ -222,16 +227,16 @@ fn old_process_messages_arrive_before_new_ones() {
             console,
             spawn_request("child", "own:wait=3", "h2"),
         );
-        let (old_proc, to) = (sim.proc_of(tid), sim.procs[console].tid());
+        let (old_proc, receiver_tid) = (sim.proc_of(tid), sim.procs[console].tid());
         // The console must accept the task's first incarnation before the restart.
-        sim.send_message(old_proc, to, &0i32.to_be_bytes());
+        sim.send_message(old_proc, receiver_tid, &0i32.to_be_bytes());
         sim.run_until("a first word", |s| received_numbers(s, console).len() == 1);
-        (1..10i32).for_each(|n| sim.send_message(old_proc, to, &n.to_be_bytes()));
+        (1..10i32).for_each(|n| sim.send_message(old_proc, receiver_tid, &n.to_be_bytes()));
         sim.delay_data(host(2), HostId::MASTER, Micros::from_millis(400));
         assert_eq!(migrate(&mut sim, console, tid, "h3"), Ok(OWN_ENGINE));
         sim.run_until("it is back", |s| s.procs[s.proc_of(tid)].welcome.is_some());
         let new_proc = sim.proc_of(tid);
-        (10..20i32).for_each(|n| sim.send_message(new_proc, to, &n.to_be_bytes()));
+        (10..20i32).for_each(|n| sim.send_message(new_proc, receiver_tid, &n.to_be_bytes()));
         sim.run_until("all", |s| received_numbers(s, console).len() >= 20);
         assert_eq!(
             received_numbers(&sim, console),
@@ -374,12 +379,12 @@ fn first_engine_usable_by_both_hosts_is_chosen() {
         why: "none".into(),
     }];
     sim.verdicts.insert(host(3), no_engine);
-    let restart = Engine::Restart { timeout_s: 5 };
+    let restart_only_engine = Engine::Restart { timeout_s: 5 };
     for (engine_list, expected_engine) in [
         ("criu,own:wait=3", OWN_ENGINE),
         ("own:wait=3,criu", OWN_ENGINE),
-        ("restart", restart),
-        ("criu,restart,own", restart),
+        ("restart", restart_only_engine),
+        ("criu,restart,own", restart_only_engine),
     ] {
         let tid = spawn(&mut sim, console, spawn_request("child", engine_list, "h2"));
         let Reply::MigrationTargets(Ok(targets)) = sim.ask(
@@ -538,7 +543,7 @@ fn invalid_engine_list_fails_spawn() {
     );
 }
 
-/// Index of the outcome "dead" among the values of [`outcome`].
+/// The value of [`outcome_index`] for a dead task.
 const DEAD_OUTCOME: usize = 2;
 
 /// Returns 0 if the task has migrated, 1 if it has stayed at the source, and [`DEAD_OUTCOME`] if it

@@ -12,7 +12,7 @@ use std::fs::File;
 
 /// Sends a route message of a connected process, with the number of descriptors that the message
 /// announces.
-fn send_route_message(sim: &mut Sim, proc: usize, to: Tid, message: RouteMsg) {
+fn send_route_message(sim: &mut Sim, proc: usize, receiver_tid: Tid, message: RouteMsg) {
     let Some(conn) = sim.procs[proc].conn else {
         return;
     };
@@ -24,7 +24,7 @@ fn send_route_message(sim: &mut Sim, proc: usize, to: Tid, message: RouteMsg) {
         host_id,
         Event::TaskRoute {
             conn,
-            dst: to,
+            dst: receiver_tid,
             message,
             descriptors,
         },
@@ -54,9 +54,9 @@ fn direct_offer(id: u64) -> RouteMsg {
     }
 }
 
-fn route_message(from: Tid, is_same_host: bool, message: RouteMsg) -> ToTask {
+fn route_message(sender: Tid, is_same_host: bool, message: RouteMsg) -> ToTask {
     ToTask::Route {
-        sender: from,
+        sender,
         same_host: is_same_host,
         message,
     }
@@ -114,10 +114,10 @@ fn share_rings(sim: &mut Sim, (a, b): (usize, usize), id: u64) {
     );
 }
 
-fn migrate_request(tid: Tid, to: &str) -> Request {
+fn migrate_request(tid: Tid, target_name: &str) -> Request {
     Request::Migrate {
         tid,
-        target: to.into(),
+        target: target_name.into(),
         cause: None,
         wait_for_end: true,
     }
@@ -176,8 +176,8 @@ fn ring_offer_to_arriving_task_is_refused_locally() {
     assert!(sim.procs[procs[0]].daemon_messages.contains(&answers[0]));
 }
 
-/// A route message without descriptors is delivered on any host. It states whether its sender is on
-/// the same host.
+/// A route message without descriptors is delivered on any host. The message states whether its
+/// sender is on the same host.
 #[test]
 fn route_messages_reach_any_host() {
     let (mut sim, console, procs, tids) = spawn_tasks(2, 3, &["h1", "h1", "h2"]);
@@ -273,8 +273,8 @@ fn only_ring_peers_are_notified_of_exit_or_migration() {
     }
 }
 
-/// A task accepts a ring offer of a task that has migrated since the offer. It is notified of the
-/// migration, and not of an end.
+/// A task accepts a ring offer of a task that has migrated since the offer. The accepting task is
+/// notified of the migration, not of an end of the other task.
 #[test]
 fn failed_ring_acceptance_is_reported() {
     let (mut sim, console, procs, tids) = spawn_tasks(4, 2, &["h1", "h1"]);

@@ -44,10 +44,10 @@ pub(super) fn limit_guests_request(limits: GuestLimits) -> Request {
     })
 }
 
-pub(super) fn migrate_request(tid: Tid, to: &str) -> Request {
+pub(super) fn migrate_request(tid: Tid, target_name: &str) -> Request {
     Request::Migrate {
         tid,
-        target: to.into(),
+        target: target_name.into(),
         cause: None,
         wait_for_end: true,
     }
@@ -163,7 +163,7 @@ impl Scenario {
             .collect();
         let tids = procs.iter().map(|p| sim.procs[*p].tid()).collect();
         let owner_agents = (1..=3).map(|n| sim.enrol(host(n))).collect();
-        let (sent_counts, stopped_at, suspended_at, open_migrations) = Default::default();
+        let (sent_counts, guest_stop_times, suspend_times, open_migrations) = Default::default();
         Self {
             sim,
             console,
@@ -171,8 +171,8 @@ impl Scenario {
             tids,
             owner_agents,
             sent_counts,
-            guest_stop_times: stopped_at,
-            suspend_times: suspended_at,
+            guest_stop_times,
+            suspend_times,
             open_migrations,
         }
     }
@@ -199,17 +199,17 @@ impl Scenario {
         assert_eq!(sim.ask(self.owner_agents[n], directive), Reply::Done);
     }
 
-    pub(super) fn set_suspended(&mut self, tid: Tid, suspend: bool) {
+    pub(super) fn set_suspended(&mut self, tid: Tid, must_suspend: bool) {
         let reply = self.sim.ask(
             self.console,
             Request::Suspend {
                 tid,
-                suspend,
+                suspend: must_suspend,
                 cause: None,
             },
         );
         assert_eq!(reply, Reply::Done, "{tid} (seed {})", self.sim.seed);
-        if suspend {
+        if must_suspend {
             self.suspend_times.entry(tid).or_insert(self.sim.now);
         } else {
             self.suspend_times.remove(&tid);

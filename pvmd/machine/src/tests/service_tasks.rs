@@ -74,7 +74,7 @@ fn has_ended(sim: &mut Sim, console: usize, tid: Tid) -> bool {
 }
 
 /// A task that a tasker task has started ends with its own connection, with its tasker, or with the
-/// tasker's report of its exit.
+/// tasker's report of its exit. A report of another task has no effect.
 #[test]
 fn tasker_child_ends_with_connection_tasker_or_report() {
     for seed in seeds(10) {
@@ -149,7 +149,8 @@ fn tasker_child_ends_with_connection_tasker_or_report() {
 }
 
 /// A hoster task gets one order for all hosts. If the hoster dies, the daemon starts the remaining
-/// hosts itself.
+/// hosts itself, except those whose start option requires a hoster. A hoster must run on the
+/// master's host.
 #[test]
 fn hoster_death_leaves_remaining_hosts_to_daemon() {
     for seed in seeds(10) {
@@ -218,7 +219,7 @@ fn hoster_death_leaves_remaining_hosts_to_daemon() {
 }
 
 /// On every host, trace events and output without another destination go to the tracer until the
-/// tracer exits.
+/// tracer exits. Only one task can be the tracer.
 #[test]
 fn tracer_is_default_sink_on_every_host() {
     let (mut sim, console) = Sim::cluster(5, 2);

@@ -53,7 +53,7 @@ impl Trial {
         sim.injection.always_live_copies =
             fault.is_none_or(|((step, _), ..)| step == Step::PreCopy);
         let task_proc = spawn(&mut sim, console, spawn_on("h2", "child", 1))[0];
-        let peer = spawn(&mut sim, console, spawn_on("h4", "child", 1))[0];
+        let peer_proc = spawn(&mut sim, console, spawn_on("h4", "child", 1))[0];
         let tid = sim.procs[task_proc].tid();
         let subjects = NotifySubjects::TaskExit(vec![tid]);
         sim.ask(
@@ -68,14 +68,14 @@ impl Trial {
         if let Some((point, victim, planned_fault)) = fault {
             sim.plan_fault(point, victim, planned_fault);
         }
-        let request = sim.request(console, migrate_request(tid, "h3"));
+        let migration_request = sim.request(console, migrate_request(tid, "h3"));
         Self {
             sim,
             console,
             task_proc,
-            peer_proc: peer,
+            peer_proc,
             sent_counts: BTreeMap::new(),
-            migration_request: request,
+            migration_request,
         }
     }
 

@@ -61,7 +61,7 @@ fn suspended_task_migrates_without_running() {
         scenario.set_suspended(tid, true);
         scenario.sim.advance(SETTLE_TIME);
         scenario.assert_paused();
-        for to in ["h1", "h3", "h2"] {
+        for target_name in ["h1", "h3", "h2"] {
             for n in [0, 1, 4, 5] {
                 send_number_if_running(
                     &mut scenario.sim,
@@ -70,7 +70,7 @@ fn suspended_task_migrates_without_running() {
                     tid,
                 );
             }
-            let migration_reply = scenario.sim.ask(console, migrate_request(tid, to));
+            let migration_reply = scenario.sim.ask(console, migrate_request(tid, target_name));
             assert!(
                 matches!(migration_reply, Reply::Migrated(Ok(_))),
                 "{migration_reply:?} (seed {seed})"
@@ -104,14 +104,14 @@ fn suspended_task_migrates_without_running() {
 /// A suspended guest runs again only after it was resumed and the owner has left, in either order.
 #[test]
 fn suspended_guest_needs_resume_and_absent_owner() {
-    for resume_first in [false, true] {
+    for resumes_first in [false, true] {
         let mut scenario = Scenario::new(9);
         let (p, tid) = (scenario.procs[2], scenario.tids[2]);
         scenario.set_suspended(tid, true);
         scenario.sim.advance(SETTLE_TIME);
         scenario.send_directive(1, stop_guests_request());
         scenario.sim.advance(SETTLE_TIME);
-        if resume_first {
+        if resumes_first {
             scenario.set_suspended(tid, false);
         } else {
             scenario.send_directive(1, welcome_guests_request());
@@ -121,10 +121,10 @@ fn suspended_guest_needs_resume_and_absent_owner() {
         let other_guest = scenario.procs[3];
         assert_eq!(
             scenario.sim.procs[other_guest].is_frozen(),
-            resume_first,
+            resumes_first,
             "its neighbour is not suspended"
         );
-        if resume_first {
+        if resumes_first {
             scenario.send_directive(1, welcome_guests_request());
         } else {
             scenario.set_suspended(tid, false);
@@ -153,7 +153,8 @@ fn owner_does_not_wait_for_quiescing_suspended_task() {
     }
 }
 
-/// The task list and the event log report suspended tasks, and why they are suspended.
+/// The task list and the event log report suspended tasks, and why they are suspended. A request
+/// that changes nothing causes no event.
 #[test]
 fn suspension_is_visible_in_list_and_log() {
     let mut scenario = Scenario::new(3);
@@ -227,12 +228,12 @@ fn only_ordinary_spawned_tasks_can_be_suspended() {
         (unknown_tid, PvmError::NoTask, "there is no task"),
         (host(2).tid(), PvmError::BadParam, "not the id of a task"),
     ] {
-        for suspend in [true, false] {
+        for must_suspend in [true, false] {
             let reply = scenario.sim.ask(
                 console,
                 Request::Suspend {
                     tid,
-                    suspend,
+                    suspend: must_suspend,
                     cause: None,
                 },
             );
@@ -312,12 +313,12 @@ fn exit_of_suspended_task_is_reported_once() {
             suspended_tids.iter().all(|tid| *tid == scenario.tids[2]),
             "{suspended_tids:?} (seed {seed})"
         );
-        for suspend in [true, false] {
+        for must_suspend in [true, false] {
             let reply = scenario.sim.ask(
                 console,
                 Request::Suspend {
                     tid: scenario.tids[2],
-                    suspend,
+                    suspend: must_suspend,
                     cause: None,
                 },
             );
@@ -371,14 +372,16 @@ impl SuspendCaller {
     fn send_request(&mut self, sim: &mut Sim) {
         if self.open_request.is_none() {
             let caller = self.caller_procs[sim.rng.below(2) as usize];
-            let suspend = sim.rng.below(3) > 0;
+            let must_suspend = sim.rng.below(3) > 0;
             let request = Request::Suspend {
                 tid: self.tid,
-                suspend,
+                suspend: must_suspend,
                 cause: None,
             };
-            (self.open_request, self.confirmed_suspended) =
-                (Some((caller, sim.request(caller, request), suspend)), None);
+            (self.open_request, self.confirmed_suspended) = (
+                Some((caller, sim.request(caller, request), must_suspend)),
+                None,
+            );
         }
     }
 }
@@ -386,9 +389,9 @@ impl SuspendCaller {
 /// Kills a host. With probability one half for each other host, the messages in flight from the
 /// killed host are lost.
 fn kill_with_message_loss(sim: &mut Sim, victim: HostId) {
-    for to in [HostId::MASTER, host(3), host(4)] {
+    for peer_host in [HostId::MASTER, host(3), host(4)] {
         if sim.rng.below(2) == 0 {
-            sim.drop_in_flight(victim, to);
+            sim.drop_in_flight(victim, peer_host);
         }
     }
     sim.kill_host(victim);
@@ -535,12 +538,12 @@ fn preempted_tasks_resume_without_resource_manager() {
     for seed in seeds(60) {
         let mut scenario = Scenario::new(seed);
         let rm = spawn_resource_manager(&mut scenario);
-        let (preempted_tid, both_tid, suspended_tid) =
+        let (preempted_tid, preempted_and_suspended_tid, suspended_tid) =
             (scenario.tids[2], scenario.tids[3], scenario.tids[4]);
-        for tid in [preempted_tid, both_tid] {
+        for tid in [preempted_tid, preempted_and_suspended_tid] {
             preempt(&mut scenario, rm, tid);
         }
-        scenario.set_suspended(both_tid, true);
+        scenario.set_suspended(preempted_and_suspended_tid, true);
         scenario.set_suspended(suspended_tid, true);
         scenario.sim.advance(SETTLE_TIME);
         scenario.sim.exit_proc(rm, 9);
@@ -572,7 +575,11 @@ fn preempted_tasks_resume_without_resource_manager() {
             .filter(|t| t.suspended)
             .map(|t| t.tid)
             .collect();
-        assert_eq!(suspended_tids, [both_tid, suspended_tid], "seed {seed}");
+        assert_eq!(
+            suspended_tids,
+            [preempted_and_suspended_tid, suspended_tid],
+            "seed {seed}"
+        );
         let events = list_events(&mut scenario.sim, console);
         let resume_events: Vec<&EventKind> = events
             .iter()

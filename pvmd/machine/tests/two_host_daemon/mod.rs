@@ -112,13 +112,13 @@ impl Daemon {
             epoch,
             hosts: vec![host_entry(HostId::MASTER), host_entry(own_host)],
         };
-        let prepare = HostMsg::PrepareTable {
+        let prepare_message = HostMsg::PrepareTable {
             table,
             locations: Vec::new(),
             rm: None,
             reserved_local_max: 0,
         };
-        for message in [prepare, HostMsg::CommitTable { epoch }] {
+        for message in [prepare_message, HostMsg::CommitTable { epoch }] {
             daemon.handle(Event::HostControl {
                 host: HostId::MASTER,
                 message,

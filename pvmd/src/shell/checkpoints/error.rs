@@ -6,7 +6,7 @@ use pvmd_machine::COPIES_MAX;
 use sempa_proto::frame::FrameError;
 use thiserror::Error;
 
-/// Why the settings of the store are invalid. Nothing was read or written.
+/// Reason why the settings of the store are invalid. Nothing was read or written.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub(crate) enum StoreSettingsError {
     #[error("there is no directory for checkpoints: set {variable} or HOME to an absolute path")]
@@ -29,8 +29,8 @@ pub(crate) enum StoreSettingsError {
     InvalidCopies { text: String },
 }
 
-/// Why an operation on the store failed. The text of a [`StoreError`] describes the resulting state
-/// of the store.
+/// Reason why an operation on the store failed. The text of a [`StoreError`] describes the
+/// resulting state of the store.
 #[derive(Debug, Error)]
 pub(crate) enum CheckpointError {
     /// The settings are invalid. The store was neither opened nor created.
@@ -42,7 +42,7 @@ pub(crate) enum CheckpointError {
     /// The checkpoints could not be listed. Nothing has changed.
     #[error(transparent)]
     List(StoreError),
-    /// The checkpoint could not be begun.
+    /// The checkpoint could not be begun. No draft was created.
     #[error(transparent)]
     Begin(StoreError),
     /// The checkpoint was abandoned before this operation. Nothing was added to the store.
@@ -66,11 +66,12 @@ pub(crate) enum CheckpointError {
     /// The metadata of the checkpoint could not be decoded. Nothing has changed.
     #[error("{name} cannot be read: {source}")]
     DecodeMeta { name: String, source: FrameError },
-    /// A checkpoint that must not be used was not removed; others that must not be used may have
-    /// been removed.
+    /// A checkpoint that must not be used was not removed. Other checkpoints that must not be used
+    /// may have been removed.
     #[error(transparent)]
     Discard(StoreError),
-    /// The end of a job, or its return, was not recorded in all of its checkpoints.
+    /// The mark that a job has ended, or that it runs again, was not written to all checkpoints of
+    /// the job.
     #[error(transparent)]
     MarkJobEnd(StoreError),
     /// Checkpoints that exceed the limits of the store were not all removed.

@@ -1,7 +1,8 @@
 //! The master's checkpoint store, and the record file next to the images of each task in a
 //! checkpoint.
 //!
-//! Everything that may wait for a disk runs on blocking threads and reports its result as an event.
+//! Operations that may wait for a disk run on blocking threads. Most of them report their result as
+//! an event.
 
 mod error;
 mod removal;
@@ -39,8 +40,8 @@ const PART_RECORD_FILE: &str = "sempa-part";
 /// include messages that the program has sent.
 const PART_RECORD_BYTES_MAX: u64 = 1 << 30;
 
-/// Highest value that the user can set as the maximum number of complete checkpoints in a store. It
-/// is bounded because all checkpoints are listed whenever one is added.
+/// Highest value that the user can set as the maximum number of complete checkpoints in a store.
+/// The value is bounded because all checkpoints are listed whenever a checkpoint is added.
 const CHECKPOINT_LIMIT_MAX: usize = 4096;
 /// Lowest value that the user can set as the size limit of a store.
 const STORE_LIMIT_BYTES_MIN: u64 = 1_000_000;
@@ -108,9 +109,9 @@ impl StoreSettings {
         Ok(CheckpointStore::open(&self.dir, &self.key_file, self.limits)?.for_vm(vm))
     }
 
-    /// Returns, for each host, the highest task number in stored checkpoints; task numbers up to it
-    /// must not be assigned again. Empty if the store does not exist. First removes superfluous
-    /// checkpoints.
+    /// Returns the highest task number in the stored checkpoints for each host. No task number up
+    /// to this number may be assigned again. Empty if the store does not exist. Removes superfluous
+    /// checkpoints before reading the numbers.
     ///
     /// # Errors
     /// The store cannot be read.
@@ -134,8 +135,8 @@ impl StoreSettings {
             .map(|part| part.tid)
         {
             if let Some(birth_host) = tid.birth_host() {
-                let highest = highest_ids.entry(birth_host).or_insert(0);
-                *highest = tid.local_part().max(*highest);
+                let highest_id = highest_ids.entry(birth_host).or_insert(0);
+                *highest_id = tid.local_part().max(*highest_id);
             }
         }
         Ok(highest_ids)
@@ -164,7 +165,7 @@ fn limits_from_env(
     Ok(limits)
 }
 
-/// Maximum length of a host name in bytes (`HOST_NAME_BYTES_MAX` of Linux).
+/// Maximum length of a host name in bytes (`HOST_NAME_MAX` of Linux).
 const HOST_NAME_BYTES_MAX: usize = 64;
 
 fn copies(env: impl Fn(&str) -> Option<String>) -> Result<CopyPolicy, StoreSettingsError> {
@@ -183,7 +184,7 @@ fn copies(env: impl Fn(&str) -> Option<String>) -> Result<CopyPolicy, StoreSetti
     };
     let distinct_names: BTreeSet<&String> = names.iter().collect();
     match text.trim().parse() {
-        Ok(number) if number <= COPIES_MAX => Ok(CopyPolicy::Count(number)),
+        Ok(host_count) if host_count <= COPIES_MAX => Ok(CopyPolicy::Count(host_count)),
         Err(_)
             if names.iter().all(is_host_name)
                 && distinct_names.len() == names.len()
@@ -203,8 +204,8 @@ pub(crate) struct CheckpointService {
     store: Arc<Mutex<Option<CheckpointStore>>>,
     drafts: Arc<Mutex<HashMap<SnapshotId, Arc<CheckpointDraft>>>>,
     open_checkpoints: Arc<Mutex<HashMap<u64, Arc<StoredCheckpoint>>>>,
-    /// Marks in checkpoints that their job has ended or runs again. The marks must be written in
-    /// this order.
+    /// Marks that are to be written into checkpoints: the job of the checkpoint has ended or runs
+    /// again. The marks must be written in the order of the queue.
     pending_marks: removal::PendingMarks,
 }
 
@@ -231,15 +232,16 @@ impl CheckpointService {
         }
     }
 
-    /// True if the store exists, or if its settings are invalid. Must be called before the store is
-    /// opened, because opening creates the store.
+    /// True if the directory of the store exists, or if the settings are invalid. Must be called
+    /// before the store is opened, because opening creates the store.
     fn store_exists(&self) -> bool {
         self.settings
             .as_ref()
             .map_or(true, |settings| settings.dir.exists())
     }
 
-    /// Runs `work` with the store on a blocking thread and sends the event that `work` returns.
+    /// Runs `work` with the store on a blocking thread and sends the event that `work` returns to
+    /// the main loop.
     fn spawn_reporting(
         &self,
         work: impl FnOnce(Result<CheckpointStore, CheckpointError>) -> Event + Send + 'static,
@@ -258,8 +260,8 @@ impl CheckpointService {
         self.spawn_after(None, work);
     }
 
-    /// As [`CheckpointService::spawn_work`], but starts when the tokio task `predecessor` has
-    /// ended.
+    /// Does the same as [`CheckpointService::spawn_work`], but starts `work` when the tokio task
+    /// `predecessor` has ended.
     fn spawn_after(
         &self,
         predecessor: Option<JoinHandle<()>>,
@@ -277,8 +279,8 @@ impl CheckpointService {
         }
     }
 
-    /// Returns a function that opens the store if it is not open yet. This function may wait for
-    /// the disk.
+    /// Returns a function that opens the store if it is not open yet, and returns the store. This
+    /// function may wait for the disk.
     fn store_opener(
         &self,
     ) -> impl FnOnce() -> Result<CheckpointStore, CheckpointError> + Send + 'static {
@@ -318,7 +320,8 @@ impl CheckpointService {
     }
 
     /// Returns a function that receives another host's checkpoint into the store, and then removes
-    /// checkpoints that exceed the limits of the store.
+    /// checkpoints that exceed the limits of the store. This function returns the number of bytes
+    /// received.
     pub(crate) fn copy_receiver(
         &self,
         name: String,
@@ -340,7 +343,7 @@ impl CheckpointService {
         }
     }
 
-    /// Starts a checkpoint in the store. Reports [`Event::CheckpointBegun`].
+    /// Begins a checkpoint of `job` in the store. Reports [`Event::CheckpointBegun`].
     pub(crate) fn begin_checkpoint(&self, snapshot: SnapshotId, job: Tid, now: Micros) {
         let drafts = self.drafts.clone();
         let _in_span = info_span!("job", id = %job).entered();
@@ -371,7 +374,8 @@ impl CheckpointService {
         });
     }
 
-    /// Completes a checkpoint. Reports [`Event::CheckpointSealed`].
+    /// Completes a checkpoint, and then removes checkpoints that exceed the limits of the store,
+    /// except `kept_checkpoints`. Reports [`Event::CheckpointSealed`].
     pub(crate) fn seal(
         &self,
         snapshot: SnapshotId,
@@ -389,8 +393,8 @@ impl CheckpointService {
             let result = draft.ok_or(CheckpointError::Abandoned).and_then(|draft| {
                 let info = draft.finish(&meta?).map_err(CheckpointError::Finish)?;
                 let _in_span = info_span!("checkpoint", id = %info.id).entered();
-                // If the removal fails, the checkpoint is complete all the same, and the limits are
-                // enforced at the next checkpoint.
+                // If the removal of other checkpoints fails, this checkpoint is complete all the
+                // same, and the limits are enforced at the next checkpoint.
                 match store {
                     Ok(store) => {
                         removal::remove_superfluous(&store, now, &kept_checkpoints, &inputs);
@@ -412,7 +416,7 @@ impl CheckpointService {
 
     /// Opens a checkpoint for reading. Reports [`Event::CheckpointOpened`].
     pub(crate) fn open_checkpoint(&self, restart: u64, name: String) {
-        let open = self.open_checkpoints.clone();
+        let open_checkpoints = self.open_checkpoints.clone();
         let _in_span = info_span!("checkpoint", id = %name).entered();
         self.spawn_reporting(move |store| {
             let result = store.and_then(|store| {
@@ -422,7 +426,7 @@ impl CheckpointService {
                     .map_err(CheckpointError::OpenCheckpoint)?;
                 let meta: CheckpointMeta = from_bytes(checkpoint.description())
                     .map_err(|source| CheckpointError::DecodeMeta { name, source })?;
-                lock(&open).insert(restart, Arc::new(checkpoint));
+                lock(&open_checkpoints).insert(restart, Arc::new(checkpoint));
                 Ok(meta)
             });
             let result = result.map_err(|e| StoreFailure(e.to_string()));
@@ -455,7 +459,8 @@ impl CheckpointService {
         lock(&self.open_checkpoints).remove(&restart);
     }
 
-    /// Lists all checkpoints of the store. Reports [`Event::CheckpointsListed`].
+    /// Lists all checkpoints of the store, also the unreadable ones. Reports
+    /// [`Event::CheckpointsListed`].
     pub(crate) fn list_checkpoints(&self, tid: Tid, id: RequestId) {
         if !self.store_exists() {
             let event = Event::CheckpointsListed {
@@ -519,8 +524,9 @@ impl CheckpointService {
 
 fn read_part(path: &Path) -> Result<SavedTask, Failure> {
     let images_failure = |why: String| Failure::Images(format!("{}: {why}", path.display()));
-    let meta = std::fs::symlink_metadata(path).map_err(|e| images_failure(e.to_string()))?;
-    if !meta.is_file() || meta.len() > PART_RECORD_BYTES_MAX {
+    let file_metadata =
+        std::fs::symlink_metadata(path).map_err(|e| images_failure(e.to_string()))?;
+    if !file_metadata.is_file() || file_metadata.len() > PART_RECORD_BYTES_MAX {
         return Err(images_failure(format!(
             "a file of at most {PART_RECORD_BYTES_MAX} bytes was expected"
         )));
@@ -540,12 +546,12 @@ pub(crate) fn part_writer(
         let bytes =
             postcard::to_stdvec(&*record).map_err(|e| write_failure(std::io::Error::other(e)))?;
         if bytes.len() as u64 > PART_RECORD_BYTES_MAX {
-            let why = format!(
+            let reason = format!(
                 "the messages queued for the task and sent by it are {} bytes; a checkpoint takes at most \
                  {PART_RECORD_BYTES_MAX}",
                 bytes.len()
             );
-            return Err(Failure::Images(why));
+            return Err(Failure::Images(reason));
         }
         let mut file = std::fs::OpenOptions::new()
             .write(true)
@@ -576,14 +582,17 @@ mod tests {
 
     #[test]
     fn store_location_follows_environment_or_xdg() {
-        let home = ("HOME", "/home/x");
+        let home_variable = ("HOME", "/home/x");
         let home_location = (
             "/home/x/.local/state/sempa/checkpoints".into(),
             "/home/x/.config/sempa/store.key".into(),
         );
-        assert_eq!(store_location(&[home]), Ok(home_location));
-        let xdg_location =
-            store_location(&[home, ("XDG_STATE_HOME", "/s"), ("XDG_CONFIG_HOME", "/c")]);
+        assert_eq!(store_location(&[home_variable]), Ok(home_location));
+        let xdg_location = store_location(&[
+            home_variable,
+            ("XDG_STATE_HOME", "/s"),
+            ("XDG_CONFIG_HOME", "/c"),
+        ]);
         assert_eq!(
             xdg_location,
             Ok(("/s/sempa/checkpoints".into(), "/c/sempa/store.key".into()))
@@ -592,7 +601,7 @@ mod tests {
             store_location(&[("SEMPA_STORE", "/shared/sets"), ("SEMPA_STORE_KEY", "/k")]);
         assert_eq!(set_location, Ok(("/shared/sets".into(), "/k".into())));
         assert!(store_location(&[]).is_err_and(|why| why.to_string().contains("SEMPA_STORE")));
-        assert!(store_location(&[home, ("SEMPA_STORE", "relative")]).is_err());
+        assert!(store_location(&[home_variable, ("SEMPA_STORE", "relative")]).is_err());
     }
 
     /// Returns settings of a store in this directory. `variables` are additional environment
@@ -601,13 +610,13 @@ mod tests {
         dir: &Path,
         variables: &[(&str, &str)],
     ) -> Result<StoreSettings, StoreSettingsError> {
-        let (store, key) = (dir.join("store"), dir.join("key"));
+        let (store_dir, key) = (dir.join("store"), dir.join("key"));
         StoreSettings::from_env(|name| match name {
-            "SEMPA_STORE" => Some(store.display().to_string()),
+            "SEMPA_STORE" => Some(store_dir.display().to_string()),
             "SEMPA_STORE_KEY" => Some(key.display().to_string()),
-            other => variables
+            variable_name => variables
                 .iter()
-                .find(|(key, _)| *key == other)
+                .find(|(key, _)| *key == variable_name)
                 .map(|(_, value)| value.to_string()),
         })
     }
@@ -615,9 +624,9 @@ mod tests {
     #[test]
     fn store_keeps_the_newest_within_its_limit() {
         let dir = tempfile::tempdir().expect("a directory");
-        let images = dir.path().join("images");
-        std::fs::create_dir(&images).expect("made");
-        std::fs::write(images.join("core-1.img"), [7; 1000]).expect("written");
+        let images_dir = dir.path().join("images");
+        std::fs::create_dir(&images_dir).expect("made");
+        std::fs::write(images_dir.join("core-1.img"), [7; 1000]).expect("written");
         let settings = settings_in(
             dir.path(),
             &[("SEMPA_STORE_SETS", "2"), ("SEMPA_STORE_BYTES", "1000000")],
@@ -634,7 +643,7 @@ mod tests {
         let tid = Tid::for_task(HostId::MASTER, 1).expect("in range");
         for second in 1..=4 {
             let draft = store.begin(tid, Micros(second * 1_000_000)).expect("room");
-            draft.add_task(tid, &images).expect("added");
+            draft.add_task(tid, &images_dir).expect("added");
             draft.finish(b"").expect("complete");
             store
                 .remove_expired(Micros(second * 1_000_000), |_| false)
@@ -645,7 +654,7 @@ mod tests {
             .expect("listed")
             .0
             .iter()
-            .map(|set| set.started_at)
+            .map(|checkpoint| checkpoint.started_at)
             .collect();
         assert_eq!(
             (start_times.len(), start_times.iter().min()),
@@ -654,7 +663,7 @@ mod tests {
     }
 
     /// Without environment variables the defaults apply. An invalid value yields an error that
-    /// contains the variable's name and the value.
+    /// contains the name of the variable and the value.
     #[test]
     fn invalid_limits_are_refused_by_name() {
         let dir = Path::new("/nowhere");
@@ -674,9 +683,12 @@ mod tests {
         )];
         for (name, values) in invalid_values.into_iter().chain(invalid_copies) {
             for value in values {
-                let why = settings_in(dir, &[(name, value)]).expect_err("no limit");
-                let why = why.to_string();
-                assert!(why.contains(name) && why.contains(value), "{why}");
+                let error_text = settings_in(dir, &[(name, value)]).expect_err("no limit");
+                let error_text = error_text.to_string();
+                assert!(
+                    error_text.contains(name) && error_text.contains(value),
+                    "{error_text}"
+                );
             }
         }
     }

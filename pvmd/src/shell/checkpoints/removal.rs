@@ -13,19 +13,20 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::{Arc, Mutex};
 use tokio::task::JoinHandle;
 
-/// Names of checkpoints, and the time at which their job finally ended; `None` if the job runs
-/// again.
+/// Names of checkpoints, and the time at which the job of these checkpoints finally ended; `None`
+/// if the job runs again.
 type JobEndMark = (Vec<String>, Option<Micros>);
 
-/// Marks that are not written yet, and the lock that the writing thread holds.
+/// Marks that are not written yet, and the lock that a thread holds while it writes marks.
 #[derive(Clone, Default)]
 pub(super) struct PendingMarks {
     queue: Arc<Mutex<VecDeque<JobEndMark>>>,
     writer_lock: Arc<Mutex<()>>,
 }
 
-/// Removes the checkpoints that the store does not retain, except those in `is_kept`. Reports the
-/// removed checkpoints in the log and as [`Event::CheckpointsExpired`].
+/// Removes the checkpoints that the store does not retain, except the checkpoints in `is_kept`.
+/// Reports the removed checkpoints in the log and as [`Event::CheckpointsExpired`]. If the removal
+/// fails, logs the error.
 pub(super) fn remove_superfluous(
     store: &CheckpointStore,
     now: Micros,
@@ -39,16 +40,18 @@ pub(super) fn remove_superfluous(
     {
         Ok(removal) if removal.removed.is_empty() => {}
         Ok(removal) => {
-            let checkpoints: Vec<String> = removal
+            let removed_names: Vec<String> = removal
                 .removed
                 .iter()
                 .map(|checkpoint| checkpoint.id.to_string())
                 .collect();
             tracing::info!(
                 "removed checkpoints beyond the store's limits: {}",
-                checkpoints.join(" ")
+                removed_names.join(" ")
             );
-            let _ = inputs.blocking_send(Input::Event(Event::CheckpointsExpired { checkpoints }));
+            let _ = inputs.blocking_send(Input::Event(Event::CheckpointsExpired {
+                checkpoints: removed_names,
+            }));
         }
         Err(why) => tracing::warn!("{why}"),
     }
@@ -56,7 +59,7 @@ pub(super) fn remove_superfluous(
 
 impl CheckpointService {
     /// Removes the checkpoints `names`, which must not be used. Starts when the tokio task
-    /// `predecessor` has ended.
+    /// `predecessor` has ended. Errors are logged.
     pub(crate) fn discard_checkpoints(
         &self,
         names: Vec<String>,
@@ -66,9 +69,9 @@ impl CheckpointService {
             return;
         }
         self.spawn_after(predecessor, move |store| {
-            // Only checkpoints of this virtual machine are removed, even if those of other virtual
-            // machines have the same name.
-            let remove = |store: CheckpointStore| -> Result<(), StoreError> {
+            // Only checkpoints of this virtual machine are removed, even if other virtual machines
+            // have checkpoints of the same name.
+            let remove_from_store = |store: CheckpointStore| -> Result<(), StoreError> {
                 let (checkpoints, _) = store.list_checkpoints()?;
                 let discarded = checkpoints.iter().filter(|checkpoint| {
                     store.is_own_checkpoint(checkpoint)
@@ -80,14 +83,15 @@ impl CheckpointService {
                     .collect()
             };
             let remove_result =
-                store.and_then(|store| remove(store).map_err(CheckpointError::Discard));
+                store.and_then(|store| remove_from_store(store).map_err(CheckpointError::Discard));
             remove_result.unwrap_or_else(|why| tracing::warn!("{why}"));
         });
     }
 
     /// Records in the store that the jobs of these checkpoints finally ended at the time
-    /// `job_ended_at`, or run again if it is `None`. Calls take effect in the order in which they
-    /// are made.
+    /// `job_ended_at`, or run again if `job_ended_at` is `None`. After an end, removes superfluous
+    /// checkpoints except `kept_checkpoints`. Calls take effect in the order in which they are
+    /// made.
     pub(crate) fn mark_job_end(
         &self,
         names: Vec<String>,
@@ -101,7 +105,8 @@ impl CheckpointService {
             let Some((names, job_ended_at)) = lock(&marks.queue).pop_front() else {
                 return;
             };
-            let ids: Vec<CheckpointId> = names.iter().filter_map(|set| set.parse().ok()).collect();
+            let ids: Vec<CheckpointId> =
+                names.iter().filter_map(|name| name.parse().ok()).collect();
             let store = match store {
                 Ok(store) => store,
                 Err(why) => return tracing::warn!("{why}"),
@@ -116,20 +121,21 @@ impl CheckpointService {
         });
     }
 
-    /// Removes the selected checkpoints except those in `refused`. Reports
-    /// [`Event::CheckpointsRemoved`].
+    /// Removes the selected checkpoints except the checkpoints in `refusals`. Checkpoints of other
+    /// virtual machines are removed only if `include_foreign` is true. Reports the result for each
+    /// checkpoint in [`Event::CheckpointsRemoved`].
     pub(crate) fn remove_selected(
         &self,
         (tid, id): (Tid, RequestId),
         selection: RemovalSelection,
         include_foreign: bool,
-        refused: BTreeMap<String, RemovalRefusal>,
+        refusals: BTreeMap<String, RemovalRefusal>,
     ) {
-        let is_there = self.store_exists();
+        let store_exists = self.store_exists();
         self.spawn_reporting(move |store| {
-            let result = match (is_there, selection) {
+            let result = match (store_exists, selection) {
                 (true, selection) => store.and_then(|store| {
-                    remove_selection(&store, selection, include_foreign, refused)
+                    remove_selection(&store, selection, include_foreign, refusals)
                 }),
                 (false, RemovalSelection::Job(_)) => Ok(Vec::new()),
                 (false, RemovalSelection::Checkpoints(checkpoints)) => Ok(checkpoints
@@ -147,7 +153,7 @@ fn remove_selection(
     store: &CheckpointStore,
     selection: RemovalSelection,
     include_foreign: bool,
-    mut refused: BTreeMap<String, RemovalRefusal>,
+    mut refusals: BTreeMap<String, RemovalRefusal>,
 ) -> Result<RemovalResults, CheckpointError> {
     let (checkpoints, unreadable_entries) =
         store.list_checkpoints().map_err(CheckpointError::List)?;
@@ -169,7 +175,7 @@ fn remove_selection(
         }
     };
     let remove_named = |name: String| {
-        let outcome = match refused.remove(&name) {
+        let outcome = match refusals.remove(&name) {
             Some(why) => Err(why),
             None => remove_one(
                 store,
@@ -193,14 +199,10 @@ fn remove_one(
 ) -> Result<u64, RemovalRefusal> {
     let Ok(id) = name.parse::<CheckpointId>() else {
         // The store never creates an entry with such a name; another program may have created it.
-        let unreadable_entry = unreadable_entries
-            .iter()
-            .find(|(unreadable_entry, _)| unreadable_entry == name);
-        return Err(
-            unreadable_entry.map_or(RemovalRefusal::NoSuchCheckpoint, |(_, why)| {
-                RemovalRefusal::Store(StoreFailure(why.to_string()))
-            }),
-        );
+        let entry = unreadable_entries.iter().find(|(entry, _)| entry == name);
+        return Err(entry.map_or(RemovalRefusal::NoSuchCheckpoint, |(_, why)| {
+            RemovalRefusal::Store(StoreFailure(why.to_string()))
+        }));
     };
     let listed_checkpoint = checkpoints.iter().find(|checkpoint| checkpoint.id == id);
     if let Some(checkpoint) = listed_checkpoint
@@ -225,8 +227,11 @@ mod tests {
     /// that is not removed.
     #[test]
     fn removal_by_name_or_job_reports_each_reason() {
-        let scratch = tempfile::tempdir().expect("a directory");
-        let (dir, key) = (scratch.path().join("store"), scratch.path().join("key"));
+        let scratch_dir = tempfile::tempdir().expect("a directory");
+        let (dir, key) = (
+            scratch_dir.path().join("store"),
+            scratch_dir.path().join("key"),
+        );
         let store = CheckpointStore::open(&dir, &key, StoreLimits::default())
             .expect("opened")
             .for_vm("mine");
@@ -237,12 +242,12 @@ mod tests {
             draft.finish(b"").expect("finished").id.to_string()
         };
         let [a, b, c] = [1, 2, 3].map(|second| create_checkpoint(&store, 0x40001, second));
-        let (d, foreign) = (
+        let (d, foreign_name) = (
             create_checkpoint(&store, 0x40002, 4),
             create_checkpoint(&store.for_vm("other"), 0x40001, 5),
         );
         std::fs::create_dir(dir.join("mess")).expect("made");
-        let select = |names: &[&String]| {
+        let checkpoint_selection = |names: &[&String]| {
             RemovalSelection::Checkpoints(names.iter().map(|name| name.to_string()).collect())
         };
         let remove_selected =
@@ -255,28 +260,28 @@ mod tests {
                     .collect();
                 remove_selection(&store, selection, include_foreign, refused).expect("listed")
             };
-        let unknown = "t40001-20000101T000000-1".to_string();
+        let unknown_name = "t40001-20000101T000000-1".to_string();
         let bytes = store.list_checkpoints().expect("listed").0[0].bytes;
         let results = remove_selected(
-            select(&[&a, &a, &unknown, &"nonsense".into(), &foreign]),
+            checkpoint_selection(&[&a, &a, &unknown_name, &"nonsense".into(), &foreign_name]),
             false,
             &[],
         );
         let expected_results = [
             (a.clone(), Ok(bytes)),
-            (unknown, Err(RemovalRefusal::NoSuchCheckpoint)),
+            (unknown_name, Err(RemovalRefusal::NoSuchCheckpoint)),
             ("nonsense".into(), Err(RemovalRefusal::NoSuchCheckpoint)),
             (
-                foreign.clone(),
+                foreign_name.clone(),
                 Err(RemovalRefusal::OtherVm("other".into())),
             ),
         ];
         assert_eq!(results, expected_results);
         assert!(
-            matches!(&remove_selected(select(&[&"mess".into()]), true, &[])[0].1, Err(RemovalRefusal::Store(why)) if why.0.contains("mess"))
+            matches!(&remove_selected(checkpoint_selection(&[&"mess".into()]), true, &[])[0].1, Err(RemovalRefusal::Store(why)) if why.0.contains("mess"))
         );
         let job = Tid::from_raw(0x40001);
-        let open = store
+        let opened_checkpoint = store
             .open_checkpoint(&b.parse().expect("a name"))
             .expect("opened");
         let results = remove_selected(
@@ -291,17 +296,20 @@ mod tests {
                 (c.clone(), Err(RemovalRefusal::OnlyRestartPoint(job)))
             ]
         );
-        drop(open);
+        drop(opened_checkpoint);
         std::fs::write(dir.join(&d).join("manifest"), "changed").expect("written");
         assert_eq!(
-            remove_selected(select(&[&d]), false, &[]),
+            remove_selected(checkpoint_selection(&[&d]), false, &[]),
             [(d, Ok(0))],
             "what cannot be read goes by its name"
         );
         let results = remove_selected(RemovalSelection::Job(job), true, &[]);
         assert!(
-            results.iter().map(|(set, _)| set).eq([&b, &c, &foreign])
-                && results.iter().all(|(_, became)| became.is_ok())
+            results
+                .iter()
+                .map(|(set, _)| set)
+                .eq([&b, &c, &foreign_name])
+                && results.iter().all(|(_, outcome)| outcome.is_ok())
         );
         assert_eq!(remove_selected(RemovalSelection::Job(job), true, &[]), []);
     }

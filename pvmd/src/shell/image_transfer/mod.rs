@@ -10,8 +10,8 @@
 //! 3. The end mark contains the total numbers of files and bytes. No file is valid before the end
 //!    mark has arrived.
 //!
-//! For a run of zeros, only its length is sent; the run becomes a hole at the receiver. If the
-//! writer starts again in a new directory of the same name, the transfer restarts, too.
+//! For a run of zeros, only the length of the run is sent; the run becomes a hole at the receiver.
+//! If the writer starts again in a new directory of the same name, the transfer restarts, too.
 
 mod receive;
 mod send;
@@ -42,14 +42,14 @@ const _: () =
     assert!(PIECE_HEAD_BYTES + zeros::PART_HEAD_BYTES + PIECE_BYTES_MAX <= CONTENT_BYTES_MAX);
 
 /// Records that mark the structure of a transfer. The data of the files is sent in pieces between
-/// them.
+/// these records.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
 enum TransferMark {
     /// A file begins; files are numbered from 0.
     File { number: u32, name: String },
     /// A file is complete and has `bytes` bytes.
     FileEnd { number: u32, bytes: u64 },
-    /// The receiver must delete everything that it has received so far.
+    /// The receiver must delete everything that it has received in this transfer so far.
     Restart,
     /// All files have been sent: `file_count` files with `byte_count` bytes in total.
     End { file_count: u32, byte_count: u64 },
@@ -77,8 +77,8 @@ pub(super) fn receive_failure(e: io::Error) -> Failure {
     }
 }
 
-/// Returns the failure for received data that violates the format in the way that `reason`
-/// describes.
+/// Returns the failure for received data that violates the format. `reason` describes the
+/// violation.
 pub(super) fn format_failure(reason: &str) -> Failure {
     Failure::Images(reason.to_string())
 }

@@ -20,8 +20,8 @@ const IMAGE_FILES_MAX: u32 = 65_536;
 const IMAGE_BYTES_MAX: u64 = 1 << 42;
 /// Maximum length of a file name (NAME_MAX).
 const NAME_BYTES_MAX: usize = 255;
-/// Maximum number of restarts of a directory in one transfer. It must exceed the number of times
-/// that a dump is retried when several dumps conflict.
+/// Maximum number of restarts of a directory in one transfer. The number must exceed the number of
+/// times that a dump is retried when several dumps conflict.
 pub(super) const RESTARTS_MAX: u32 = 256;
 
 struct OpenFile {
@@ -53,15 +53,15 @@ struct Receiver<'a> {
     restart_count: u32,
 }
 
-/// Writes the files of a transfer into the new directory `dir`, and compares the numbers of files
-/// and bytes with the end mark. Returns the number of bytes.
+/// Writes the files of a transfer into the directory `dir`, which must be missing or empty.
+/// Compares the numbers of files and bytes with the end mark. Returns the number of bytes.
 pub(in crate::shell) fn receive<R: Read>(
     dir: &Path,
     reader: &mut RecordReader<R>,
 ) -> Result<u64, Failure> {
     match DirBuilder::new().mode(0o700).create(dir) {
         Err(e) if e.kind() == ErrorKind::AlreadyExists && is_empty_dir(dir) => {}
-        made => made.map_err(io_failure("make", dir))?,
+        create_result => create_result.map_err(io_failure("make", dir))?,
     }
     let mut receiver = Receiver {
         dir,
@@ -131,22 +131,21 @@ impl Receiver<'_> {
                 self.open_files.insert(number, open_file);
             }
             TransferMark::FileEnd { number, bytes } => {
-                let complete_file = self.open_files.remove(&number).ok_or_else(|| {
+                let ended_file = self.open_files.remove(&number).ok_or_else(|| {
                     format_failure("received the end of a file without its beginning")
                 })?;
-                if complete_file.received_bytes != bytes {
-                    let (path, file_bytes) =
-                        (complete_file.path.display(), complete_file.received_bytes);
+                if ended_file.received_bytes != bytes {
+                    let (path, file_bytes) = (ended_file.path.display(), ended_file.received_bytes);
                     return Err(Failure::Images(format!(
                         "received {file_bytes} bytes of {path}, but {bytes} were sent"
                     )));
                 }
-                // `set_len` is necessary because the file may end with a hole, which was not
-                // written.
-                complete_file
+                // `set_len` is necessary because the file may end with a hole, which no write has
+                // created.
+                ended_file
                     .file
                     .set_len(bytes)
-                    .map_err(io_failure("write", &complete_file.path))?;
+                    .map_err(io_failure("write", &ended_file.path))?;
             }
             TransferMark::Restart => {
                 self.restart_count += 1;
@@ -185,7 +184,7 @@ fn is_empty_dir(dir: &Path) -> bool {
     is_directory && std::fs::read_dir(dir).is_ok_and(|mut entries| entries.next().is_none())
 }
 
-/// Creates a new file in `dir`. The name must not contain a path.
+/// Creates a new file in `dir`. Refuses a name that contains a path.
 fn create_file(dir: &Path, name: &str) -> Result<OpenFile, Failure> {
     let is_file_name = !name.is_empty()
         && name.len() <= NAME_BYTES_MAX

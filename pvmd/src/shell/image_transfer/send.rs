@@ -44,11 +44,11 @@ pub(in crate::shell) struct SharedDirState {
 impl SharedDirState {
     /// Sets the state. Only the first change takes effect.
     pub(in crate::shell) fn set_state(&self, state: DirState) {
-        let mut current = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        if *current == DirState::Growing {
-            *current = state;
+        let mut stored_state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        if *stored_state == DirState::Growing {
+            *stored_state = state;
         }
-        drop(current);
+        drop(stored_state);
         self.state_changed.notify_all();
     }
 
@@ -67,8 +67,9 @@ fn is_same_file(first: &Metadata, second: &Metadata) -> bool {
 }
 
 /// A directory, identified by an open descriptor. If another directory later gets the same name,
-/// its files cannot be reached through this descriptor. This is important because sent data is
-/// punched out of the files: a file of the new directory must not lose data that is not sent yet.
+/// the files of the other directory cannot be reached through this descriptor. This is important
+/// because sent data is punched out of the files: a file of the other directory must not lose data
+/// that is not sent yet.
 struct OpenedDir {
     descriptor: File,
     /// Path through the descriptor, by which the files of the directory are opened.
@@ -78,21 +79,21 @@ struct OpenedDir {
 impl OpenedDir {
     fn open(path: &Path) -> io::Result<Self> {
         let descriptor = File::open(path)?;
-        // While the directory is open, no other directory can have its inode number.
+        // While the directory is open, no other directory can have the same inode number.
         let path = PathBuf::from(format!("/proc/self/fd/{}", descriptor.as_raw_fd()));
         Ok(Self { descriptor, path })
     }
 
     /// Returns the names of all files in the directory.
     fn file_names(&self) -> io::Result<Vec<String>> {
-        let name_error = |name| {
+        let invalid_name_error = |name| {
             io::Error::new(
                 ErrorKind::InvalidData,
                 format!("{name:?} is not a valid image name"),
             )
         };
         std::fs::read_dir(&self.path)?
-            .map(|entry| entry?.file_name().into_string().map_err(name_error))
+            .map(|entry| entry?.file_name().into_string().map_err(invalid_name_error))
             .collect()
     }
 
@@ -131,12 +132,12 @@ impl PartlySentFile {
         }
     }
 
-    /// True if `meta` belongs to this file, and the file has not been truncated below the sent
-    /// length.
+    /// True if `meta` is the metadata of this file, and the file has not been truncated below the
+    /// sent length.
     fn is_unchanged(&self, meta: &Metadata) -> bool {
         self.file
             .metadata()
-            .is_ok_and(|own_meta| is_same_file(&own_meta, meta))
+            .is_ok_and(|file_meta| is_same_file(&file_meta, meta))
             && self.sent_bytes <= meta.len()
     }
 }
@@ -152,9 +153,9 @@ pub(in crate::shell) struct Sender<'a, W> {
     partly_sent_files: BTreeMap<String, PartlySentFile>,
     file_count: u32,
     byte_count: u64,
-    /// Number of those `bytes` that were sent before the directory was complete.
+    /// Number of the bytes in `byte_count` that were sent before the directory was complete.
     early_bytes: u64,
-    /// Number of bytes that the pieces had on the wire.
+    /// Number of bytes on the wire that the pieces have taken.
     wire_bytes: u64,
     /// Number of file bytes that were sent for directories that were later replaced.
     void_bytes: u64,
@@ -165,9 +166,9 @@ pub(in crate::shell) struct Sender<'a, W> {
 pub(in crate::shell) struct SentAmounts {
     /// Bytes of the files' contents, including zeros.
     pub(in crate::shell) file_bytes: u64,
-    /// Number of those `bytes` that were sent before the directory was complete.
+    /// Number of the bytes in `file_bytes` that were sent before the directory was complete.
     pub(in crate::shell) early_bytes: u64,
-    /// Number of bytes that these files had on the wire.
+    /// Number of bytes on the wire that the contents of these files have taken.
     pub(in crate::shell) wire_bytes: u64,
     /// Number of file bytes that were sent for directories that were later replaced.
     pub(in crate::shell) void_bytes: u64,
@@ -196,7 +197,8 @@ impl<'a, W: Write> Sender<'a, W> {
     }
 
     /// Sends all files, including data that is written during the transfer, and then the end mark.
-    /// Blocks until everything is sent.
+    /// Blocks until everything is sent or `dir_state` is [`DirState::Dropped`]. Returns the sent
+    /// amounts.
     pub(in crate::shell) fn send(
         mut self,
         dir_state: &SharedDirState,
@@ -211,7 +213,8 @@ impl<'a, W: Write> Sender<'a, W> {
             }
             let growth_result = self.send_growth();
             // A file may be unreadable because its writer has failed. The writer reports its
-            // failure by the state, so the sender waits for the state before it fails.
+            // failure by the state. Therefore the sender waits for a change of the state before it
+            // returns an error.
             if matches!(growth_result, Err(Failure::Io(_)))
                 && dir_state.wait_for_change(Duration::MAX) == DirState::Dropped
             {
@@ -222,7 +225,7 @@ impl<'a, W: Write> Sender<'a, W> {
     }
 
     /// Opens the directory. If the name belonged to another directory before, sends a restart mark,
-    /// which voids all data sent so far.
+    /// which voids all data of the other directory.
     fn open_dir(&mut self) -> Result<(), Failure> {
         let dir_meta = std::fs::symlink_metadata(self.dir).map_err(io_failure("read", self.dir))?;
         let is_same_dir = |new_dir: &OpenedDir| {
@@ -247,21 +250,21 @@ impl<'a, W: Write> Sender<'a, W> {
 
     /// Sends the data that was appended to the files since the last call.
     fn send_growth(&mut self) -> Result<(), Failure> {
-        // The directory may not exist yet, or may have been removed. It is opened again when it is
-        // complete.
+        // The directory may not exist yet, or may have been removed. The next call, or the call
+        // when the directory is complete, opens the directory again.
         match self.open_dir() {
             Err(Failure::Io(_)) => return Ok(()),
-            found => found?,
+            open_result => open_result?,
         }
         let Some(opened_dir) = &self.opened_dir else {
             return Ok(());
         };
         let path = opened_dir.path.clone();
-        // A file may have been removed since its name was read.
+        // A file may have been removed since its name was read; such a file is skipped.
         for name in opened_dir.file_names().unwrap_or_default() {
-            let grows =
+            let is_growing_file =
                 name.starts_with(GROWING_FILE_NAME.0) && name.ends_with(GROWING_FILE_NAME.1);
-            if grows
+            if is_growing_file
                 && !self.partly_sent_files.contains_key(&name)
                 && self.partly_sent_files.len() < OPEN_FILES_MAX - 1
             {
@@ -282,8 +285,8 @@ impl<'a, W: Write> Sender<'a, W> {
                 .metadata()
                 .map_err(io_failure("read", &self.dir.join(&file_name)))?
                 .len();
-            // Only whole pieces are sent: the remainder will grow, or is sent when the directory is
-            // complete.
+            // Only whole pieces are sent. The remainder of a file grows further, or is sent when
+            // the directory is complete.
             let whole_pieces_bytes = length - length % PIECE_BYTES_MAX as u64;
             self.send_file_up_to(&file_name, whole_pieces_bytes)?;
         }
@@ -304,15 +307,15 @@ impl<'a, W: Write> Sender<'a, W> {
                 self.dir.join(name).display()
             )));
         }
-        let is_present = |name: &String, partly_sent_file: &PartlySentFile| {
+        let is_present_and_unchanged = |name: &String, partly_sent_file: &PartlySentFile| {
             entries
                 .iter()
-                .any(|(other, meta)| other == name && partly_sent_file.is_unchanged(meta))
+                .any(|(entry_name, meta)| entry_name == name && partly_sent_file.is_unchanged(meta))
         };
         if let Some((name, _)) = self
             .partly_sent_files
             .iter()
-            .find(|(name, partly_sent_file)| !is_present(name, partly_sent_file))
+            .find(|(name, partly_sent_file)| !is_present_and_unchanged(name, partly_sent_file))
         {
             let path = self.dir.join(name);
             return Err(Failure::Images(format!(
@@ -368,7 +371,7 @@ impl<'a, W: Write> Sender<'a, W> {
             return Ok(());
         };
         while partly_sent_file.sent_bytes < length {
-            let bytes = usize::try_from(length - partly_sent_file.sent_bytes)
+            let piece_bytes = usize::try_from(length - partly_sent_file.sent_bytes)
                 .unwrap_or(PIECE_BYTES_MAX)
                 .min(PIECE_BYTES_MAX);
             let mut piece_head = [RECORD_PIECE; PIECE_HEAD_BYTES];
@@ -379,13 +382,15 @@ impl<'a, W: Write> Sender<'a, W> {
                     .read_exact(buffer)
                     .map_err(io_failure("read", &self.dir.join(name)))
             };
-            let send_result = self.writer.send_packed(&piece_head, bytes, fill, |leave| {
-                self.rate.wait_for_slot(leave)
-            })?;
+            let send_result =
+                self.writer
+                    .send_packed(&piece_head, piece_bytes, fill, |record_bytes| {
+                        self.rate.wait_for_slot(record_bytes)
+                    })?;
             self.wire_bytes += send_result.map_err(send_failure)? as u64;
-            partly_sent_file.sent_bytes += bytes as u64;
-            partly_sent_file.punch_out(bytes);
-            self.byte_count += bytes as u64;
+            partly_sent_file.sent_bytes += piece_bytes as u64;
+            partly_sent_file.punch_out(piece_bytes);
+            self.byte_count += piece_bytes as u64;
         }
         Ok(())
     }

@@ -15,8 +15,8 @@ use std::time::Duration;
 /// Number of bytes that head and tag add to a record.
 const RECORD_OVERHEAD_BYTES: usize = 20;
 
-/// Creates a directory tree for one test. Returns its root, the existing source directory, and the
-/// path of the target directory, which does not exist yet.
+/// Creates the directories of one test. Returns the root directory, the existing source directory
+/// in it, and the path of the target directory in it, which does not exist yet.
 fn create_test_dirs(name: &str) -> (PathBuf, PathBuf, PathBuf) {
     let root = std::env::temp_dir().join(format!("pvmd-travel-{name}-{}", std::process::id()));
     let _ = std::fs::remove_dir_all(&root);
@@ -30,14 +30,14 @@ fn send_dir(source_dir: &Path) -> (Vec<u8>, u64) {
     let dir_state = SharedDirState::default();
     dir_state.set_state(DirState::Complete);
     let (mut wire, rate) = (Vec::new(), RateLimit::default());
-    let bytes = Sender::new(
+    let sent_amounts = Sender::new(
         source_dir,
         RecordWriter::new(&mut wire, ConnectionKeys::for_test(1).listener_key),
         &rate,
     )
     .send(&dir_state)
     .expect("sent");
-    (wire, bytes.file_bytes)
+    (wire, sent_amounts.file_bytes)
 }
 
 fn receive_dir(target_dir: &Path, wire: impl Read) -> Result<u64, Failure> {
@@ -59,8 +59,8 @@ fn split_records(mut wire: &[u8]) -> Vec<&[u8]> {
     records
 }
 
-/// Encodes marks and pieces as correctly encrypted records. `Err` is a piece: the number of its
-/// file and its length in bytes.
+/// Encodes marks and pieces as correctly encrypted records. An item `Err` is a piece: the number of
+/// its file and the length of the piece in bytes.
 fn encode_records(items: &[Result<TransferMark, (u32, usize)>]) -> Vec<u8> {
     let (mut wire, rate) = (Vec::new(), RateLimit::default());
     let mut sender = Sender::new(
@@ -209,7 +209,7 @@ fn tampered_or_truncated_records_are_refused() {
         "a file begins, a piece, the file ends, the end"
     );
     let mut record_orders: Vec<Vec<usize>> = (0..records.len())
-        .map(|record_count| (0..record_count).collect())
+        .map(|length| (0..length).collect())
         .collect();
     record_orders.extend([
         vec![0, 2, 3],
@@ -218,8 +218,8 @@ fn tampered_or_truncated_records_are_refused() {
         vec![0, 1, 3, 2],
         vec![3],
     ]);
-    for order in record_orders {
-        let altered_wire = order
+    for record_order in record_orders {
+        let altered_wire = record_order
             .iter()
             .map(|index| records[*index])
             .collect::<Vec<_>>()
@@ -227,7 +227,7 @@ fn tampered_or_truncated_records_are_refused() {
         let result = receive_dir(&target_dir, &altered_wire[..]);
         assert!(
             matches!(result, Err(Failure::Images(_))),
-            "{order:?}: {result:?}"
+            "{record_order:?}: {result:?}"
         );
         std::fs::remove_dir_all(&target_dir).expect("ours");
     }
@@ -349,8 +349,9 @@ fn wait_until_sent(wire: &SharedWire, bytes: usize) {
 }
 
 /// Sends a directory whose first file grows to `content`. If there is additional content, the
-/// directory is deleted while the file grows, and a new one gets a second file with that content.
-/// Returns the amounts that the sender reports, and the bytes on the wire.
+/// directory is deleted while the file grows; a new directory of the same name then gets a second
+/// file with the additional content. Returns the amounts that the sender reports, and the bytes on
+/// the wire.
 fn send_growing_dir(
     source_dir: &Path,
     content: &[u8],
@@ -404,8 +405,8 @@ fn growing_files_stream_and_restarts_are_followed() {
     let content: Vec<u8> = (0..2 * PIECE_BYTES_MAX + 100)
         .map(|i| (i % 241) as u8)
         .collect();
-    // The new directory may contain additional files. Some of them are completely sent while the
-    // directory grows.
+    // The new directory may contain an additional file. If this file is long enough, its whole
+    // pieces are sent while the directory grows.
     for (is_restarted, additional_bytes) in [(false, 0), (true, 5), (true, content.len())] {
         let (root, source_dir, target_dir) =
             create_test_dirs(&format!("grows-{is_restarted}-{additional_bytes}"));
@@ -413,7 +414,7 @@ fn growing_files_stream_and_restarts_are_followed() {
         let (sent_amounts, wire) = send_growing_dir(&source_dir, &content, additional_content);
         let expected_content = if is_restarted { b"other" } else { &content[..] };
         let expected_bytes = (expected_content.len() + additional_bytes + 4) as u64;
-        let early_bytes = if is_restarted {
+        let early_bytes_min = if is_restarted {
             additional_bytes - additional_bytes % PIECE_BYTES_MAX
         } else {
             PIECE_BYTES_MAX
@@ -431,7 +432,7 @@ fn growing_files_stream_and_restarts_are_followed() {
             0
         };
         assert!(
-            sent_amounts.early_bytes >= early_bytes && sent_amounts.void_bytes == void_bytes,
+            sent_amounts.early_bytes >= early_bytes_min && sent_amounts.void_bytes == void_bytes,
             "{sent_amounts:?}"
         );
         assert_eq!(
@@ -487,7 +488,7 @@ fn replaced_partly_sent_file_is_an_error() {
     std::fs::remove_dir_all(root).expect("ours");
 }
 
-/// A writer that truncates the file `path` after a record was sent.
+/// A writer that truncates the file `path` before it writes a record with a whole piece.
 struct TruncatingWriter<'a> {
     wire: SharedWire,
     path: &'a Path,
@@ -543,8 +544,8 @@ fn unreadable_growing_file_fails_at_completion() {
             dir_state.set_state(state);
             send_thread.join().expect("no panic")
         });
-        let why = result.expect_err("it is not whole").to_string();
-        assert!(why.contains(expected_error), "{why}");
+        let error_text = result.expect_err("it is not whole").to_string();
+        assert!(error_text.contains(expected_error), "{error_text}");
         std::fs::remove_dir_all(root).expect("ours");
     }
 }

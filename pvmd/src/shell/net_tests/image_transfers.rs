@@ -17,8 +17,8 @@ async fn assert_images_refused(source: &mut Daemon, target: &mut Daemon, migrati
         .images
         .send_images(migration, host(2), &mut source.net);
     let refusal = tokio::select! {
-        seen = source.wait_for_input() => seen,
-        seen = target.wait_for_input() => panic!("the target told of it: {seen:?}"),
+        input = source.wait_for_input() => input,
+        input = target.wait_for_input() => panic!("the target told of it: {input:?}"),
     };
     assert!(
         matches!(
@@ -42,7 +42,7 @@ async fn images_arrive_only_where_expected() {
     // No images are expected yet.
     assert_images_refused(&mut source, &mut target, migration).await;
 
-    // Images are expected from another host. They are still expected after the refusal.
+    // Images are expected from another host. The refused images do not end this expectation.
     target.images.expect_images(migration, host(3));
     assert_images_refused(&mut source, &mut target, migration).await;
     assert!(target.images.is_expected(migration, host(3)));
@@ -92,8 +92,8 @@ async fn images_use_session_stream_if_tcp_is_blocked() {
         let (mut source_input, mut target_input) = (None, None);
         while source_input.is_none() || target_input.is_none() {
             tokio::select! {
-                seen = timeout(STEP_TIMEOUT, source.wait_for_input()), if source_input.is_none() => source_input = Some(seen.expect("in time")),
-                seen = timeout(STEP_TIMEOUT, target.wait_for_input()), if target_input.is_none() => target_input = Some(seen.expect("in time")),
+                input_result = timeout(STEP_TIMEOUT, source.wait_for_input()), if source_input.is_none() => source_input = Some(input_result.expect("in time")),
+                input_result = timeout(STEP_TIMEOUT, target.wait_for_input()), if target_input.is_none() => target_input = Some(input_result.expect("in time")),
             }
         }
         let bytes = content.len() as u64;
@@ -132,8 +132,8 @@ async fn unexpected_bulk_stream_is_refused() {
             .expect("a stream");
         let mut reply = [0; 1];
         tokio::select! {
-            read = timeout(STEP_TIMEOUT, receive_stream.read_exact(&mut reply)) => assert!(matches!(read, Ok(Err(_))), "{read:?}"),
-            seen = daemon1.wait_for_input() => panic!("nobody has to know: {seen:?}"),
+            read_result = timeout(STEP_TIMEOUT, receive_stream.read_exact(&mut reply)) => assert!(matches!(read_result, Ok(Err(_))), "{read_result:?}"),
+            input = daemon1.wait_for_input() => panic!("nobody has to know: {input:?}"),
         }
     }
     daemon2
@@ -212,7 +212,8 @@ async fn images_wait_for_pending_session() {
     );
 }
 
-/// If the target drops images as soon as they have arrived, the source reports them as sent.
+/// If the target drops images as soon as they have arrived, the source still reports the images as
+/// sent.
 #[tokio::test(flavor = "multi_thread")]
 async fn images_dropped_on_arrival_count_as_sent() {
     let (mut source, mut target) = connected_pair("at-once", Duration::from_secs(10)).await;
@@ -249,10 +250,11 @@ async fn images_dropped_on_arrival_count_as_sent() {
     }
 }
 
-/// Images are sent while they are being written. Both source and target may abort the transfer.
+/// Images are sent while they are being written. Each of source and target may abort the transfer;
+/// the other daemon then reports a failure.
 #[tokio::test(flavor = "multi_thread")]
 async fn growing_images_are_sent_and_either_end_may_abort() {
-    for target_aborts in [true, false] {
+    for aborts_at_target in [true, false] {
         let (mut source, mut target) = connected_pair("ahead", Duration::from_secs(10)).await;
         let migration = MigrationId(5);
         let source_dir = source.images_dir(migration);
@@ -271,7 +273,7 @@ async fn growing_images_are_sent_and_either_end_may_abort() {
         timeout(STEP_TIMEOUT, arrival)
             .await
             .expect("what is there is sent");
-        let (aborting_daemon, other_daemon) = if target_aborts {
+        let (aborting_daemon, other_daemon) = if aborts_at_target {
             (&mut target, &mut source)
         } else {
             (&mut source, &mut target)
@@ -293,7 +295,8 @@ async fn growing_images_are_sent_and_either_end_may_abort() {
 }
 
 impl Daemon {
-    /// Waits until the images are removed. They are removed when no thread uses them any more.
+    /// Waits until the images are removed. The images are removed when no thread uses them any
+    /// more.
     async fn wait_until_images_removed(&self, migration: MigrationId) {
         let removal = async {
             while self.images_dir(migration).exists() {

@@ -29,7 +29,8 @@ use std::time::{Duration, Instant};
 use tokio::sync::mpsc;
 use tokio::time::timeout;
 
-/// Time limit of each step. It is much longer than needed, because machines may be loaded.
+/// Time limit of each step. The limit is much longer than a step needs, because machines may be
+/// loaded.
 const STEP_TIMEOUT: Duration = Duration::from_secs(30);
 
 struct Daemon {
@@ -66,22 +67,22 @@ impl Daemon {
         let paths = RuntimePaths::from_env(0, |name| (name == "PVM_TMP").then(|| tmp_dir.clone()))
             .expect("a good name");
         std::fs::create_dir_all(paths.dir()).expect("writable");
-        let (sender, inputs) = mpsc::channel(INPUT_QUEUE_MAX);
+        let (input_sender, input_queue) = mpsc::channel(INPUT_QUEUE_MAX);
         let socket = bind_udp(0).expect("a port");
         let net = Net::start(
             socket,
             credentials,
             ("pvm", host(own_host)),
             lease,
-            sender.clone(),
+            input_sender.clone(),
         )
         .expect("TLS");
         let fallbacks = BulkFallbacks::new();
         Self {
             net,
-            images: ImageTransfers::new(paths, sender, Arc::default(), fallbacks.clone()),
+            images: ImageTransfers::new(paths, input_sender, Arc::default(), fallbacks.clone()),
             fallbacks,
-            input_queue: inputs,
+            input_queue,
             own_host: host(own_host),
             dir,
             last_session: (host(own_host), 0),
@@ -149,8 +150,8 @@ impl Daemon {
                     return;
                 }
                 Ok(DaemonInput::Event(Event::UnauthenticatedPeer { .. })) => {}
-                seen => panic!(
-                    "{} waited for a session with {other_host}, saw {seen:?}",
+                unexpected_input => panic!(
+                    "{} waited for a session with {other_host}, saw {unexpected_input:?}",
                     self.own_host
                 ),
             }
@@ -221,7 +222,7 @@ async fn frames_queued_before_session_all_arrive() {
         &authority.issue(host(2)).expect("a key"),
         Duration::from_secs(10),
     );
-    // The total exceeds the windows of many links.
+    // The total size of the frames exceeds the windows of many links.
     let (frame, frame_count) = (Bytes::from(vec![7; 64 << 10]), 1600);
     for _ in 0..frame_count {
         daemon1
@@ -240,8 +241,10 @@ async fn frames_queued_before_session_all_arrive() {
     );
     for n in 0..frame_count {
         match timeout(STEP_TIMEOUT, daemon2.wait_for_input()).await {
-            Ok(DaemonInput::Data(DataMsg::Frame(received))) if received == frame => {}
-            seen => panic!("after {n} of {frame_count} frames came {seen:?}"),
+            Ok(DaemonInput::Data(DataMsg::Frame(received_frame))) if received_frame == frame => {}
+            unexpected_input => {
+                panic!("after {n} of {frame_count} frames came {unexpected_input:?}")
+            }
         }
     }
 }
@@ -264,14 +267,14 @@ async fn mutual_connect_yields_one_ordered_session() {
             .expect("in time")
         {
             DaemonInput::Control(message) => assert_eq!(message, commit_message(n)),
-            seen => panic!("{seen:?}"),
+            unexpected_input => panic!("{unexpected_input:?}"),
         }
         match timeout(STEP_TIMEOUT, daemon1.wait_for_input())
             .await
             .expect("in time")
         {
             DaemonInput::Data(DataMsg::Frame(body)) => assert_eq!(body, vec![n as u8; 5000]),
-            seen => panic!("{seen:?}"),
+            unexpected_input => panic!("{unexpected_input:?}"),
         }
     }
 }
@@ -302,15 +305,16 @@ async fn wait_for_frame(daemon: &mut Daemon) -> ((Tid, Tid), u64) {
             let frame = LinkFrame::decode(body).expect("a link frame");
             ((frame.src, frame.dst), frame.seq)
         }
-        seen => panic!("instead of a link frame: {seen:?}"),
+        unexpected_input => panic!("instead of a link frame: {unexpected_input:?}"),
     }
 }
 
-// The test uses one thread, as the daemon does: all frames are queued before the first one is sent.
+// The test uses one thread, as the daemon does. Therefore all frames are queued before the first
+// frame is sent.
 #[tokio::test]
 async fn busy_pair_does_not_delay_another_pair() {
     const WARM_UP_FRAMES: u64 = 20;
-    // Much more than can be in flight.
+    // Number of frames of the busy pair; their total size is much more than can be in flight.
     const BACKLOG_FRAMES: u64 = 2000;
     let (mut daemon1, mut daemon2) = connected_pair("lanes", Duration::from_secs(10)).await;
     for seq in 0..WARM_UP_FRAMES {
@@ -334,32 +338,34 @@ async fn busy_pair_does_not_delay_another_pair() {
         daemon2.own_host,
         DataMsg::Frame(link_frame(2, 2, WARM_UP_FRAMES, 8)),
     );
-    let (mut overtaken_frames, mut backlog_received) = (0, 0);
-    while backlog_received < BACKLOG_FRAMES {
+    let (mut overtaken_frame_count, mut received_backlog_count) = (0, 0);
+    while received_backlog_count < BACKLOG_FRAMES {
         let (frame_pair, seq) = wait_for_frame(&mut daemon2).await;
         if seq == WARM_UP_FRAMES && frame_pair.0 == Tid::for_task(host(1), 2).expect("a task") {
-            overtaken_frames = BACKLOG_FRAMES - backlog_received;
+            overtaken_frame_count = BACKLOG_FRAMES - received_backlog_count;
         } else {
             assert_eq!(
-                seq, backlog_received,
+                seq, received_backlog_count,
                 "a frame of one pair has overtaken another one"
             );
-            backlog_received += 1;
+            received_backlog_count += 1;
         }
     }
     assert!(
-        overtaken_frames > 0,
+        overtaken_frame_count > 0,
         "the one frame came behind all {BACKLOG_FRAMES} that another pair had said before"
     );
 }
 
-// The test uses one thread, as the daemon does: all frames are queued before the first one is sent.
+// The test uses one thread, as the daemon does. Therefore all frames are queued before the first
+// frame is sent.
 /// A small frame of one pair does not wait for the queued frames of a hundred busy pairs.
 #[tokio::test]
 async fn frame_overtakes_backlog_of_hundred_pairs() {
     const WARM_UP_FRAMES: u64 = 10;
     const BUSY_PAIRS: u32 = 100;
-    // Number of frames per pair; the total is much more than can be in flight.
+    // Number of frames per pair. The total size of the frames of all pairs is much more than can be
+    // in flight.
     const BACKLOG_FRAMES: u64 = 16;
     let (mut daemon1, mut daemon2) = connected_pair("hundred", Duration::from_secs(10)).await;
     let last_pair = BUSY_PAIRS + 1;
@@ -387,21 +393,21 @@ async fn frame_overtakes_backlog_of_hundred_pairs() {
         daemon2.own_host,
         DataMsg::Frame(link_frame(last_pair, last_pair, WARM_UP_FRAMES, 8)),
     );
-    let (src, backlog_total) = (
+    let (src, backlog_frame_count) = (
         Tid::for_task(host(1), last_pair).expect("a task"),
         BACKLOG_FRAMES * u64::from(BUSY_PAIRS),
     );
-    let mut frames_before = 0;
+    let mut earlier_frame_count = 0;
     while wait_for_frame(&mut daemon2).await.0.0 != src {
-        frames_before += 1;
+        earlier_frame_count += 1;
     }
     println!(
-        "{frames_before} of {backlog_total} frames came before the word, which took {} ms",
+        "{earlier_frame_count} of {backlog_frame_count} frames came before the word, which took {} ms",
         started_at.elapsed().as_millis()
     );
     assert!(
-        frames_before < backlog_total / 2,
-        "{frames_before} of {backlog_total} frames of others came before the word"
+        earlier_frame_count < backlog_frame_count / 2,
+        "{earlier_frame_count} of {backlog_frame_count} frames of others came before the word"
     );
 }
 
@@ -435,7 +441,7 @@ async fn control_items_and_frames_keep_their_order() {
             Ok(DaemonInput::Data(DataMsg::RouteDrained { epoch, .. })) => {
                 assert_eq!(epoch, Epoch(seq))
             }
-            seen => panic!("instead of the word {seq}: {seen:?}"),
+            unexpected_input => panic!("instead of the word {seq}: {unexpected_input:?}"),
         }
         assert_eq!(wait_for_frame(&mut daemon2).await.1, 2 * seq + 1);
     }
@@ -447,7 +453,7 @@ async fn more_pairs_than_streams_lose_nothing() {
     const PAIR_COUNT: u32 = LANES_MAX as u32 + 90;
     const FRAMES_PER_PAIR: u64 = 6;
     let (mut daemon1, mut daemon2) = connected_pair("many", Duration::from_secs(10)).await;
-    // There are two generations of tasks; the tasks of both exit.
+    // There are two generations of tasks. The tasks of both generations exit.
     for generation in 0..2 {
         let first_pair = generation * PAIR_COUNT + 1;
         for seq in 0..FRAMES_PER_PAIR {
@@ -485,7 +491,7 @@ async fn more_pairs_than_streams_lose_nothing() {
                     "{dst} ended"
                 )
             }
-            other => panic!("after {} tasks: {other:?}", frame_counts.len()),
+            unexpected_input => panic!("after {} tasks: {unexpected_input:?}", frame_counts.len()),
         }
     }
 }
@@ -539,12 +545,12 @@ async fn foreign_certificate_fails_handshake() {
         .await
         .expect("in time");
     assert!(is_refusal(&input), "{input:?}");
-    let silence = Duration::from_millis(200);
-    while let Ok(input) = timeout(silence, daemon1.wait_for_input()).await {
+    let silence_duration = Duration::from_millis(200);
+    while let Ok(input) = timeout(silence_duration, daemon1.wait_for_input()).await {
         assert!(is_refusal(&input), "{input:?}");
     }
     assert!(
-        timeout(silence, foreign_daemon.wait_for_input())
+        timeout(silence_duration, foreign_daemon.wait_for_input())
             .await
             .is_err()
     );
@@ -565,7 +571,7 @@ async fn foreign_certificate_fails_handshake() {
     );
 }
 
-/// A client that accepts every server certificate.
+/// Verifier of a client that accepts every server certificate.
 #[derive(Debug)]
 struct AcceptAnyServer(Arc<CryptoProvider>);
 
@@ -604,8 +610,8 @@ impl ServerCertVerifier for AcceptAnyServer {
     }
 }
 
-/// A client that accepts every server certificate is refused if it has a foreign certificate or
-/// none.
+/// A client that accepts every server certificate is refused if it has a foreign certificate or no
+/// certificate.
 #[tokio::test(flavor = "multi_thread")]
 async fn client_without_valid_certificate_is_refused() {
     let (authority, foreign_authority) = (
@@ -618,14 +624,14 @@ async fn client_without_valid_certificate_is_refused() {
         &authority.issue(host(1)).expect("a key"),
         Duration::from_secs(10),
     );
-    for identity in [Some(foreign_authority.issue(host(2)).expect("a key")), None] {
+    for client_credentials in [Some(foreign_authority.issue(host(2)).expect("a key")), None] {
         let provider = Arc::new(rustls::crypto::ring::default_provider());
         let tls = rustls::ClientConfig::builder_with_provider(provider.clone())
             .with_protocol_versions(&[&rustls::version::TLS13])
             .expect("TLS 1.3")
             .dangerous()
             .with_custom_certificate_verifier(Arc::new(AcceptAnyServer(provider)));
-        let mut tls = match &identity {
+        let mut tls = match &client_credentials {
             Some(credentials) => tls
                 .with_client_auth_cert(
                     vec![CertificateDer::from(credentials.certificate.clone())],
@@ -639,11 +645,11 @@ async fn client_without_valid_certificate_is_refused() {
             quinn::ClientConfig::new(Arc::new(QuicClientConfig::try_from(tls).expect("TLS 1.3")));
         let endpoint =
             quinn::Endpoint::client(SocketAddr::from(([127, 0, 0, 1], 0))).expect("a port");
-        let connecting = endpoint
+        let handshake = endpoint
             .connect_with(client, daemon1.address(), "h1.vpvmv.sempa")
             .expect("an address");
         let close_reason = async {
-            match connecting.await {
+            match handshake.await {
                 Ok(connection) => connection.closed().await,
                 Err(why) => why,
             }
@@ -683,10 +689,13 @@ async fn silent_host_is_lost_after_lease() {
         .await
         .expect("in time")
     {
-        DaemonInput::SessionChange(SessionChange::Lost(lost, why)) => {
-            assert!(lost == host(2) && why.contains("it sent nothing"), "{why}")
+        DaemonInput::SessionChange(SessionChange::Lost(lost_host, why)) => {
+            assert!(
+                lost_host == host(2) && why.contains("it sent nothing"),
+                "{why}"
+            )
         }
-        seen => panic!("{seen:?}"),
+        unexpected_input => panic!("{unexpected_input:?}"),
     }
     daemon1.net.expel_host(host(2));
 }

@@ -153,7 +153,7 @@ impl VmApi for World {
         let Some(task) = state.tasks.get_mut(&tid) else {
             return Err(Error::new(PvmError::NoTask, "it has ended"));
         };
-        let (order, before, host) = (
+        let (order, previous_suspensions, host) = (
             suspend::SuspendOrder {
                 tid,
                 suspend,
@@ -162,8 +162,8 @@ impl VmApi for World {
             task.suspensions,
             task.host,
         );
-        task.suspensions = before.apply_order(&order);
-        let change = before.change_event(task.suspensions, &order);
+        task.suspensions = previous_suspensions.apply_order(&order);
+        let change = previous_suspensions.change_event(task.suspensions, &order);
         change
             .into_iter()
             .for_each(|event| state.post_event(host, event));

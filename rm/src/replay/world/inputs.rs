@@ -47,7 +47,8 @@ impl WorldState {
                 self.reports.insert(host, (report, external_threads));
                 self.send_report(host, self.computing_task_count(host));
             }
-            // The service receives the drain request as it was recorded. Its reply is ignored.
+            // The service receives the drain request as it was recorded. The service's reply is
+            // ignored.
             RecordedInput::Drain {
                 host,
                 requester,
@@ -183,13 +184,14 @@ impl WorldState {
         }
     }
 
-    /// Sends a report of a host's load watcher. Owner and external load are as recorded; the load
-    /// of the tasks is that of the replay.
-    pub(super) fn send_report(&mut self, host: HostId, guests: usize) {
+    /// Sends a report of a host's load watcher. Owner and external load are as recorded. The load
+    /// of the tasks is that of the replay: one thread for each of the `guest_count` computing
+    /// tasks.
+    pub(super) fn send_report(&mut self, host: HostId, guest_count: usize) {
         let Some(watcher) = self.watchers.get(&host).copied() else {
             return;
         };
-        let guest_threads = guests as f32;
+        let guest_threads = guest_count as f32;
         let Some((report, external_threads)) = self.reports.get(&host) else {
             return;
         };

@@ -34,8 +34,8 @@ pub const TAIL_TIME_MAX: Micros = Micros::from_secs(3600);
 const REPORT_INTERVAL: Micros = Micros::from_secs(5);
 /// Size in bytes of the images of every task.
 const IMAGE_BYTES: u64 = 64 << 20;
-/// Time for which a migration stops its task. It equals the predicted time for [`IMAGE_BYTES`]
-/// before anything was learned.
+/// Time for which a migration stops its task. This time equals the predicted time for
+/// [`IMAGE_BYTES`] before anything was learned.
 const MIGRATION_DURATION: Micros = Micros::from_millis(400);
 /// First number of tasks that are started in the replay. It is greater than the task numbers in the
 /// recording.
@@ -218,7 +218,7 @@ impl WorldState {
         }
     }
 
-    /// Returns the user of a task.
+    /// Returns the user of a task; 0 for an unknown task.
     fn user_of(&self, tid: Tid) -> u32 {
         let spawner = self.spawners.get(&tid).map(|spawner| spawner.user);
         self.tasks
@@ -239,10 +239,10 @@ impl WorldState {
             .wait_times
             .iter()
             .chain(&self.run_times)
-            .map(|figures_of| figures_of.0)
+            .map(|user_entry| user_entry.0)
             .chain(waiting_users.iter().copied());
         let users: std::collections::BTreeSet<u32> = all_users.collect();
-        let figures_of = |user: u32| {
+        let user_entry = |user: u32| {
             let seconds_of_user = |list: &[(u32, f64)]| {
                 list.iter()
                     .filter(|measurement| measurement.0 == user)
@@ -260,7 +260,7 @@ impl WorldState {
                 ),
             )
         };
-        users.into_iter().map(figures_of).collect()
+        users.into_iter().map(user_entry).collect()
     }
 
     fn computing_task_count(&self, host: HostId) -> usize {
@@ -312,11 +312,11 @@ impl WorldState {
                     .then(|| self.now + Micros((remaining_seconds * 1e6).ceil() as u64))
             }
         };
-        let task_ends = self.tasks.values().filter_map(task_event_time);
+        let task_event_times = self.tasks.values().filter_map(task_event_time);
         let vacate_times = self.vacates_due.values().copied();
-        let inputs = self.inputs.front().map(|entry| entry.at);
-        task_ends
-            .chain(inputs)
+        let next_input_at = self.inputs.front().map(|entry| entry.at);
+        task_event_times
+            .chain(next_input_at)
             .chain(vacate_times)
             .chain([self.next_report_at])
             .min()
@@ -332,7 +332,8 @@ impl WorldState {
             && (!has_open_work || self.now.since(self.last_input_at) >= TAIL_TIME_MAX)
     }
 
-    /// Advances the time to `time`, and the work that the tasks have done.
+    /// Advances the time to `time`: reduces the remaining work of the tasks that compute, and
+    /// counts the time for which the other tasks do not run.
     fn advance_to(&mut self, time: Micros) {
         let (elapsed_seconds, rates) = (seconds(time.since(self.now)), self.task_rates());
         for task in self.tasks.values_mut() {
@@ -390,14 +391,14 @@ impl WorldState {
         if self.next_report_at <= now {
             self.next_report_at = now + REPORT_INTERVAL;
             let hosts: Vec<HostId> = self.reports.keys().copied().collect();
-            let mut guests = BTreeMap::<HostId, usize>::new();
+            let mut guest_counts = BTreeMap::<HostId, usize>::new();
             self.tasks
                 .values()
                 .filter(|t| t.computes())
-                .for_each(|t| *guests.entry(t.host).or_default() += 1);
-            hosts
-                .into_iter()
-                .for_each(|host| self.send_report(host, guests.get(&host).copied().unwrap_or(0)));
+                .for_each(|t| *guest_counts.entry(t.host).or_default() += 1);
+            hosts.into_iter().for_each(|host| {
+                self.send_report(host, guest_counts.get(&host).copied().unwrap_or(0))
+            });
         }
     }
 
@@ -438,7 +439,7 @@ impl WorldState {
             MigrationCause::Checkpoint | MigrationCause::Restart => {}
         }
         let id = MigrationId(self.last_event_number + 1);
-        let (image_size, memory_size, frozen, total_time) = (
+        let (image_size_bytes, memory_size_bytes, freeze_duration, total_time) = (
             IMAGE_BYTES,
             IMAGE_BYTES,
             MIGRATION_DURATION,
@@ -452,9 +453,9 @@ impl WorldState {
                 from: source,
                 to: target,
                 cause,
-                bytes: image_size,
-                resident: memory_size,
-                frozen,
+                bytes: image_size_bytes,
+                resident: memory_size_bytes,
+                frozen: freeze_duration,
                 transfer_time: total_time,
             },
         );
@@ -469,8 +470,9 @@ impl WorldState {
         Tid::for_task(host, *number)
     }
 
-    /// Starts tasks on a host, as its daemon does for an order. Returns the wait id of the
-    /// acknowledgement.
+    /// Starts tasks on a host, as its daemon does for an order: adds the tasks, reports their
+    /// starts, and sends the acknowledgement. A load watcher is only recorded. Returns the wait id
+    /// of the acknowledgement.
     fn start_tasks_on(&mut self, host: HostId, parent: Tid, request: &SpawnRequest) -> i32 {
         self.last_wait_id += 1;
         let (wid, is_watcher) = (self.last_wait_id, request.program == LOAD_WATCHER_PROGRAM);
@@ -502,9 +504,9 @@ impl WorldState {
                 .unwrap_or_default();
             let RecordedWork {
                 work_s: work_seconds,
-                last_spawn_at: last_spawn,
+                last_spawn_at: last_spawn_time,
             } = work;
-            let (program, start_time, suspended) = (
+            let (program, start_time, no_suspensions) = (
                 request.program.clone(),
                 self.now,
                 suspend::Suspensions::default(),
@@ -521,10 +523,10 @@ impl WorldState {
                 parent,
                 user,
                 work_left_s: work_seconds,
-                last_spawn_at: last_spawn,
+                last_spawn_at: last_spawn_time,
                 started_at: start_time,
                 migration: None,
-                suspensions: suspended,
+                suspensions: no_suspensions,
             };
             self.tasks.insert(tid, task);
             let name = self
@@ -565,7 +567,7 @@ impl WorldState {
             seconds(self.now.since(request_time)),
         ));
         self.open_spawns
-            .retain(|open| open.request_id != request_id);
+            .retain(|open_spawn| open_spawn.request_id != request_id);
         let results = unpack_tids(body).unwrap_or_default();
         let recorded_tids = self.recorded_tasks.remove(&request_id).unwrap_or_default();
         let started_tids: Vec<Tid> = results.iter().flatten().copied().collect();
@@ -576,7 +578,6 @@ impl WorldState {
     }
 }
 
-/// Returns the tid of the service.
 fn service_tid() -> Tid {
     Tid::for_task(HostId::MASTER, 1).expect("a task")
 }

@@ -60,7 +60,8 @@ impl WorldState {
         }
     }
 
-    /// Returns the tasks of the job with the top task `top_task`. The top task is the first entry.
+    /// Returns the tasks of the job whose first task is `top_task`, with `top_task` as the first
+    /// entry.
     fn job_tasks(&self, top_task: Tid) -> Vec<Tid> {
         let mut job_tids: Vec<Tid> = self
             .tasks

@@ -89,8 +89,8 @@ impl History {
         }
     }
 
-    /// Returns the tasks of the job whose top task is `tid`. Empty if `tid` is not the top task of
-    /// a job.
+    /// Returns the tasks of the job whose first task is `tid`. Empty if `tid` is not the first task
+    /// of a job.
     fn job_tids(&self, tid: Tid) -> BTreeSet<Tid> {
         let job_start = self.job(tid).map(|job_start| job_start.started_at);
         let job_begin = job_start.filter(|_| self.task(tid).is_none_or(|task| task.job == tid));
@@ -156,7 +156,7 @@ impl History {
 /// Returns the newest entries, at most [`REPLY_ENTRIES_MAX`], in ascending order of time. `entries`
 /// must be in this order.
 fn take_newest<'a, T: Clone + 'a>(entries: impl DoubleEndedIterator<Item = &'a T>) -> Vec<T> {
-    let mut newest: Vec<T> = entries.rev().take(REPLY_ENTRIES_MAX).cloned().collect();
-    newest.reverse();
-    newest
+    let mut newest_entries: Vec<T> = entries.rev().take(REPLY_ENTRIES_MAX).cloned().collect();
+    newest_entries.reverse();
+    newest_entries
 }

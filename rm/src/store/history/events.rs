@@ -231,7 +231,7 @@ impl History {
                 to: target,
                 cause,
                 bytes,
-                frozen,
+                frozen: freeze_duration,
                 ..
             } => {
                 self.record_migration(
@@ -252,7 +252,7 @@ impl History {
                         to: target,
                         cause,
                         bytes: *bytes,
-                        frozen: *frozen,
+                        frozen: *freeze_duration,
                     },
                 );
             }

@@ -29,14 +29,14 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use tables::tid_to_key;
 use vacated::VacatedJob;
 
-/// Maximum number of users with totals. When it is exceeded, the user whose totals changed longest
+/// Maximum number of users with totals. If there are more, the user whose totals changed longest
 /// ago is removed; users without running tasks come first.
 pub const USERS_MAX: usize = 16_384;
-/// Maximum number of jobs.
+/// Maximum number of jobs in the history, including running ones.
 pub const JOBS_MAX: usize = 8_192;
-/// Maximum number of tasks, including running ones.
+/// Maximum number of tasks in the history, including running ones.
 pub const TASKS_MAX: usize = 65_536;
-/// Maximum number of decisions.
+/// Maximum number of decisions in the history. If there are more, the oldest one is removed.
 pub const DECISIONS_MAX: usize = 20_000;
 
 /// Totals of a user, and the user's Up-Down index.
@@ -68,8 +68,8 @@ pub struct History {
     host_names: BTreeMap<HostId, String>,
     /// Start time and user of each task that was started from a command line and has no children.
     childless_tasks: BTreeMap<Tid, (Micros, u32)>,
-    /// Hosts that are being drained, each with the requesting task and the deadline as time of day;
-    /// `None` without a deadline.
+    /// Hosts that are being drained, each with the requesting task and the deadline as time of day
+    /// (`None` without a deadline).
     drains: BTreeMap<HostId, (Tid, Option<Micros>)>,
     vacated_jobs: BTreeMap<u64, VacatedJob>,
     decision_sizes: size_limits::DecisionSizes,
@@ -116,14 +116,14 @@ impl History {
             jobs,
             tasks,
             decisions,
-            vacated_jobs: vacated,
+            vacated_jobs: vacated_entries,
             ..
         } = &history;
         let keys = [
             jobs.keys().last(),
             tasks.keys().last(),
             decisions.keys().last(),
-            vacated.keys().last(),
+            vacated_entries.keys().last(),
         ];
         history.last_number = keys.into_iter().flatten().copied().max().unwrap_or(0);
         (history, invalid_count)
@@ -158,17 +158,17 @@ impl History {
         self.last_number
     }
 
-    /// Stores a learned value. `kind` is its key. The caller chooses the encoding.
-    pub fn set_learned_value(&mut self, kind: u64, value: Vec<u8>) {
-        if self.learned_values.get(&kind) != Some(&value) {
-            self.learned_values.insert(kind, value);
-            self.changed_keys.insert((Table::LearnedValues, kind));
+    /// Stores a learned value. `value_key` is its key. The caller chooses the encoding.
+    pub fn set_learned_value(&mut self, value_key: u64, value: Vec<u8>) {
+        if self.learned_values.get(&value_key) != Some(&value) {
+            self.learned_values.insert(value_key, value);
+            self.changed_keys.insert((Table::LearnedValues, value_key));
         }
     }
 
-    /// Returns the learned value with the key `kind`; `None` if none is stored.
-    pub fn learned_value(&self, kind: u64) -> Option<&[u8]> {
-        self.learned_values.get(&kind).map(Vec::as_slice)
+    /// Returns the learned value with the key `value_key`; `None` if none is stored.
+    pub fn learned_value(&self, value_key: u64) -> Option<&[u8]> {
+        self.learned_values.get(&value_key).map(Vec::as_slice)
     }
 
     /// Records the names of hosts from the host table.
@@ -224,8 +224,8 @@ impl History {
         );
         self.changed_keys.insert((Table::Decisions, number));
         while self.decisions.len() > DECISIONS_MAX {
-            let (oldest, _) = self.decisions.pop_first().expect("more than the limit");
-            self.changed_keys.insert((Table::Decisions, oldest));
+            let (oldest_number, _) = self.decisions.pop_first().expect("more than the limit");
+            self.changed_keys.insert((Table::Decisions, oldest_number));
         }
     }
 
@@ -299,12 +299,12 @@ impl History {
         self.changed_keys.insert((Table::Tasks, number));
     }
 
-    fn set_job_suspended(&mut self, at: Micros, tid: Tid, requester: Tid, suspend: bool) {
+    fn set_job_suspended(&mut self, change_time: Micros, tid: Tid, requester: Tid, suspend: bool) {
         if let Some(number) = self.job_numbers.get(&tid).copied()
             && let Some(job) = self.jobs.get_mut(&number)
         {
             job.suspension = suspend.then_some(SuspensionStart {
-                since: at,
+                since: change_time,
                 cause: suspend::SuspendCause::JobRequested {
                     requested_by: requester,
                 },
@@ -312,7 +312,7 @@ impl History {
             self.changed_keys.insert((Table::Jobs, number));
         }
         self.record_decision(
-            at,
+            change_time,
             DecisionKind::JobSuspended {
                 job: tid,
                 suspend,
@@ -341,8 +341,8 @@ impl History {
             .collect()
     }
 
-    /// Returns the job of a task. The tid of an unknown task is looked up as the tid of a job's top
-    /// task.
+    /// Returns the job of a task. The tid of an unknown task is looked up as the tid of a job's
+    /// first task.
     pub fn job_of(&self, tid: Tid) -> Option<&JobUsage> {
         self.job(self.task(tid).map_or(tid, |task| task.job))
     }
@@ -439,12 +439,12 @@ impl History {
             self.changed_keys.insert((Table::Jobs, number));
         }
         while self.users.len() > USERS_MAX {
-            let oldest = self
+            let oldest_user = self
                 .users
                 .iter()
                 .min_by_key(|(_, u)| (u.totals.running_tasks > 0, u.changed_at))
                 .map(|(id, _)| *id);
-            let user = oldest.expect("more than the limit");
+            let user = oldest_user.expect("more than the limit");
             self.users.remove(&user);
             self.changed_keys.insert((Table::Users, u64::from(user)));
         }

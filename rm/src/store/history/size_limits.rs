@@ -6,8 +6,8 @@ use sempa_proto::rm::DecisionKind;
 use sempa_proto::text::truncate;
 use std::collections::BTreeMap;
 
-/// Maximum total size of the decisions in bytes. When it is exceeded, the oldest decisions are
-/// removed.
+/// Maximum total size of the decisions in bytes. If the total size is greater, the oldest decisions
+/// are removed.
 pub const DECISIONS_BYTES_MAX: u64 = 32 << 20;
 /// Maximum number of placement attempts that are stored per spawn. If there are more attempts, the
 /// first and the last ones are stored.
@@ -23,7 +23,7 @@ pub(super) struct DecisionSizes {
 }
 
 impl DecisionSizes {
-    /// Sets the size of the decision with this number; `None` removes it.
+    /// Sets the size of the decision with this number. `None` removes the entry.
     pub(super) fn set_bytes(&mut self, number: u64, bytes: Option<usize>) {
         let previous_bytes = match bytes {
             Some(bytes) => self.bytes_by_number.insert(number, bytes as u64),

@@ -73,12 +73,12 @@ impl History {
         if name.is_empty() && !parent.is_task() {
             self.add_childless_task(tid, start_time, user);
             if self.childless_tasks.len() > CHILDLESS_TASKS_MAX {
-                let oldest = self
+                let oldest_tid = self
                     .childless_tasks
                     .iter()
                     .min_by_key(|(_, (start_time, _))| *start_time)
                     .map(|(tid, _)| *tid);
-                self.remove_childless_task(oldest.expect("more than the limit"));
+                self.remove_childless_task(oldest_tid.expect("more than the limit"));
             }
             return;
         }
@@ -182,7 +182,8 @@ impl History {
         }
     }
 
-    /// Changes the totals of a job. Removes the job if it has no tasks.
+    /// Changes the totals of a job by `change`, and updates the end time of the job. Removes the
+    /// job if it has no tasks.
     fn change_job_totals(
         &mut self,
         number: u64,
@@ -284,7 +285,7 @@ impl History {
             .map(|(number, _)| *number)
     }
 
-    /// Changes the totals of a user and of a job.
+    /// Changes the totals of a user and of a job by `change`, and updates the end time of the job.
     fn change_totals(
         &mut self,
         job: Option<u64>,

@@ -9,7 +9,7 @@ use sempa_proto::{Micros, Tid};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
 
-/// Maximum number of vacated jobs. When it is reached, tasks that must leave their hosts stay
+/// Maximum number of vacated jobs. While there are as many, tasks that must leave their hosts stay
 /// paused there.
 pub const VACATED_JOBS_MAX: usize = 1024;
 /// Maximum number of (user, program) pairs that are stored per job. The pairs determine which hosts
@@ -58,7 +58,7 @@ impl History {
     pub fn vacated_job_of(&self, tid: Tid) -> Option<&VacatedJob> {
         let job_of = |tid: Tid| self.task(tid).map_or(tid, |task| task.job);
         self.vacated_jobs()
-            .find(|vacated| vacated.job == tid || job_of(vacated.job) == job_of(tid))
+            .find(|listed_job| listed_job.job == tid || job_of(listed_job.job) == job_of(tid))
     }
 
     /// Returns the first task of the job of a checkpoint. If the job is not vacated, the tid
@@ -99,7 +99,7 @@ impl History {
                 vacated: true,
                 ..
             } => {
-                self.remove_vacated(|vacated| vacated.job == *job);
+                self.remove_vacated(|vacated_job| vacated_job.job == *job);
                 let parent_job = self.task(*job).map_or(*job, |first_task| first_task.job);
                 // All spawned tasks of the job count as evicted, because one of them was not
                 // allowed to stay.
@@ -143,8 +143,8 @@ impl History {
             // The job runs again. It is therefore not vacated, whichever of its checkpoints was
             // used.
             EventKind::Restarted { job, tasks, .. } => {
-                self.remove_vacated(|vacated| {
-                    vacated.job == *job || tasks.iter().any(|(tid, _)| *tid == vacated.job)
+                self.remove_vacated(|vacated_job| {
+                    vacated_job.job == *job || tasks.iter().any(|(tid, _)| *tid == vacated_job.job)
                 });
             }
             _ => {}

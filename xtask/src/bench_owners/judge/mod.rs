@@ -45,7 +45,6 @@ pub(super) struct WorkerClock {
 /// The time for which a worker ran on a host after the owner's login.
 #[derive(Debug, PartialEq, Eq)]
 enum RunAfterLogin {
-    /// The worker stopped at this time.
     /// The worker stopped at this time, in microseconds since 1970.
     StoppedAt(u64),
     /// The worker ran until the end of the observed period.
@@ -202,7 +201,7 @@ fn visits(events: &[EventEntry]) -> impl Iterator<Item = OwnerVisit> {
 }
 
 /// Returns the first value that `extract` returns for an event at or after the time `start_us`;
-/// `None` if `extract` returns `None` for all of them.
+/// `None` if `extract` returns `None` for all these events.
 fn first_match_since<T>(
     events: &[EventEntry],
     start_us: u64,
@@ -251,7 +250,7 @@ fn first_paused_guests<'a>(
     events: &'a [EventEntry],
     visit: &OwnerVisit,
 ) -> impl Iterator<Item = String> + use<'a> {
-    let paused_on_host = |entry: &'a EventEntry| match &entry.kind {
+    let guests_paused_on_host = |entry: &'a EventEntry| match &entry.kind {
         EventKind::GuestsPaused { host, guests, .. } if host.index() == visit.host_index => {
             Some(guests)
         }
@@ -260,7 +259,7 @@ fn first_paused_guests<'a>(
     let guests = events
         .iter()
         .filter(|entry| entry.at_us >= visit.login_at_us)
-        .find_map(paused_on_host);
+        .find_map(guests_paused_on_host);
     guests.into_iter().flatten().map(|tid| tid.to_string())
 }
 
@@ -287,7 +286,7 @@ impl OwnersOutcome {
     ) {
         self.evaluate_events(events, scripted_logins);
         for visit in visits(events) {
-            let vacated_or_logged_out = |entry: &EventEntry| match entry.kind {
+            let vacating_or_logout_time = |entry: &EventEntry| match entry.kind {
                 EventKind::HostVacated { host } if host.index() == visit.host_index => {
                     Some(Ok(entry.at_us - visit.login_at_us))
                 }
@@ -297,7 +296,7 @@ impl OwnersOutcome {
                 _ => None,
             };
             let end_us = events.last().map_or(visit.login_at_us, |entry| entry.at_us);
-            match first_match_since(events, visit.login_at_us, vacated_or_logged_out)
+            match first_match_since(events, visit.login_at_us, vacating_or_logout_time)
                 .unwrap_or(Err(end_us))
             {
                 Ok(clean_us) => self.evaluate_vacating_time(&visit, clean_us, events, decisions),
@@ -394,7 +393,7 @@ impl OwnersOutcome {
             self.reasons
                 .extend((count > 0).then(|| format!("{count} {description}")));
         }
-        for (description, skipped, evaluated) in [
+        for (description, skipped_count, evaluated_count) in [
             ("workers", self.workers_skipped, self.stood_still_us.len()),
             (
                 "kernels of tablix2",
@@ -402,10 +401,12 @@ impl OwnersOutcome {
                 self.kernels_got_us.len(),
             ),
         ] {
-            if evaluated == 0 || skipped * 100 > (skipped + evaluated) * SKIPPED_PERCENT_MAX {
+            if evaluated_count == 0
+                || skipped_count * 100 > (skipped_count + evaluated_count) * SKIPPED_PERCENT_MAX
+            {
                 self.reasons.push(format!(
-                    "only {evaluated} of {} {description} on hosts with owners could be judged",
-                    evaluated + skipped
+                    "only {evaluated_count} of {} {description} on hosts with owners could be judged",
+                    evaluated_count + skipped_count
                 ));
             }
         }
@@ -456,8 +457,10 @@ impl OwnersOutcome {
         }
     }
 
-    /// Records the time `clean_us` from the login until the host had no guests, and compares the
-    /// time with the limit.
+    /// Records the time `clean_us` from the login until the host had no guests: in `nowhere_us` if
+    /// a guest temporarily had no other host, otherwise in `clean_us`. If a time in `clean_us`
+    /// exceeds the limit, adds the host to `late`, with the decisions and migration steps of the
+    /// visit.
     fn evaluate_vacating_time(
         &mut self,
         visit: &OwnerVisit,
@@ -529,7 +532,8 @@ impl OwnersOutcome {
     }
 
     /// Records the processor time that tablix2's kernels used on a visited host after the limit for
-    /// guests, until the kernels had left the host or the visit had ended.
+    /// guests, until the kernels had left the host or the visit had ended. Reports each kernel that
+    /// used more than the permitted time.
     fn evaluate_kernels(
         &mut self,
         visit: &OwnerVisit,
@@ -597,10 +601,11 @@ impl OwnersOutcome {
         }
     }
 
-    /// Records how long a worker ran after the login of each visit to its host.
+    /// Records how long a worker ran after the login of each visit to its host. Reports the worker
+    /// if this time exceeds the limit.
     fn evaluate_worker(&mut self, worker: &str, clock: &WorkerClock, events: &[EventEntry]) {
         for visit in visits(events) {
-            let paused_worker = |entry: &EventEntry| match &entry.kind {
+            let is_pause_of_worker = |entry: &EventEntry| match &entry.kind {
                 EventKind::GuestsPaused { host, guests, .. }
                     if host.index() == visit.host_index =>
                 {
@@ -608,7 +613,7 @@ impl OwnersOutcome {
                 }
                 _ => None,
             };
-            if first_match_since(events, visit.login_at_us, paused_worker) != Some(true) {
+            if first_match_since(events, visit.login_at_us, is_pause_of_worker) != Some(true) {
                 continue;
             }
             // The worker cannot have run between its stop and the event that `stopped_by_us` finds.

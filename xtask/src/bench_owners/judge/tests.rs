@@ -38,11 +38,11 @@ fn migrated_event(from: u16, bytes: u64) -> EventKind {
 }
 
 fn owner_present_event(host: u16, since: u64) -> EventKind {
-    let (since, detected) = (Micros(since), Micros(since + 100));
+    let (since, detection_time) = (Micros(since), Micros(since + 100));
     EventKind::OwnerPresent {
         host: host_id(host),
         since,
-        detected_at: detected,
+        detected_at: detection_time,
         why: "olga on pts/0".into(),
     }
 }
@@ -74,7 +74,8 @@ fn has_reason(outcome: &OwnersOutcome, phrase: &str) -> bool {
     outcome.reasons.iter().any(|reason| reason.contains(phrase))
 }
 
-/// A visit that ends before the limit does not fail the run.
+/// A host with guests until the end of the visit or of the event log fails the run, unless the
+/// visit ends before the limit.
 #[test]
 fn host_never_free_of_guests_fails_run() {
     let owner_absent_event = || EventKind::OwnerAbsent {
@@ -90,11 +91,11 @@ fn host_never_free_of_guests_fails_run() {
             &ProcessSamples::default(),
         )
     };
-    let never_clean = |later_events| has_reason(&visit(later_events), "host 2 was not clean");
+    let is_never_clean = |later_events| has_reason(&visit(later_events), "host 2 was not clean");
     let after_limit_us = 1000 + VACATING_MAX_US + 1;
-    assert!(never_clean(vec![(after_limit_us, owner_absent_event())]));
+    assert!(is_never_clean(vec![(after_limit_us, owner_absent_event())]));
     assert!(
-        never_clean(vec![(
+        is_never_clean(vec![(
             after_limit_us,
             EventKind::Note {
                 text: "the end".into()
@@ -102,11 +103,11 @@ fn host_never_free_of_guests_fails_run() {
         )]),
         "the log ends"
     );
-    assert!(!never_clean(vec![
+    assert!(!is_never_clean(vec![
         (2000, EventKind::HostVacated { host: host_id(2) }),
         (after_limit_us, owner_absent_event())
     ]));
-    assert!(!never_clean(vec![(
+    assert!(!is_never_clean(vec![(
         after_limit_us - 1,
         owner_absent_event()
     )]));
@@ -116,7 +117,8 @@ fn host_never_free_of_guests_fails_run() {
     );
 }
 
-/// The owner must have been logged in on the source host at the time of the migration.
+/// A migration for the owner fails the run, unless the owner was logged in on the source host at
+/// that time.
 #[test]
 fn migration_for_owner_needs_owner_on_host() {
     let migration_log = |at, from| {
@@ -125,11 +127,11 @@ fn migration_for_owner_needs_owner_on_host() {
             (at, migrated_event(from, 0)),
         ])
     };
-    let has_false_migration = |events: &[EventEntry], stays: &[ScriptedLogin]| {
+    let has_false_migration = |events: &[EventEntry], logins: &[ScriptedLogin]| {
         has_reason(
             &evaluated_outcome(
                 events,
-                stays,
+                logins,
                 &WorkerClocks::new(),
                 &ProcessSamples::default(),
             ),
@@ -154,7 +156,8 @@ fn migration_for_owner_needs_owner_on_host() {
     );
 }
 
-/// The limit includes time for the transfer of the guests' memory.
+/// Guests that remain on a host after the limit fail the run. The limit includes time for the
+/// transfer of the guests' memory.
 #[test]
 fn host_with_late_guests_fails_run() {
     let outcome_with_vacating = |at, bytes| {
@@ -205,12 +208,12 @@ fn events_with_paused_guests() -> Vec<EventEntry> {
 }
 
 /// Returns the clock readings of task 7. A gap is a time between two readings, as (begin, end).
-fn worker_clocks(first: u64, last: u64, gaps: Vec<(u64, u64)>) -> WorkerClocks {
+fn worker_clocks(first_us: u64, last_us: u64, gaps: Vec<(u64, u64)>) -> WorkerClocks {
     WorkerClocks::from([(
         tid(7).to_string(),
         WorkerClock {
-            first_reading_us: first,
-            last_reading_us: last,
+            first_reading_us: first_us,
+            last_reading_us: last_us,
             gaps_us: gaps,
         },
     )])

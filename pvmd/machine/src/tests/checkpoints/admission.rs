@@ -47,12 +47,12 @@ fn begin_migration(
     cause: Option<MigrationCause>,
 ) -> RequestId {
     let host_number = scenario.sim.procs[scenario.sim.proc_of(tid)].host.index();
-    let to = format!("h{}", host_number % 3 + 1);
+    let target_name = format!("h{}", host_number % 3 + 1);
     scenario.sim.request(
         scenario.console,
         Request::Migrate {
             tid,
-            target: to,
+            target: target_name,
             cause,
             wait_for_end: true,
         },

@@ -114,7 +114,7 @@ fn only_named_hosts_get_copies() {
     }
 }
 
-/// Without configuration no checkpoint is copied.
+/// By default, a checkpoint is not copied, and the event log contains no entry about copies.
 #[test]
 fn no_copies_by_default() {
     let mut scenario = JobScenario::new(1, 3, 4);
@@ -200,8 +200,7 @@ fn lost_copies_are_replaced() {
         let mut scenario = JobScenario::with_copies(seed, 4, CopyPolicy::Count(1));
         let (checkpoint_name, hosts, ..) = scenario.checkpoint_with_copies();
         let lost_host = hosts[0];
-        // Depending on the seed, another host is lost before its loss is known, during another
-        // checkpoint, or while no checkpoint is in progress.
+        // The copy is replaced when the master knows that the host is lost.
         scenario.sim.kill_host(lost_host);
         scenario.sim.run_until("its loss is known", |sim| {
             sim.nodes[&HostId::MASTER]
@@ -298,7 +297,7 @@ fn target_reports_why_copy_failed() {
             let (hosts, missing_count, why) = scenario.await_copies(&checkpoint_name);
             // Some copies may have arrived before the failure.
             assert_eq!(hosts.len() as u32 + missing_count, 2, "{why} (seed {seed})");
-            let (is_target_reason, is_sender_reason) = (
+            let (target_reason_count, sender_reason_count) = (
                 why.matches("thrown").count(),
                 why.matches("nothing more was taken").count(),
             );
@@ -308,7 +307,7 @@ fn target_reports_why_copy_failed() {
                 (missing_count as usize, 0)
             };
             assert_eq!(
-                (is_target_reason, is_sender_reason),
+                (target_reason_count, sender_reason_count),
                 expected_reporters,
                 "{why} (seed {seed})"
             );

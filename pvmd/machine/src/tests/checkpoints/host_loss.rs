@@ -82,7 +82,8 @@ fn job_survives_host_losses_at_any_time() {
     }
 }
 
-/// A job that has ended is not restarted when a host is lost.
+/// A job that has ended is not restarted when a host is lost: its tasks have succeeded, were ended
+/// by a user, or were killed long before the loss.
 #[test]
 fn ended_job_is_not_restarted_on_host_loss() {
     for seed in seeds(20) {
@@ -117,8 +118,8 @@ fn ended_job_is_not_restarted_on_host_loss() {
     }
 }
 
-/// A job rolls back to its checkpoint even if the master is notified of task exits before it is
-/// notified of the loss of their host.
+/// A job rolls back to its checkpoint even if the master is notified of task exits before the loss
+/// of the tasks' host.
 #[test]
 fn task_deaths_before_host_loss_roll_job_back() {
     for seed in seeds(60) {

@@ -7,8 +7,8 @@ use crate::tests::sim::{Sim, host, seeds};
 use sempa_proto::Micros;
 use sempa_proto::task::{Reply, Request, SpawnRequest};
 
-/// A second checkpoint of a job contains the last messages of a task that has exited, even if they
-/// arrive late.
+/// A second checkpoint of a job contains the last messages of a task that has exited, even if these
+/// messages arrive late.
 #[test]
 fn checkpoint_includes_last_messages() {
     seeds(120).for_each(|seed| check_last_messages(seed, true));

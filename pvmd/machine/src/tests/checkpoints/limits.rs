@@ -80,7 +80,8 @@ fn task_in_checkpoint_keeps_its_slot() {
     assert!(try_count > 50, "{try_count} spawns");
 }
 
-/// A job is restarted only on hosts whose owners allow all of its tasks.
+/// A restart respects the limits of the owners: it fails if the hosts together do not allow all
+/// tasks of the job.
 #[test]
 fn restart_respects_owner_limits() {
     for seed in seeds(20) {

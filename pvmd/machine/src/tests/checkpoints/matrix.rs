@@ -22,9 +22,9 @@ const TASK_COUNT: u32 = 4;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Operation {
-    /// A checkpoint of a job that rolls back when it has lost a host.
+    /// A checkpoint. The job has a checkpoint schedule, so it rolls back when a host is lost.
     Checkpoint,
-    /// A restart of a job that does not roll back after the loss of a host.
+    /// A restart. The job has no checkpoint schedule, so it does not roll back when a host is lost.
     Restart,
 }
 
@@ -61,7 +61,7 @@ impl Trial {
             scenario.kill_all_tasks();
         }
         scenario.sim.start_counting_points(fault);
-        let request = match operation {
+        let operation_request = match operation {
             Operation::Checkpoint => scenario.begin_checkpoint(None),
             Operation::Restart => {
                 let restart_request = Request::Restart {
@@ -76,7 +76,7 @@ impl Trial {
             scenario,
             operation,
             earlier_checkpoint,
-            operation_request: request,
+            operation_request,
         }
     }
 

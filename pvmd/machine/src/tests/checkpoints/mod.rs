@@ -533,7 +533,8 @@ fn final_checkpoint_ends_job_when_complete() {
     assert!(ended_count > 5, "{ended_count} have ended");
 }
 
-/// Guests that are paused for an owner are checkpointed and stay paused.
+/// Guests that are paused for an owner are checkpointed. If the job continues, the guests stay
+/// paused. If the job ends, it can be restarted on other hosts.
 #[test]
 fn paused_guests_are_checkpointed() {
     for seed in seeds(40) {
@@ -591,8 +592,8 @@ fn paused_guests_are_checkpointed() {
     }
 }
 
-/// A task is restarted alone as a job of its own. After a restart of the whole job it exchanges
-/// messages with the other tasks.
+/// A task is restarted alone as a job of its own. After a restart of the whole job, the task
+/// exchanges messages with the other tasks.
 #[test]
 fn inner_job_restart_keeps_links_to_outer_job() {
     for seed in seeds(40) {
@@ -635,7 +636,7 @@ fn inner_job_restart_keeps_links_to_outer_job() {
             .restart(&report.name, &[])
             .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
         scenario.run_until_all_connected();
-        let last_number = |sim: &Sim, receiver: Tid, from: Tid| {
+        let has_received_after = |sim: &Sim, receiver: Tid, from: Tid| {
             let mut item = sim.procs[sim.proc_of(receiver)].received.iter().rev();
             item.any(|item| *item == Received::Message(from, bytes::Bytes::from_static(b"after")))
         };
@@ -645,11 +646,11 @@ fn inner_job_restart_keeps_links_to_outer_job() {
         );
         scenario.sim.send_message(inner_proc, root_tid, b"after");
         scenario.sim.run_until("the root has heard it", |sim| {
-            last_number(sim, root_tid, inner_tid)
+            has_received_after(sim, root_tid, inner_tid)
         });
         scenario.sim.send_message(root_proc, inner_tid, b"after");
         scenario.sim.run_until("it has heard the root", |sim| {
-            last_number(sim, inner_tid, root_tid)
+            has_received_after(sim, inner_tid, root_tid)
         });
     }
 }

@@ -242,7 +242,8 @@ fn messages_sent_after_snapshot_are_not_included() {
             .restart(&report.name, &[])
             .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
         scenario.run_until_all_connected();
-        // The checkpoint does not contain the messages that were sent while it was written.
+        // The checkpoint does not contain the messages that were sent while the checkpoint was
+        // written.
         scenario.sim.advance(Micros::from_millis(500));
         scenario.run_until_all_received();
     }
@@ -332,12 +333,12 @@ fn obstacles_are_reported_before_programs_are_asked() {
             fail_checkpoint(&mut scenario),
             (second_tid, Step::Inspect, Failure::Refused(vec![refusal]))
         );
-        let exit_requested = scenario.tids.iter().filter(|tid| {
+        let asked_tids = scenario.tids.iter().filter(|tid| {
             scenario
                 .sim
                 .has_handed_off_links(scenario.sim.proc_of(**tid))
         });
-        assert_eq!(exit_requested.count(), 0);
+        assert_eq!(asked_tids.count(), 0);
     }
     let mut scenario = spawn_job(3, 2, vec![state_keeper()]);
     let job = scenario.job_tid();

@@ -226,8 +226,8 @@ fn success_or_kill_ends_need_for_checkpoints() {
     }
 }
 
-/// The checkpoints of a job are not marked as ended if the job crashed, lost a host or ended with
-/// its checkpoint.
+/// The checkpoints of a job are not marked as ended if the job crashed, was killed from outside the
+/// virtual machine, lost a host or ended with its checkpoint.
 #[test]
 fn crashed_or_lost_job_keeps_checkpoints() {
     for seed in seeds(30) {

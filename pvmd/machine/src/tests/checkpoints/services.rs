@@ -138,7 +138,8 @@ fn take_mailbox_entry(scenario: &mut JobScenario, name: &str) -> Option<bytes::B
     }
 }
 
-/// Tasks own their mailbox entries and contexts again after a restart in a new virtual machine.
+/// Tasks own their mailbox entries and contexts again after a restart in a new virtual machine. The
+/// entries of tasks outside the job are not restored.
 #[test]
 fn restart_restores_mailbox_and_contexts() {
     for seed in seeds(20) {

@@ -148,7 +148,7 @@ fn checkpoint_completed_after_rollback_is_removed() {
         );
         scenario.run_until_restarted(process_count);
         let events = list_events(&mut scenario.sim, scenario.console);
-        let removed_names: Vec<&String> = events
+        let reported_names: Vec<&String> = events
             .iter()
             .filter_map(|event| match event {
                 EventKind::Checkpointed { checkpoint, .. } => Some(checkpoint),
@@ -163,8 +163,8 @@ fn checkpoint_completed_after_rollback_is_removed() {
         assert!(
             stored_names
                 .iter()
-                .all(|checkpoint| removed_names.contains(&checkpoint)),
-            "{stored_names:?} are there, {removed_names:?} were told (seed {seed})"
+                .all(|checkpoint| reported_names.contains(&checkpoint)),
+            "{stored_names:?} are there, {reported_names:?} were told (seed {seed})"
         );
         late_count += usize::from(
             events

@@ -137,11 +137,11 @@ impl Sim {
                 pair,
                 StreamChoice::Lane {
                     lane,
-                    is_new: new_proc,
+                    is_new,
                     barrier,
                 },
             )) => {
-                self.data_channels.opened_lane_count += usize::from(new_proc);
+                self.data_channels.opened_lane_count += usize::from(is_new);
                 items.extend(barrier.map(|lane_barriers| {
                     StreamItem::Lane(lane, LaneEntry::Barrier(lane_barriers))
                 }));

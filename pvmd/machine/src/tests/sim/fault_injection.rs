@@ -104,7 +104,7 @@ pub(in crate::tests) struct FaultInjection {
     pub(in crate::tests) resource_manager_proc: Option<usize>,
     /// Hosts whose engine fails its next operation.
     failing_engine_hosts: BTreeSet<HostId>,
-    /// Hosts whose tasker died: the memory that it served for post-copy tasks is lost.
+    /// Hosts whose tasker has died. The memory that the tasker served for post-copy tasks is lost.
     pub(super) memory_lost_hosts: BTreeSet<HostId>,
     /// Migrations whose source process was killed.
     pub(super) killed_sources: BTreeSet<MigrationId>,
@@ -288,11 +288,11 @@ impl Sim {
         let host_id = victim.host();
         match victim {
             Victim::SourceTasker | Victim::TargetTasker => {
-                let deferred = self
+                let deferred_inputs = self
                     .nodes
                     .get_mut(&host_id)
                     .and_then(|node| node.deferred_orders.take());
-                deferred
+                deferred_inputs
                     .into_iter()
                     .flatten()
                     .for_each(|message| self.send_to_tasker(host_id, message));
@@ -303,12 +303,12 @@ impl Sim {
                 self.resume_proc(proc);
             }
             _ => {
-                let deferred = self
+                let deferred_inputs = self
                     .nodes
                     .get_mut(&host_id)
                     .and_then(|node| node.deferred_events.take());
                 self.carry_out_outputs(host_id);
-                deferred
+                deferred_inputs
                     .into_iter()
                     .flatten()
                     .for_each(|event| self.handle(host_id, event));
@@ -347,18 +347,18 @@ impl Sim {
         &mut self,
         host_id: HostId,
         migration: MigrationId,
-        from: HostId,
+        source_host: HostId,
         tid: Tid,
     ) {
-        let source = &self.nodes[&from];
+        let source = &self.nodes[&source_host];
         let is_lost = !source.is_alive
-            || self.is_host_removed(from)
-            || self.injection.memory_lost_hosts.contains(&from);
+            || self.is_host_removed(source_host)
+            || self.injection.memory_lost_hosts.contains(&source_host);
         if !is_lost && (source.deferred_events.is_some() || source.deferred_orders.is_some()) {
-            let retry = SimEvent::MemoryTransferEnd(host_id, migration, from, tid);
-            return self.schedule(self.now + MEMORY_RETRY_INTERVAL, retry);
+            let retry_event = SimEvent::MemoryTransferEnd(host_id, migration, source_host, tid);
+            return self.schedule(self.now + MEMORY_RETRY_INTERVAL, retry_event);
         }
-        let engine_failed = self.injection.failing_engine_hosts.contains(&from)
+        let engine_failed = self.injection.failing_engine_hosts.contains(&source_host)
             || self.injection.failing_engine_hosts.contains(&host_id);
         let Some(proc) = self.find_spawned_proc(host_id, tid) else {
             return;

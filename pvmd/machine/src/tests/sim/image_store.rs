@@ -16,7 +16,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 
 /// State that a program saves when it exits and reads when it is started again: received messages
-/// and counts of sent messages. Only programs whose names contain `keeper` save it.
+/// and counts of sent messages. Only programs whose names contain `keeper` save their state.
 #[derive(Clone, Debug, Default)]
 pub(super) struct ProgramState {
     received: Vec<Received>,
@@ -43,8 +43,8 @@ pub(in crate::tests) struct ImageStore {
     pub(super) built_procs: BTreeMap<(HostId, MigrationId), Proc>,
     /// Saved states of programs, in files that all hosts share.
     state_files: BTreeMap<Tid, ProgramState>,
-    /// Saved states from a checkpoint whose files are staged under temporary names, and their
-    /// tasks.
+    /// Saved states from a checkpoint that is being restarted, with their tasks. Their files have
+    /// temporary names until the restart installs them.
     staged_states: BTreeMap<(HostId, MigrationId), (Tid, Option<ProgramState>)>,
     /// True if target hosts report no reason for a failed copy.
     pub(in crate::tests) hides_copy_errors: bool,
@@ -394,7 +394,7 @@ impl Sim {
             Output::UploadPart {
                 migration,
                 record,
-                receiver: to,
+                receiver,
             } => {
                 let image = self
                     .image_store
@@ -402,19 +402,19 @@ impl Sim {
                     .get_mut(&(host_id, migration))
                     .expect("just dumped");
                 image.record = Some(*record);
-                self.deliver_images(host_id, migration, to);
+                self.deliver_images(host_id, migration, receiver);
             }
             Output::SendPart {
-                restart_number: restart,
+                restart_number,
                 migration,
                 tid,
-                receiver: to,
+                receiver,
             } => {
-                let (_, images) =
-                    &self.image_store.checkpoints[&self.image_store.open_checkpoints[&restart]];
+                let (_, images) = &self.image_store.checkpoints
+                    [&self.image_store.open_checkpoints[&restart_number]];
                 let image = images[&tid].clone();
                 self.image_store.images.insert((host_id, migration), image);
-                self.deliver_images(host_id, migration, to);
+                self.deliver_images(host_id, migration, receiver);
             }
             Output::ReadPart { migration } => {
                 let record = self
@@ -426,7 +426,7 @@ impl Sim {
                 self.schedule_soon(host_id, Event::PartRead { migration, result });
             }
             Output::OpenCheckpoint {
-                restart_number: restart,
+                restart_number,
                 checkpoint,
             } => {
                 let meta = self
@@ -436,19 +436,17 @@ impl Sim {
                     .map(|(meta, _)| meta.clone());
                 self.image_store
                     .open_checkpoints
-                    .insert(restart, checkpoint);
+                    .insert(restart_number, checkpoint);
                 self.schedule_soon(
                     host_id,
                     Event::CheckpointOpened {
-                        restart_number: restart,
+                        restart_number,
                         result: meta.ok_or(StoreFailure("there is no such checkpoint".into())),
                     },
                 );
             }
-            Output::CloseCheckpoint {
-                restart_number: restart,
-            } => {
-                self.image_store.open_checkpoints.remove(&restart);
+            Output::CloseCheckpoint { restart_number } => {
+                self.image_store.open_checkpoints.remove(&restart_number);
             }
             other => self.carry_out_for_drafts(host_id, other),
         }
@@ -539,10 +537,10 @@ impl Sim {
                 tid,
                 id,
                 selection,
-                refusals: refused,
+                refusals,
                 ..
             } => {
-                let results = self.image_store.remove_checkpoints(selection, &refused);
+                let results = self.image_store.remove_checkpoints(selection, &refusals);
                 self.schedule_soon(
                     host_id,
                     Event::CheckpointsRemoved {
@@ -582,22 +580,22 @@ impl Sim {
             Output::SendCopy {
                 migration,
                 checkpoint,
-                receiver: to,
+                receiver,
             } => {
                 let result = self.random_failure().map(|()| 1);
-                let expected = self
+                let is_expected = self
                     .nodes
-                    .get(&to)
+                    .get(&receiver)
                     .is_some_and(|n| n.is_alive && n.expected_images.contains(&migration));
-                if expected && result.is_ok() {
-                    self.image_store.copies.insert((to, checkpoint));
+                if is_expected && result.is_ok() {
+                    self.image_store.copies.insert((receiver, checkpoint));
                 }
                 // Only the target reports the reason; the sender reports success.
                 let sender_result = result
                     .clone()
                     .map_err(|_| Failure::Images("nothing more was taken".into()));
-                if expected && !(self.image_store.hides_copy_errors && result.is_err()) {
-                    self.schedule_soon(to, Event::ImagesReceived { migration, result });
+                if is_expected && !(self.image_store.hides_copy_errors && result.is_err()) {
+                    self.schedule_soon(receiver, Event::ImagesReceived { migration, result });
                 }
                 self.schedule_soon(
                     host_id,
@@ -622,22 +620,27 @@ impl Sim {
         }
     }
 
-    /// Sends images to the host `to`. If `to` is `None`, reports the images as received on this
-    /// host.
-    fn deliver_images(&mut self, host_id: HostId, migration: MigrationId, to: Option<HostId>) {
+    /// Sends images to the host `receiver`. If `receiver` is `None`, reports the images as received
+    /// on this host.
+    fn deliver_images(
+        &mut self,
+        host_id: HostId,
+        migration: MigrationId,
+        receiver: Option<HostId>,
+    ) {
         let result = self.random_failure().map(|()| 1);
-        let Some(to) = to else {
+        let Some(receiver) = receiver else {
             return self.schedule_soon(host_id, Event::ImagesReceived { migration, result });
         };
-        let expected = self
+        let is_expected = self
             .nodes
-            .get(&to)
+            .get(&receiver)
             .is_some_and(|n| n.is_alive && n.expected_images.contains(&migration));
-        if expected {
+        if is_expected {
             let image = self.image_store.images[&(host_id, migration)].clone();
-            self.image_store.images.insert((to, migration), image);
+            self.image_store.images.insert((receiver, migration), image);
             self.schedule_soon(
-                to,
+                receiver,
                 Event::ImagesReceived {
                     migration,
                     result: result.clone(),

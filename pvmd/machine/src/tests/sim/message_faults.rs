@@ -49,8 +49,8 @@ fn message_name(event: &Event) -> Option<String> {
 }
 
 impl Sim {
-    /// Starts counting the points. `fault` contains its point and a number `nth`; it is injected
-    /// when the point has been reached `nth` times before.
+    /// Starts counting the points. `fault` contains its point and a number `nth`; the fault is
+    /// injected when the point has been reached `nth` times before.
     pub(in crate::tests) fn start_counting_points(
         &mut self,
         fault: Option<(MessagePoint, usize, Victim, Fault)>,
@@ -74,10 +74,12 @@ impl Sim {
     }
 
     /// Counts a point and injects the fault that is planned for this point. Has no effect if
-    /// `message` is `None`.
-    pub(super) fn reach_message_point(&mut self, message: Option<&String>, edge: StepEdge) {
-        let Some(message) = message else { return };
-        let point = (message.clone(), edge);
+    /// `message_name` is `None`.
+    pub(super) fn reach_message_point(&mut self, message_name: Option<&String>, edge: StepEdge) {
+        let Some(message_name) = message_name else {
+            return;
+        };
+        let point = (message_name.clone(), edge);
         let times_reached = self
             .message_faults
             .times_reached

@@ -149,8 +149,8 @@ pub(super) struct Sim {
     pub(super) abandoned_starts: Vec<StartId>,
     /// Host starts for which a hoster task has an order.
     prepared_starts: Vec<(StartId, HostPlan)>,
-    /// Processes, which no simulated tasker has started, and the signals that their daemons sent to
-    /// them.
+    /// Signals that daemons sent to processes that no simulated tasker has started: the process and
+    /// the signal.
     pub(super) sent_signals: Vec<(usize, i32)>,
     /// Reasons for which the tasker of a host refuses every task, by host. Other hosts accept every
     /// task.
@@ -275,14 +275,14 @@ impl Sim {
             unix_time: self.now,
             missing_program: None,
         };
-        let (log, output, expected_images) = (vec![], vec![], BTreeSet::new());
+        let (log, task_output, expected_images) = (vec![], vec![], BTreeSet::new());
         let (deferred_events, deferred_orders) = (None, None);
         let node = Node {
             machine,
             world,
             is_alive: true,
             log,
-            task_output: output,
+            task_output,
             expected_images,
             is_tasker_dead: false,
             deferred_events,
@@ -290,12 +290,12 @@ impl Sim {
         };
         self.nodes.insert(id, node);
         self.carry_out_outputs(id);
-        let ready = FromTasker::Ready(TaskerCapabilities {
+        let ready_message = FromTasker::Ready(TaskerCapabilities {
             pid_namespaces: true,
             engine_version: Ok("fake".into()),
             freezer: Ok(()),
         });
-        self.send_from_tasker(id, ready);
+        self.send_from_tasker(id, ready_message);
     }
 
     pub(super) fn schedule_event(&mut self, at: Micros, event: Event, host_id: HostId) {
@@ -596,7 +596,7 @@ impl Sim {
             ToTask::PrepareExit { migration: by } => self.prepare_exit(proc, by),
             ToTask::Quiesce {
                 migration,
-                token_paths: tokens,
+                token_paths,
             } => {
                 let p = &mut self.procs[proc];
                 assert!(p.quiesce_request.is_none(), "asked to quiesce twice");
@@ -609,7 +609,7 @@ impl Sim {
                     })
                     .collect();
                 let host_id = p.host;
-                p.quiesce_request = Some((migration, tokens));
+                p.quiesce_request = Some((migration, token_paths));
                 let message = ToDaemon::Quiesced {
                     migration,
                     watermarks,
@@ -648,10 +648,10 @@ impl Sim {
     /// Passes an event to a machine and carries out the outputs of the machine. Injects a planned
     /// message fault before or after that.
     pub(super) fn handle(&mut self, host_id: HostId, event: Event) {
-        let message = self.counted_message_name(host_id, &event);
-        self.reach_message_point(message.as_ref(), fault_injection::StepEdge::Start);
+        let message_name = self.counted_message_name(host_id, &event);
+        self.reach_message_point(message_name.as_ref(), fault_injection::StepEdge::Start);
         self.handle_event(host_id, event);
-        self.reach_message_point(message.as_ref(), fault_injection::StepEdge::End);
+        self.reach_message_point(message_name.as_ref(), fault_injection::StepEdge::End);
     }
 
     fn handle_event(&mut self, host_id: HostId, event: Event) {
@@ -775,8 +775,8 @@ impl Sim {
             }
             Some(SimEvent::Reconnection(a, b)) => self.connect_hosts(a, b),
             Some(SimEvent::VictimResumption(victim)) => self.resume_victim(victim),
-            Some(SimEvent::MemoryTransferEnd(host_id, migration, from, tid)) => {
-                self.end_memory_transfer(host_id, migration, from, tid)
+            Some(SimEvent::MemoryTransferEnd(host_id, migration, source_host, tid)) => {
+                self.end_memory_transfer(host_id, migration, source_host, tid)
             }
             Some(SimEvent::PauseDue(host_id, proc, pause_serial)) => {
                 self.pause_now(host_id, proc, pause_serial)
@@ -849,9 +849,9 @@ impl Sim {
             .into_iter()
             .map(|e| format!("{} {}", e.at.0, e.kind));
         let procs = self.procs.iter().enumerate().map(|(index, p)| {
-            let Proc { host, spawned_tid, conn, quiesce_request: quiesced, stopped_for_migration, exited, .. } = p;
+            let Proc { host, spawned_tid, conn, quiesce_request, stopped_for_migration, exited, .. } = p;
             let spawned_tid = spawned_tid.map_or("-".into(), |t| t.to_string());
-            format!("process {index} {spawned_tid} on {host}: {conn:?} quiesced {quiesced:?} stopped {stopped_for_migration} exited {exited}")
+            format!("process {index} {spawned_tid} on {host}: {conn:?} quiesced {quiesce_request:?} stopped {stopped_for_migration} exited {exited}")
         });
         events.chain(procs).collect::<Vec<_>>().join("\n")
     }

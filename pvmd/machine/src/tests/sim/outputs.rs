@@ -163,14 +163,12 @@ impl Sim {
 
     fn carry_out_for_migrations(&mut self, host_id: HostId, output: Output) {
         match output {
-            Output::SendImagesEarly {
-                migration,
-                target: to,
-            } => self.start_pre_copy(host_id, migration, to),
-            Output::SendImages {
-                migration,
-                target: to,
-            } => self.send_images(host_id, migration, to),
+            Output::SendImagesEarly { migration, target } => {
+                self.start_pre_copy(host_id, migration, target)
+            }
+            Output::SendImages { migration, target } => {
+                self.send_images(host_id, migration, target)
+            }
             Output::ExpectImages { migration, .. } | Output::ExpectCopy { migration, .. } => {
                 self.nodes
                     .get_mut(&host_id)
@@ -197,11 +195,11 @@ impl Sim {
             Output::RecordMigration {
                 migration,
                 tid,
-                target: to,
+                target,
             } => {
                 let result = self.random_step_result(());
                 if result.is_ok() {
-                    self.recorded_migrations.push((migration, tid, to));
+                    self.recorded_migrations.push((migration, tid, target));
                 }
                 self.schedule(
                     self.now + Micros(500),
@@ -216,7 +214,7 @@ impl Sim {
 
     /// Decides at random whether the transfer of pre-copied memory fails immediately. A transfer
     /// that does not fail immediately may still fail at its end.
-    fn start_pre_copy(&mut self, host_id: HostId, migration: MigrationId, to: HostId) {
+    fn start_pre_copy(&mut self, host_id: HostId, migration: MigrationId, target: HostId) {
         let Err(why) = self.random_step_result(()) else {
             return;
         };
@@ -229,7 +227,7 @@ impl Sim {
                 },
             ),
             (
-                to,
+                target,
                 Event::ImagesReceived {
                     migration,
                     result: Err(why),
@@ -240,7 +238,7 @@ impl Sim {
         }
     }
 
-    fn send_images(&mut self, host_id: HostId, migration: MigrationId, to: HostId) {
+    fn send_images(&mut self, host_id: HostId, migration: MigrationId, target: HostId) {
         let mut result = self.random_step_result(100);
         if self.injection.is_active() && self.session_is_broken() {
             result = Err(Failure::Images("no session".into()));
@@ -256,14 +254,14 @@ impl Sim {
                 },
             ),
         );
-        let expected = self
+        let is_expected = self
             .nodes
-            .get(&to)
+            .get(&target)
             .is_some_and(|n| n.is_alive && n.expected_images.contains(&migration));
-        if expected {
+        if is_expected {
             self.schedule(
                 self.now + Micros(1000),
-                SimEvent::Machine(to, Event::ImagesReceived { migration, result }),
+                SimEvent::Machine(target, Event::ImagesReceived { migration, result }),
             );
         }
     }

@@ -123,16 +123,16 @@ impl Sim {
     pub(super) fn on_welcome(&mut self, proc: usize, welcome: Welcome) {
         let p = &mut self.procs[proc];
         p.rm_info = welcome.rm;
-        let (restart, successor) = (welcome.restart_info.clone(), welcome.handoff.clone());
+        let (restart_info, handoff) = (welcome.restart_info.clone(), welcome.handoff.clone());
         p.welcome = Some(welcome);
         p.quiesce_request = None;
         p.route_number += 1;
         let route = RouteId(p.route_number);
-        if let Some(successor) = successor {
-            self.adopt_links(proc, &successor);
+        if let Some(handoff) = handoff {
+            self.adopt_links(proc, &handoff);
         }
-        if let Some(restart) = restart {
-            self.resume_after_restart(proc, &restart);
+        if let Some(restart_info) = restart_info {
+            self.resume_after_restart(proc, &restart_info);
         }
         self.notify_links(proc, &LinkEvent::RouteUp(route));
     }

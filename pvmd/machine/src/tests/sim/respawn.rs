@@ -91,7 +91,7 @@ impl Sim {
     }
 
     /// Accepts a message that the previous process had sent and that the daemon returns to the new
-    /// process. Returns false if the frame is no returned message.
+    /// process. Returns false if the frame does not belong to such a message.
     pub(super) fn accept_returned(&mut self, proc: usize, frame: &LinkFrame) -> bool {
         let p = &mut self.procs[proc];
         let is_returned = frame.dst != frame.src
@@ -115,9 +115,11 @@ impl Sim {
     }
 
     /// Delays the master's messages to a host by at least `delay`.
-    pub(in crate::tests) fn delay_orders(&mut self, to: HostId, delay: Micros) {
-        self.last_arrivals
-            .insert(Channel::Control(HostId::MASTER, to), self.now + delay);
+    pub(in crate::tests) fn delay_orders(&mut self, receiver_host: HostId, delay: Micros) {
+        self.last_arrivals.insert(
+            Channel::Control(HostId::MASTER, receiver_host),
+            self.now + delay,
+        );
     }
 
     /// Renames the program of a process.

@@ -43,12 +43,12 @@ impl Sim {
                 },
             ),
         );
-        let ready = FromTasker::Ready(TaskerCapabilities {
+        let ready_message = FromTasker::Ready(TaskerCapabilities {
             pid_namespaces: true,
             engine_version: Ok("fake".into()),
             freezer: Ok(()),
         });
-        self.send_from_tasker(host_id, ready);
+        self.send_from_tasker(host_id, ready_message);
     }
 
     /// Ends the process of a task and reports its exit. Has no effect if the process has already
@@ -172,16 +172,16 @@ impl Sim {
         }
     }
 
-    pub(super) fn pause_after(&mut self, host_id: HostId, proc: usize, run_for: Micros) {
+    pub(super) fn pause_after(&mut self, host_id: HostId, proc: usize, run_time: Micros) {
         let p = &mut self.procs[proc];
         p.pause_serial += 1;
         let pause_serial = p.pause_serial;
-        if run_for == Micros(0) || p.stopped_for_migration {
+        if run_time == Micros(0) || p.stopped_for_migration {
             return self.pause_now(host_id, proc, pause_serial);
         }
         p.quiesce_runs += u64::from(std::mem::take(&mut p.paused));
         self.schedule(
-            self.now + run_for,
+            self.now + run_time,
             SimEvent::PauseDue(host_id, proc, pause_serial),
         );
         self.resume_proc(proc);
@@ -425,10 +425,10 @@ impl Sim {
             "only a stopped task can be restored (seed {})",
             self.seed
         );
-        let from = self.procs[proc].host;
+        let source_host = self.procs[proc].host;
         let is_source_dead = self.injection.killed_sources.contains(&migration)
             || self.procs[proc].exited
-            || self.is_host_removed(from);
+            || self.is_host_removed(source_host);
         assert!(
             is_source_dead,
             "two live copies of {tid} (seed {})",
@@ -462,7 +462,7 @@ impl Sim {
             if delay_us > 0 {
                 return self.schedule(
                     self.now + Micros(delay_us),
-                    SimEvent::MemoryTransferEnd(host_id, migration, from, tid),
+                    SimEvent::MemoryTransferEnd(host_id, migration, source_host, tid),
                 );
             }
             self.send_from_tasker(

@@ -161,7 +161,7 @@ fn messages_between_all_hosts_keep_order() {
     }
 }
 
-/// The inbox keeps all last messages of an exited task until its receiver accepts them.
+/// The inbox of a task keeps all last messages of an exited sender until the task accepts them.
 #[test]
 fn inbox_keeps_all_last_messages() {
     // These frames are never retransmitted. Their total size exceeds the windows of many links.
@@ -208,7 +208,8 @@ fn last_messages_precede_exit_on_slow_daemon() {
     }
 }
 
-/// A task ends soon after its process exits, even if a child process holds the socket open.
+/// A task ends soon after its process exits, even if a child process holds the socket open. The
+/// last message of the process arrives.
 #[test]
 fn inherited_socket_does_not_delay_exit() {
     let (mut sim, console) = Sim::cluster(1, 1);
@@ -235,8 +236,9 @@ fn inherited_socket_does_not_delay_exit() {
     assert_eq!(sim.procs[child_proc].conn, None);
 }
 
-/// A spawn distributes tasks in blocks over the hosts, beginning with the host after the local
-/// host.
+/// A spawn distributes tasks in blocks over the permitted hosts, beginning with the host after the
+/// last one used; the first spawn begins with the host after the local host. A spawn may be
+/// restricted to a host, to an architecture, or to all other hosts.
 #[test]
 fn spawn_distributes_blocks_from_next_host() {
     let (mut sim, console) = Sim::cluster(1, 3);
@@ -287,7 +289,8 @@ fn spawn_distributes_blocks_from_next_host() {
     );
 }
 
-/// A spawned task knows its parent and has the requested environment.
+/// A spawned task knows its parent, unless it was spawned without a parent. Its environment
+/// contains each requested variable once, and the variables of the daemon.
 #[test]
 fn spawned_task_gets_parent_and_environment() {
     let (mut sim, console) = Sim::cluster(2, 2);
@@ -340,15 +343,16 @@ fn spawned_task_gets_parent_and_environment() {
     );
 }
 
-/// A missing program and a program that cannot be started cause different errors.
+/// A spawn of a missing program returns an error. A program that cannot be started gets a tid, and
+/// the task ends immediately. A spawn of no tasks is refused.
 #[test]
 fn missing_program_differs_from_failed_start() {
     let (mut sim, console) = Sim::cluster(3, 2);
     let reply = sim.ask(console, Request::Spawn(spawn_request("missing", 3)));
     assert_eq!(spawned_tids(reply), [Err(PvmError::NoFile); 3]);
-    let start_error = spawned_tids(sim.ask(console, Request::Spawn(spawn_request("broken", 1))))[0]
+    let broken_tid = spawned_tids(sim.ask(console, Request::Spawn(spawn_request("broken", 1))))[0]
         .expect("it has a tid");
-    sim.ask(console, exit_notification_request(vec![start_error], 9));
+    sim.ask(console, exit_notification_request(vec![broken_tid], 9));
     sim.run_until("it ended at once", |s| {
         s.procs[console].notifications(9).len() == 1
     });
@@ -362,7 +366,8 @@ fn missing_program_differs_from_failed_start() {
     ));
 }
 
-/// A second process that claims a spawned tid becomes a new task.
+/// A second process that claims a spawned tid becomes a new task. A process that claims to be the
+/// quiesced library of a running task is refused.
 #[test]
 fn second_claim_becomes_new_task() {
     let (mut sim, console) = Sim::cluster(4, 1);
@@ -427,12 +432,12 @@ fn exit_notification_follows_last_message() {
                 .all(|w| s.procs[*w].notifications(7).len() == 1)
         });
         for w in &watchers {
-            let received = &sim.procs[*w].received;
+            let received_items = &sim.procs[*w].received;
             assert!(
-                matches!(received.last(), Some(Received::Notification(_))),
+                matches!(received_items.last(), Some(Received::Notification(_))),
                 "seed {seed}"
             );
-            assert_eq!(received.len(), 21, "seed {seed}");
+            assert_eq!(received_items.len(), 21, "seed {seed}");
         }
         // A watcher that subscribes to the exit of a dead or unknown task is notified immediately.
         let late_watcher = sim.enrol(host(2));
@@ -449,7 +454,8 @@ fn exit_notification_follows_last_message() {
     }
 }
 
-/// The cancellation of a notification triggers the notification immediately, and only once.
+/// Two equal notifications are requested. The cancellation of one triggers one notification
+/// immediately; the other follows when the task exits.
 #[test]
 fn cancelled_notification_comes_at_once() {
     let (mut sim, console) = Sim::cluster(6, 2);
@@ -485,8 +491,8 @@ fn cancelled_notification_comes_at_once() {
     ));
 }
 
-/// A spawned task that leaves the virtual machine has ended. Its process can enrol again and gets
-/// another tid.
+/// A spawned task that leaves the virtual machine stays in the task list until its process exits.
+/// The process can enrol again and gets another tid.
 #[test]
 fn reenrolled_process_gets_new_tid() {
     let (mut sim, console) = Sim::cluster(7, 2);
@@ -526,8 +532,8 @@ fn reenrolled_process_gets_new_tid() {
     sim.run_until("the end", |s| s.procs[console].notifications(1).len() == 1);
 }
 
-/// Messages wait for a spawned task that has not connected yet. They are dropped when the task is
-/// dead.
+/// Messages wait for a spawned task that has not connected yet. When the task is dead, the link of
+/// a later sender is notified.
 #[test]
 fn messages_wait_for_spawned_task() {
     let (mut sim, console) = Sim::cluster(8, 2);
@@ -609,7 +615,8 @@ fn mailbox_is_shared_by_all_hosts() {
     );
 }
 
-/// Task lists, clock requests, state requests and signals reach every host.
+/// The host concerned answers requests for task lists, clocks, and the status of hosts and tasks,
+/// and receives signals. Requests about unknown hosts and ended tasks return errors.
 #[test]
 fn host_wide_requests_reach_every_host() {
     let (mut sim, console) = Sim::cluster(11, 3);

@@ -6,12 +6,12 @@ use crate::tests::sim::Sim;
 use sempa_proto::Tid;
 use sempa_proto::task::{Request, Sink, SpawnRequest};
 
-/// Output goes to the collector with markers for the start and end of tasks. Without a collector it
-/// goes to the log of the master.
+/// Output goes to the collector with markers for the start and end of tasks. Output without a
+/// collector goes to the log of the master.
 #[test]
 fn output_goes_to_collector_or_master_log() {
     let (mut sim, console) = Sim::cluster(9, 2);
-    let output = Sink {
+    let output_sink = Sink {
         tid: sim.procs[console].tid(),
         ctx: 4,
         tag: 44,
@@ -19,7 +19,7 @@ fn output_goes_to_collector_or_master_log() {
     let child_tid = spawned_tids(sim.ask(
         console,
         Request::Spawn(SpawnRequest {
-            output_sink: output,
+            output_sink,
             ..spawn_request("child", 1)
         }),
     ))[0]
@@ -70,7 +70,7 @@ fn output_goes_to_collector_or_master_log() {
 #[test]
 fn collector_learns_all_tasks_of_spawn_first() {
     let (mut sim, console) = Sim::cluster(12, 3);
-    let output = Sink {
+    let output_sink = Sink {
         tid: sim.procs[console].tid(),
         ctx: 4,
         tag: 44,
@@ -78,7 +78,7 @@ fn collector_learns_all_tasks_of_spawn_first() {
     let spawn_results = spawned_tids(sim.ask(
         console,
         Request::Spawn(SpawnRequest {
-            output_sink: output,
+            output_sink,
             ..spawn_request("child", 3)
         }),
     ));

@@ -13,7 +13,7 @@ use sempa_proto::tasker::ToTasker;
 use sempa_proto::{Micros, PvmError, RequestId, Tid};
 
 /// Enrols a resource manager that places tasks, on the master. Returns its process.
-/// `learns_task_exits` is true if it is notified of all exits of tasks.
+/// `learns_task_exits` is true if the resource manager is notified of all exits of tasks.
 fn enrol_placement_rm(sim: &mut Sim, learns_task_exits: bool) -> usize {
     let rm = sim.enrol(HostId::MASTER);
     sim.ask(
@@ -81,11 +81,11 @@ fn placement_lease_use_is_reported() {
         ) else {
             panic!("no log")
         };
-        let placed_tids = entries
+        let placed_event_count = entries
             .iter()
             .filter(|entry| matches!(&entry.kind, EventKind::Placed { .. }))
             .count();
-        assert_eq!(placed_tids, 3, "seed {seed}");
+        assert_eq!(placed_event_count, 3, "seed {seed}");
         // A failed spawn is reported only to the requester, which then asks the resource manager.
         assert_eq!(
             spawned_tids(sim.ask(console, leased_spawn(9, rm_tid, spawn_request("child", 1)))),
@@ -164,8 +164,9 @@ fn spawn_reply_precedes_start_and_log() {
     assert_eq!(count_entries(&sim), entry_count + 2);
 }
 
-/// One request may use several placement leases, with one lease for each task. Failures are
-/// reported to the requester.
+/// One request may use several hosts of a placement lease, one for each task. Tasks on hosts that
+/// are not in the table fail. A request whose number of tasks differs from the number of hosts, or
+/// exceeds the limit, is refused.
 #[test]
 fn one_request_uses_several_placement_leases() {
     for seed in seeds(10) {
@@ -217,11 +218,11 @@ fn one_request_uses_several_placement_leases() {
             .notifications(SM_PLACEMENT_LEASE_USED)
             .into_iter()
             .map(|notification| unpack_placement_lease_use(notification.body).expect("a word"));
-        let located = |n: u16, tid: &Result<Tid, PvmError>| (host(n), tid.expect("started"));
+        let placed_task = |n: u16, tid: &Result<Tid, PvmError>| (host(n), tid.expect("started"));
         let first_tasks = [3, 1, 3, 2]
             .iter()
             .zip(&first_tids)
-            .map(|(n, tid)| located(*n, tid))
+            .map(|(n, tid)| placed_task(*n, tid))
             .collect();
         let expected = [
             PlacementLeaseUse {
@@ -230,7 +231,7 @@ fn one_request_uses_several_placement_leases() {
             },
             PlacementLeaseUse {
                 spawner,
-                tasks: vec![located(2, &second_tids[1])],
+                tasks: vec![placed_task(2, &second_tids[1])],
             },
         ];
         assert_eq!(use_reports.collect::<Vec<_>>(), expected, "seed {seed}");
@@ -254,7 +255,7 @@ fn lease_reports_are_batched_in_order() {
                 .rm_batch
                 .batched_item_count
         };
-        let mut spawned = Vec::new();
+        let mut leased_tids = Vec::new();
         for n in 1..=LEASE_HOSTS_MAX {
             let leased_spawn = LeasedSpawn {
                 rm: rm_tid,
@@ -268,7 +269,7 @@ fn lease_reports_are_batched_in_order() {
                     lease: leased_spawn,
                 },
             );
-            spawned.push(spawned_tids(reply)[0].expect("started"));
+            leased_tids.push(spawned_tids(reply)[0].expect("started"));
         }
         sim.run_until("the giver knows", |s| {
             s.procs[rm].notifications(SM_PLACEMENT_LEASE_USED).len() == LEASE_HOSTS_MAX
@@ -282,7 +283,7 @@ fn lease_reports_are_batched_in_order() {
                     .tasks
             })
             .collect();
-        let expected_tasks: Vec<_> = spawned
+        let expected_tasks: Vec<_> = leased_tids
             .iter()
             .map(|tid| vec![(HostId::MASTER, *tid)])
             .collect();
@@ -302,12 +303,12 @@ fn lease_reports_are_batched_in_order() {
         );
 
         sim.advance(Micros::from_secs(2));
-        let batched_before = batched_total(&sim);
+        let batched_count_before = batched_total(&sim);
         sim.ask(console, Request::Spawn(spawn_request("child", 1)));
         sim.advance(Micros::from_secs(1));
         assert_eq!(
             batched_total(&sim),
-            batched_before,
+            batched_count_before,
             "seed {seed}: nothing is granted any more"
         );
         let event_numbers: Vec<u64> = sim.procs[rm]

@@ -27,13 +27,13 @@ fn spawn_for_resource_manager(sim: &mut Sim, rm: usize, [console, other]: [usize
     };
     sim.run_until("the acknowledgement", |s| ack(s).is_some());
     let ack = ack(sim).expect("just seen");
-    let started: Vec<Tid> = unpack_tids(ack.body)
+    let started_tids: Vec<Tid> = unpack_tids(ack.body)
         .expect("tids")
         .into_iter()
         .flatten()
         .collect();
     assert_eq!(
-        (ack.src, ack.ctx, started.len()),
+        (ack.src, ack.ctx, started_tids.len()),
         (host(2).daemon_tid(), 0, 2)
     );
     sim.run_until("the refusal", |s| {
@@ -43,11 +43,11 @@ fn spawn_for_resource_manager(sim: &mut Sim, rm: usize, [console, other]: [usize
             .any(|l| l.contains("not the resource manager"))
     });
     sim.run_until("they are there", |s| {
-        started
+        started_tids
             .iter()
             .all(|t| s.procs[s.proc_of(*t)].welcome.is_some())
     });
-    started
+    started_tids
 }
 
 /// Asserts that the resource manager receives the last messages of a task before the notification
@@ -81,8 +81,8 @@ fn check_last_messages(sim: &mut Sim, rm: usize, rm_tid: Tid, ended_tid: Tid) {
     );
 }
 
-/// A resource manager spawns tasks, adds hosts and is notified of exits. All tasks are notified of
-/// its death.
+/// A resource manager spawns tasks, adds hosts and is notified of exits and lost hosts. All tasks
+/// are notified of its death.
 #[test]
 fn resource_manager_spawns_adds_and_is_notified() {
     for seed in seeds(10) {
@@ -156,8 +156,8 @@ fn resource_manager_spawns_adds_and_is_notified() {
     }
 }
 
-/// The command of the resource manager is started once. If the program is missing, the event log
-/// contains an entry.
+/// The command of the resource manager is started at the start of the virtual machine, without a
+/// parent. If the program is missing, the event log contains an entry.
 #[test]
 fn rm_command_starts_once_or_is_logged() {
     let mut sim = Sim::with_config(1, |c| {
@@ -207,7 +207,7 @@ fn killed_resource_manager_restarts_are_limited() {
         let rm = running_rm(&sim).expect("it runs");
         sim.exit_proc(rm, SIGKILL);
         sim.run_until("another one runs", |s| {
-            running_rm(s).is_some_and(|now| now != rm)
+            running_rm(s).is_some_and(|new_rm| new_rm != rm)
         });
     }
     let rm = running_rm(&sim).expect("it runs");
