@@ -24,8 +24,8 @@ pub(super) const GET_CHANGED: u32 = 0x5e03;
 pub(super) const CHANGED_PAGES: u32 = 0x5e04;
 /// Command: no more requests follow. The reply is [`CLOSE_REPLY`].
 pub(super) const PS_IOV_CLOSE: u32 = 0x1023;
-/// Has the same meaning as [`PS_IOV_CLOSE`]. CRIU sends this command on an inherited socket,
-/// because CRIU's caller may keep the socket open.
+/// Command: no more requests follow, as with [`PS_IOV_CLOSE`]. CRIU sends this command on an
+/// inherited socket, because CRIU's caller may keep the socket open.
 pub(super) const PS_IOV_FORCE_CLOSE: u32 = 0x1024;
 /// Reply to the close commands: the status 0.
 pub(super) const CLOSE_REPLY: [u8; 4] = [0; 4];

@@ -41,7 +41,7 @@ pub const FILE_LIST_BYTES_MAX: u64 = 32 << 20;
 /// Maximum size in bytes of an entry in the file list, without its path.
 const FILE_ENTRY_OVERHEAD_BYTES: u64 = 256;
 
-/// What the inspection has found in all processes of a task so far.
+/// Findings of the inspection in the processes of a task that were inspected so far.
 #[derive(Clone, Default)]
 struct InspectionFindings {
     /// How open files of the task are treated.

@@ -326,7 +326,7 @@ pub struct TaskRecord {
     pub hosts_epoch: Epoch,
 }
 
-/// What a daemon stores about a task in a checkpoint, next to the task's images.
+/// State of a task that a daemon stores in a checkpoint, in addition to the task's images.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct SavedTask {
     /// Value of [`CHECKPOINT_VERSION`](crate::checkpoint::CHECKPOINT_VERSION) in the program that

@@ -46,7 +46,7 @@ pub enum GuestAccess {
         /// Time at which guests are evicted if the owner is still present, in microseconds since
         /// 1970; `None` if guests stay paused.
         evict_at: Option<Micros>,
-        /// What happens to guests at `evict_at`.
+        /// Action that the daemon takes on guests at `evict_at`.
         eviction: EvictionMode,
     },
 }

@@ -77,8 +77,8 @@ pub enum Claim {
     Resume { tid: Tid, migration: MigrationId },
 }
 
-/// What a task that was started from a command line does when its daemon exits. A task that a
-/// daemon or a tasker started always ends when its daemon exits.
+/// Effect of the daemon's exit on a task that was started from a command line. A task that a daemon
+/// or a tasker started always ends when its daemon exits.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum OnDaemonExit {
     /// The daemon sends SIGTERM, as PVM does. Programs written for PVM expect this signal.

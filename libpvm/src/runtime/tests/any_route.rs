@@ -368,8 +368,8 @@ fn run_script(same_host: bool, script: &[(u32, RouteChange)]) -> Vec<RouteKind> 
     routes
 }
 
-/// Whatever routes two tasks use and however the routes change, no message is lost, duplicated,
-/// damaged or reordered.
+/// Two tasks lose, duplicate, damage and reorder no message on any route, also while the routes
+/// change.
 #[test]
 fn route_changes_preserve_messages() {
     let cases = std::env::var("PROPTEST_CASES")
