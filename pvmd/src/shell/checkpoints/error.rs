@@ -3,6 +3,7 @@
 use super::{CHECKPOINT_LIMIT_MAX, STORE_LIMIT_BYTES_MIN};
 use checkpoint::store::{InvalidCheckpointId, StoreError};
 use pvmd_machine::COPIES_MAX;
+use sempa_proto::checkpoint::StoreFailure;
 use sempa_proto::frame::FrameError;
 use thiserror::Error;
 
@@ -77,4 +78,11 @@ pub(crate) enum CheckpointError {
     /// Checkpoints that exceed the limits of the store were not all removed.
     #[error(transparent)]
     RemoveExpired(StoreError),
+}
+
+/// The state machine forwards the text of the error.
+impl From<CheckpointError> for StoreFailure {
+    fn from(error: CheckpointError) -> Self {
+        Self(error.to_string())
+    }
 }

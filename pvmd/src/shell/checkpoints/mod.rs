@@ -353,7 +353,7 @@ impl CheckpointService {
                 lock(&drafts).insert(snapshot, Arc::new(draft));
                 Ok(())
             });
-            let result = result.map_err(|e| StoreFailure(e.to_string()));
+            let result = result.map_err(StoreFailure::from);
             Event::CheckpointBegun { snapshot, result }
         });
     }
@@ -367,9 +367,7 @@ impl CheckpointService {
             let add_result = draft
                 .ok_or(CheckpointError::Abandoned)
                 .and_then(|draft| draft.add_task(tid, &dir).map_err(CheckpointError::AddPart));
-            let result = add_result
-                .map(drop)
-                .map_err(|e| StoreFailure(e.to_string()));
+            let result = add_result.map(drop).map_err(StoreFailure::from);
             Event::PartStored { migration, result }
         });
     }
@@ -403,7 +401,7 @@ impl CheckpointService {
                 }
                 Ok((info.id.to_string(), info.bytes))
             });
-            let result = result.map_err(|e| StoreFailure(e.to_string()));
+            let result = result.map_err(StoreFailure::from);
             Event::CheckpointSealed { snapshot, result }
         });
     }
@@ -429,7 +427,7 @@ impl CheckpointService {
                 lock(&open_checkpoints).insert(restart, Arc::new(checkpoint));
                 Ok(meta)
             });
-            let result = result.map_err(|e| StoreFailure(e.to_string()));
+            let result = result.map_err(StoreFailure::from);
             Event::CheckpointOpened {
                 restart_number: restart,
                 result,
@@ -475,35 +473,37 @@ impl CheckpointService {
         self.spawn_reporting(move |store| {
             let list_result =
                 store.and_then(|store| store.list_checkpoints().map_err(CheckpointError::List));
-            let result = list_result.map_err(|e| StoreFailure(e.to_string())).map(
-                |(checkpoints, unreadable_entries)| {
-                    let readable_entries =
-                        checkpoints.into_iter().map(|checkpoint| CheckpointEntry {
-                            name: checkpoint.id.to_string(),
-                            job: checkpoint.job,
-                            created_at: checkpoint.started_at,
-                            task_count: u32::try_from(checkpoint.parts.len()).unwrap_or(u32::MAX),
-                            stored_bytes: checkpoint.bytes,
-                            unusable_reason: None,
-                            job_ended_at: checkpoint.job_ended_at,
-                            copy_hosts: Vec::new(),
-                        });
-                    let unreadable_entries =
-                        unreadable_entries
-                            .into_iter()
-                            .map(|(checkpoint, why)| CheckpointEntry {
-                                name: checkpoint,
-                                job: Tid::NONE,
-                                created_at: Micros(0),
-                                task_count: 0,
-                                stored_bytes: 0,
-                                unusable_reason: Some(why.to_string()),
-                                job_ended_at: None,
+            let result =
+                list_result
+                    .map_err(StoreFailure::from)
+                    .map(|(checkpoints, unreadable_entries)| {
+                        let readable_entries =
+                            checkpoints.into_iter().map(|checkpoint| CheckpointEntry {
+                                name: checkpoint.id.to_string(),
+                                job: checkpoint.job,
+                                created_at: checkpoint.started_at,
+                                task_count: u32::try_from(checkpoint.parts.len())
+                                    .unwrap_or(u32::MAX),
+                                stored_bytes: checkpoint.bytes,
+                                unusable_reason: None,
+                                job_ended_at: checkpoint.job_ended_at,
                                 copy_hosts: Vec::new(),
                             });
-                    readable_entries.chain(unreadable_entries).collect()
-                },
-            );
+                        let unreadable_entries =
+                            unreadable_entries.into_iter().map(|(checkpoint, why)| {
+                                CheckpointEntry {
+                                    name: checkpoint,
+                                    job: Tid::NONE,
+                                    created_at: Micros(0),
+                                    task_count: 0,
+                                    stored_bytes: 0,
+                                    unusable_reason: Some(why.to_string()),
+                                    job_ended_at: None,
+                                    copy_hosts: Vec::new(),
+                                }
+                            });
+                        readable_entries.chain(unreadable_entries).collect()
+                    });
             Event::CheckpointsListed { tid, id, result }
         });
     }

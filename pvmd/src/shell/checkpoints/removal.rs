@@ -143,7 +143,7 @@ impl CheckpointService {
                     .map(|checkpoint| (checkpoint, Err(RemovalRefusal::NoSuchCheckpoint)))
                     .collect()),
             };
-            let result = result.map_err(|e| StoreFailure(e.to_string()));
+            let result = result.map_err(StoreFailure::from);
             Event::CheckpointsRemoved { tid, id, result }
         });
     }
