@@ -36,6 +36,9 @@ const COLLISION_ERRORS: [&str; 3] = [
 /// Age from which the directory [`MOUNT_POINT`] counts as abandoned. A running dump removes the
 /// directory after less than a millisecond.
 const STALE_AGE: Duration = Duration::from_secs(2);
+/// The events that a lock watches. inotify(7) merges equal consecutive events that are unread.
+/// Creations between the removals keep the removals apart, so that each one is counted.
+const WATCHED_EVENTS: AddWatchFlags = AddWatchFlags::IN_CREATE.union(AddWatchFlags::IN_DELETE);
 
 /// Maximum time for which a lock excludes other dumps. A lock usually lasts milliseconds. It lasts
 /// longer while CRIU dumps memory, and a dump may hang.
@@ -90,7 +93,7 @@ impl WorkingDir {
         let watch = Inotify::init(InitFlags::IN_CLOEXEC | InitFlags::IN_NONBLOCK).ok();
         let add_watch = |watch: &Inotify| {
             watch
-                .add_watch(cwd_link(self.root_pid).as_str(), AddWatchFlags::IN_DELETE)
+                .add_watch(cwd_link(self.root_pid).as_str(), WATCHED_EVENTS)
                 .is_ok()
         };
         // Without the inotify watch the lock lasts until the dump has ended.
@@ -98,20 +101,20 @@ impl WorkingDir {
             file_id: self.file_id,
             locked_at: now,
             watch: watch.filter(add_watch),
-            remaining_creations: self.expected_creations,
+            remaining_removals: self.expected_creations,
         })
     }
 }
 
-/// The lock of one dump on a working directory. It is released when CRIU has created the directory
+/// The lock of one dump on a working directory. It is released when CRIU has removed the directory
 /// [`MOUNT_POINT`] for the last time, or when this value is dropped.
 #[derive(Debug)]
 pub(super) struct DumpLock {
     file_id: (u64, u64),
     locked_at: Instant,
     watch: Option<Inotify>,
-    /// Number of times that CRIU will still create the directory [`MOUNT_POINT`].
-    remaining_creations: usize,
+    /// Number of times that CRIU will still create and remove the directory [`MOUNT_POINT`].
+    remaining_removals: usize,
 }
 
 impl DumpLock {
@@ -128,13 +131,15 @@ impl DumpLock {
             .as_ref()
             .and_then(|watch| watch.read_events().ok())
             .unwrap_or_default();
-        let is_creation =
-            |event: &&InotifyEvent| event.name.as_deref() == Some(OsStr::new(MOUNT_POINT));
-        self.remaining_creations = self
-            .remaining_creations
-            .saturating_sub(events.iter().filter(is_creation).count());
+        let is_removal = |event: &&InotifyEvent| {
+            event.mask.contains(AddWatchFlags::IN_DELETE)
+                && event.name.as_deref() == Some(OsStr::new(MOUNT_POINT))
+        };
+        self.remaining_removals = self
+            .remaining_removals
+            .saturating_sub(events.iter().filter(is_removal).count());
         let lost_events = AddWatchFlags::IN_Q_OVERFLOW | AddWatchFlags::IN_IGNORED;
-        self.remaining_creations == 0
+        self.remaining_removals == 0
             || events
                 .iter()
                 .any(|event| event.mask.intersects(lost_events))
@@ -255,6 +260,11 @@ mod tests {
         );
         create_mount_point();
         assert!(lock.is_released());
+        drop(lock);
+        let mut lock = first_process.1.try_lock(now).expect("nobody has it");
+        create_mount_point();
+        create_mount_point();
+        assert!(lock.is_released(), "unread removals are counted one by one");
         drop(lock);
         let second_lock = second_process
             .1
