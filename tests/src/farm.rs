@@ -10,6 +10,11 @@ use anyhow::{Context, Result, ensure};
 use sempa_proto::event::EventKind;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
+use std::time::Duration;
+
+/// Timeout of the program that measures a unit. The program computes for seconds of processor time,
+/// which take minutes on a machine that has much other load.
+const UNIT_TIMEOUT: Duration = Duration::from_secs(600);
 
 /// A testbed whose hosts may each use a different share of one processor.
 #[derive(Debug)]
@@ -162,7 +167,7 @@ impl UnequalHosts {
         )?;
         let mut command = self.testbed.outside_host().root_command(program);
         command.arg("unit");
-        let unit_us: f64 = run_successfully(command, COMMAND_TIMEOUT)?
+        let unit_us: f64 = run_successfully(command, UNIT_TIMEOUT)?
             .stdout
             .trim()
             .parse()?;
