@@ -466,23 +466,27 @@ fn queued_jobs_are_stored_while_others_leave() {
             .chain(&large_tids)
             .for_each(|tid| check_memory(vm, tid));
         let drain_output = run_pvm(vm, &["drain", "h1", "--deadline", "20s", "--checkpoint"]);
-        let early_lines = drain_output
-            .stdout
-            .lines()
-            .take_while(|line| !line.contains(" has left ("));
-        let early_lines: Vec<&str> = early_lines
-            .filter(|line| line.contains(" has ended; 'restart "))
+        // The order of the events, not of the lines: a line is printed after its event, and on a
+        // slow machine small jobs may still migrate when the deadline ends the wait.
+        let events = vm.events().or_panic_with_logs(vm);
+        let early_jobs: Vec<String> = events
+            .iter()
+            .take_while(|entry| !matches!(entry.kind, EventKind::Migrated { .. }))
+            .filter_map(|entry| match &entry.kind {
+                EventKind::Checkpointed { job, .. } => Some(job.to_string()),
+                _ => None,
+            })
             .collect();
-        let names_large_job = |line: &&str| {
-            large_tids
-                .iter()
-                .any(|tid| line.starts_with(&format!("job {tid} ")))
-        };
         assert!(
-            !early_lines.is_empty() && early_lines.iter().all(names_large_job),
+            !early_jobs.is_empty() && early_jobs.iter().all(|job| large_tids.contains(job)),
             "{drain_output:?}\n{}",
             vm.events_and_logs()
         );
+        let ends_job = |job: &String| {
+            let line = format!("job {job} has ended; 'restart ");
+            drain_output.stdout.contains(&line)
+        };
+        assert!(early_jobs.iter().all(ends_job), "{drain_output:?}");
     });
 }
 

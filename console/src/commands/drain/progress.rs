@@ -8,7 +8,7 @@ use libpvm::Error;
 use sempa_proto::event::EventKind;
 use sempa_proto::migration::Step;
 use sempa_proto::{HostId, Micros, Tid};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// Maximum number of events in the reply to one request.
 const EVENTS_BATCH_MAX: u32 = 4096;
@@ -42,6 +42,8 @@ pub(super) struct DrainProgress {
     pub(super) drained_host: Option<HostId>,
     /// Bytes of the tasks that have left the host since the drain started.
     pub(super) departed_bytes: u64,
+    /// Tasks that have migrated from the host since the drain started.
+    migrated_tasks: BTreeSet<Tid>,
     /// Name of the newest checkpoint of each job, if that checkpoint was completed since the drain
     /// started.
     pub(super) drain_checkpoints: BTreeMap<Tid, String>,
@@ -95,6 +97,7 @@ impl DrainProgress {
                     self.drain_checkpoints,
                     self.end_reason,
                 ) = (Some(*host), 0, BTreeMap::new(), None);
+                self.migrated_tasks.clear();
             }
             // The resource manager keeps only the newest deadline of a host.
             EventKind::DrainStarted {
@@ -131,6 +134,7 @@ impl DrainProgress {
                 let bytes = *bytes.max(resident);
                 self.image_bytes.insert(*tid, bytes);
                 if self.drained_host == Some(*from) {
+                    self.migrated_tasks.insert(*tid);
                     self.departed_bytes = self.departed_bytes.saturating_add(bytes);
                 }
                 if bytes >= RATE_SAMPLE_BYTES_MIN {
@@ -143,6 +147,11 @@ impl DrainProgress {
             EventKind::MigrationFailed { tid, .. } => drop(self.last_steps.remove(tid)),
             _ => {}
         }
+    }
+
+    /// True if the task has migrated from the host since the drain started.
+    pub(super) fn has_migrated(&self, tid: Tid) -> bool {
+        self.migrated_tasks.contains(&tid)
     }
 
     /// Returns the work that a job with these tasks would lose at time `now`: the sum, over the
@@ -297,15 +306,17 @@ mod tests {
             (
                 progress.departed_bytes,
                 progress.drain_checkpoints.get(&job).cloned(),
+                progress.has_migrated(job),
             )
         };
         assert_eq!(
             totals_after(&[
                 checkpointed_event("a"),
                 migrated_event(host),
-                drain_started_event(console)
+                drain_started_event(console),
+                migrated_event(other_host),
             ]),
-            (0, None)
+            (0, None, false)
         );
         assert_eq!(
             totals_after(&[
@@ -314,11 +325,11 @@ mod tests {
                 migrated_event(other_host),
                 checkpointed_event("c")
             ]),
-            (7, Some("c".into()))
+            (7, Some("c".into()), true)
         );
         assert_eq!(
             totals_after(&[drain_started_event(other_console)]),
-            (7, Some("c".into())),
+            (7, Some("c".into()), true),
             "it has no time of its own"
         );
     }

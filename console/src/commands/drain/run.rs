@@ -305,13 +305,9 @@ impl DrainRun<'_> {
         if !ends_job && self.progress.drain_checkpoints.contains_key(&job) {
             return Ok(());
         }
-        if !self.attempts.contains_key(&job) {
-            (self.print_line)(&format!(
-                "job {job} is being checkpointed, {}\n",
-                megabytes_text(remaining_job.memory_bytes)
-            ));
-        }
-        let result = request_checkpoint(self.machine, job, ends_job)?;
+        let is_first_attempt = !self.attempts.contains_key(&job);
+        // The last tasks of the job may have migrated during the estimate.
+        let is_on_host = self.is_on_host(job)?;
         let attempts = CheckpointAttempts {
             count: 0,
             last_attempt_at: self.started_at,
@@ -320,6 +316,17 @@ impl DrainRun<'_> {
         };
         let attempts = self.attempts.entry(job).or_insert(attempts);
         (attempts.count, attempts.last_attempt_at) = (attempts.count + 1, Instant::now());
+        if !is_on_host {
+            return Ok(());
+        }
+        if is_first_attempt {
+            (self.print_line)(&format!(
+                "job {job} is being checkpointed, {}\n",
+                megabytes_text(remaining_job.memory_bytes)
+            ));
+        }
+        let result = request_checkpoint(self.machine, job, ends_job)?;
+        attempts.last_attempt_at = Instant::now();
         match result {
             Ok(report) if ends_job => {
                 (self.print_line)(&format!(
@@ -363,6 +370,18 @@ impl DrainRun<'_> {
             }
         }
         Ok(())
+    }
+
+    /// True if the job has a task on the host that has not migrated.
+    fn is_on_host(&self, job: Tid) -> Result<bool, Error> {
+        let tasks_on_host = self
+            .remaining_tasks
+            .iter()
+            .filter(|(tid, _)| !self.progress.has_migrated(**tid))
+            .map(|(tid, reason)| (*tid, reason.clone()))
+            .collect();
+        let jobs = find_jobs(self.console, &task_parents(self.machine)?, &tasks_on_host);
+        Ok(jobs.contains(&job))
     }
 
     /// Checkpoints and ends all remaining jobs. Jobs with failed attempts get one more attempt,
