@@ -142,6 +142,12 @@ pub(crate) fn sysv_table(name: &str) -> String {
     std::fs::read_to_string(format!("/proc/sysvipc/{name}")).unwrap_or_default()
 }
 
+/// Returns the number below which all PIDs in this process's PID namespace are; `None` if it cannot
+/// be read.
+pub fn pid_limit() -> Option<u32> {
+    u32::try_from(procfs::sys::kernel::pid_max().ok()?).ok()
+}
+
 /// Returns the release of this host's kernel.
 pub(crate) fn kernel_release() -> String {
     std::fs::read_to_string("/proc/sys/kernel/osrelease")

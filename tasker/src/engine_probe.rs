@@ -57,7 +57,7 @@ impl Supervisor {
     pub(crate) fn start_probe(&mut self) {
         match &self.migrations.engine_status {
             EngineStatus::Probing(_) => {}
-            EngineStatus::Unusable(why) if self.uses_namespaces => {
+            EngineStatus::Unusable(why) if self.uses_namespaces() => {
                 let why = why.clone();
                 match Criu::locate(|name| std::env::var_os(name)) {
                     Ok(criu) => self.migrations.engine = Some(Arc::new(criu)),

@@ -117,7 +117,12 @@ impl Supervisor {
                 .reservations
                 .reserve(migration, facts.memory_bytes);
         }
-        let host = ThisHost::new(self.migrations.hash_cache.clone(), reserved_bytes);
+        let host = ThisHost::new(
+            self.migrations.hash_cache.clone(),
+            reserved_bytes,
+            self.pid_numbering
+                .map_or(u32::MAX, |numbering| numbering.pid_limit),
+        );
         let work = move || WorkerResult::FeasibilityChecked {
             requester,
             verdict: facts::decide_verdict(&facts, &host),

@@ -9,7 +9,7 @@
 //! processes cannot be killed, so after the death of a tasker its frozen tasks would remain
 //! forever. In version 2 frozen processes can be killed like others.
 
-use crate::clone_into_cgroup;
+use crate::clone_vfork;
 use crate::namespace_init;
 use crate::sys::{self, Child};
 use nix::fcntl::{Flock, FlockArg};
@@ -95,7 +95,7 @@ impl Freezer {
         if std::env::var_os(FREEZER_VARIABLE).is_some_and(|value| value == "off") {
             return Err(FreezerUnavailable::Disabled);
         }
-        if !clone_into_cgroup::CLONE_INTO_CGROUP_SUPPORTED {
+        if !clone_vfork::IS_SUPPORTED {
             return Err(FreezerUnavailable::UnsupportedProcessor);
         }
         let read_own_proc_file =

@@ -7,7 +7,7 @@
 //! kills all tasks and exits.
 
 mod binary_hashing;
-mod clone_into_cgroup;
+mod clone_vfork;
 mod daemon_socket;
 mod dump_attempt;
 mod engine_probe;
@@ -15,12 +15,14 @@ mod feasibility;
 mod file_transfer;
 mod freezer;
 mod image_manifest;
+mod last_pid;
 mod memory_reservations;
 mod migrations;
 mod namespace;
 mod namespace_init;
 mod nice;
 mod pause;
+mod pid_numbering;
 mod post_copy;
 mod pre_copy;
 mod signal_disposition;
@@ -58,7 +60,7 @@ const RETAINED_CAPABILITIES: CapabilitySet = CapabilitySet::empty()
     .union(CapabilitySet::SYS_NICE)
     // For large pipes, and for resource limits.
     .union(CapabilitySet::SYS_RESOURCE)
-    // For restoring processes with their original ids.
+    // For restoring processes with their original ids, and for choosing the ids of new tasks.
     .union(CapabilitySet::CHECKPOINT_RESTORE);
 
 const USAGE: &str = "usage: pvm-tasker FD; it is started by pvmd, not by hand, see pvm-tasker(1)";

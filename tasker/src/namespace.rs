@@ -8,7 +8,9 @@
 //! the init.
 
 use crate::freezer::{ControlGroup, Freezer};
+use crate::last_pid;
 use crate::namespace_init;
+use crate::pid_numbering::{FirstPid, PidNumbering};
 use crate::sys::{self, Child, ExecPlan, StartError, StartGuard};
 use checkpoint::proc;
 use nix::fcntl::OFlag;
@@ -48,6 +50,8 @@ pub(crate) struct Namespace {
     group: Option<ControlGroup>,
     /// True if the processes in the namespace are members of the control group.
     members_in_group: Cell<bool>,
+    /// The PID, in the namespace, of the first process of the task. `None` if the kernel chose it.
+    first_pid: Cell<Option<i32>>,
 }
 
 impl Namespace {
@@ -68,6 +72,7 @@ impl Namespace {
                 end_requested: Cell::new(false),
                 group: freezer.and_then(|freezer| freezer.create_group().ok()),
                 members_in_group: Cell::new(false),
+                first_pid: Cell::new(None),
             }),
             Err(error) => {
                 sys::kill_pidfd(init.pidfd.as_fd());
@@ -77,13 +82,30 @@ impl Namespace {
         }
     }
 
-    /// Tests whether the tasker may create PID namespaces, by creating one.
-    pub(crate) fn can_create() -> bool {
-        let Ok(namespace) = Self::new(None) else {
-            return false;
-        };
+    /// Tests whether the tasker may create PID namespaces, by creating one. Returns the PIDs that
+    /// namespaces allow; `None` if the tasker may not create namespaces.
+    pub(crate) fn probe() -> Option<PidNumbering> {
+        let namespace = Self::new(None).ok()?;
+        let numbering = namespace.run_with_children_inside(PidNumbering::probe);
         namespace.kill_processes();
-        sys::wait_and_reap(namespace.init.pid).is_ok()
+        sys::wait_and_reap(namespace.init.pid).ok()?;
+        numbering.ok()
+    }
+
+    /// Sets the PID after which the kernel looks for the PID of the next process in the namespace.
+    ///
+    /// # Errors
+    /// The kernel does not permit it, or no helper process can be created.
+    pub(crate) fn set_last_pid(&self, pid: i32) -> io::Result<()> {
+        let write_result =
+            self.run_with_children_inside(|| last_pid::set_by_helper(pid, None))??;
+        Ok(write_result?)
+    }
+
+    /// Returns the PID, in the namespace, of the first process of the task; `None` if the kernel
+    /// chose it.
+    pub(crate) fn first_pid(&self) -> Option<i32> {
+        self.first_pid.get()
     }
 
     /// True if the init has ended; all other processes in the namespace have then ended, too.
@@ -124,7 +146,8 @@ impl Namespace {
         Ok(create_result)
     }
 
-    /// Starts a program in the namespace, as a direct child of the tasker.
+    /// Starts a program in the namespace, as a direct child of the tasker, with the PID `first_pid`
+    /// if one is given.
     ///
     /// # Errors
     /// As [`sys::start_program`].
@@ -132,12 +155,15 @@ impl Namespace {
         &self,
         plan: &ExecPlan<'_>,
         guard: &StartGuard,
+        first_pid: Option<FirstPid>,
     ) -> Result<Child, StartError> {
-        self.start_in_group(|group| sys::start_program(plan, guard, group))
+        self.start_in_group(first_pid, |group, pid| {
+            sys::start_program(plan, guard, group, pid)
+        })
     }
 
-    /// Starts a process in the namespace as a direct child of the tasker. The process waits before
-    /// its exec.
+    /// Starts a process in the namespace as a direct child of the tasker, with the PID `first_pid`
+    /// if one is given. The process waits before its exec.
     ///
     /// # Errors
     /// As [`sys::start_stopped_before_exec`].
@@ -145,33 +171,43 @@ impl Namespace {
         &self,
         plan: &ExecPlan<'_>,
         timeout: Duration,
+        first_pid: Option<FirstPid>,
     ) -> Result<Child, StartError> {
-        self.start_in_group(|group| sys::start_stopped_before_exec(plan, timeout, group))
+        self.start_in_group(first_pid, |group, pid| {
+            sys::start_stopped_before_exec(plan, timeout, group, pid)
+        })
     }
 
     /// Creates a process in the namespace by calling `create_process`, which receives the control
-    /// group. If the kernel refuses the group, `create_process` is called again without a group.
-    /// Records whether the processes in the namespace are members of the group.
+    /// group and the PID. If the kernel refuses the group or the PID, `create_process` is called
+    /// again without it. Records whether the processes in the namespace are members of the group,
+    /// and the PID.
     fn start_in_group(
         &self,
-        create_process: impl Fn(Option<BorrowedFd<'_>>) -> Result<Child, StartError>,
+        first_pid: Option<FirstPid>,
+        create_process: impl Fn(Option<BorrowedFd<'_>>, Option<i32>) -> Result<Child, StartError>,
     ) -> Result<Child, StartError> {
-        let start_in_namespace = |group: Option<BorrowedFd<'_>>| {
-            self.run_with_children_inside(|| create_process(group))
-                .map_err(StartError::NoProcess)?
-        };
-        self.members_in_group.set(false);
-        if let Some(folder) = self.group.as_ref().and_then(|group| group.open_dir().ok()) {
-            match start_in_namespace(Some(folder.as_fd())) {
-                // The kernel refused this control group; try without it.
-                Err(StartError::NoProcess(_)) => {}
+        let mut set_pid = first_pid.filter(|pid| pid.is_set_by_clone());
+        if let Some(first_pid) = first_pid.filter(|pid| !pid.is_set_by_clone()) {
+            // If this fails, the kernel chooses the PID.
+            let _ = self.set_last_pid(first_pid.pid() - 1);
+        }
+        let dir = self.group.as_ref().and_then(|group| group.open_dir().ok());
+        let mut group = dir.as_ref().map(AsFd::as_fd);
+        loop {
+            let creation_result = self
+                .run_with_children_inside(|| create_process(group, set_pid.map(FirstPid::pid)))
+                .map_err(StartError::NoProcess)?;
+            match creation_result {
+                Err(StartError::NoProcess(_)) if group.is_some() => group = None,
+                Err(StartError::NoProcess(_)) if set_pid.is_some() => set_pid = None,
                 other => {
-                    self.members_in_group.set(true);
+                    self.members_in_group.set(group.is_some());
+                    self.first_pid.set(set_pid.map(FirstPid::pid));
                     return other;
                 }
             }
         }
-        start_in_namespace(None)
     }
 
     /// Returns the control group if all processes in the namespace are members of the group;
@@ -346,6 +382,39 @@ impl SpareNamespaces {
             }
         } else if self.last_taken_at.elapsed() >= SPARE_IDLE_TIMEOUT {
             self.namespaces.truncate(SPARE_NAMESPACES_MIN);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The PID of the next process follows the one that was set. The kernel lets a tasker of root choose
+    /// PIDs.
+    #[test]
+    #[ignore = "system tier: needs root and process-id namespaces"]
+    fn next_process_has_the_chosen_pid() {
+        let namespace = Namespace::new(None).unwrap_or_else(|e| panic!("cannot run here: {e}"));
+        let (dev_null, mut children) = (File::open("/dev/null").expect("there"), Vec::new());
+        let mut start_idle = || {
+            let child = namespace.start_idle_process(c"/", &dev_null, &dev_null);
+            children.push(child.expect("started"));
+            proc::innermost_pid(children.last().expect("one").pid)
+        };
+        namespace.set_last_pid(20_000).expect("permitted");
+        assert_eq!((start_idle(), start_idle()), (Some(20_001), Some(20_002)));
+        namespace.set_last_pid(300).expect("permitted");
+        assert_eq!(start_idle(), Some(301));
+        let numbering = Namespace::probe().expect("permitted");
+        assert!(
+            numbering
+                .first_pid(sempa_proto::Tid::from_raw(0x40001))
+                .is_some()
+        );
+        namespace.kill_processes();
+        for child in children.iter().chain([&namespace.init]) {
+            sys::wait_and_reap(child.pid).expect("a child");
         }
     }
 }

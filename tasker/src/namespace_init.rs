@@ -28,7 +28,7 @@ pub(crate) fn start_init(
 ) -> io::Result<Child> {
     let (control, heap_ranges) = (control.as_raw_fd(), HeapRanges::of_this_process());
     // SAFETY: the new process immediately calls `run_init`, which never returns.
-    match unsafe { sys::clone3(libc::CLONE_NEWPID, group) }? {
+    match unsafe { sys::clone3(libc::CLONE_NEWPID, group, None) }? {
         Some(child) => Ok(child),
         // SAFETY: this is the new process.
         None => unsafe { run_init(control, &heap_ranges) },

@@ -8,6 +8,7 @@ use crate::daemon_socket::DaemonSocket;
 use crate::freezer::{ControlGroup, Freezer, FreezerUnavailable};
 use crate::migrations::{EngineStatus, Migrations};
 use crate::namespace::{Namespace, SpareNamespaces};
+use crate::pid_numbering::{FirstPid, PidNumbering};
 use crate::signal_disposition;
 use crate::sys::{self, StartGuard, TaskStartState};
 use crate::task::{
@@ -65,8 +66,8 @@ pub(crate) struct Supervisor {
     pub(crate) daemon_socket: DaemonSocket,
     pub(crate) tasks: BTreeMap<Tid, Task>,
     pub(crate) migrations: Migrations,
-    /// True if each task gets its own PID namespace.
-    pub(crate) uses_namespaces: bool,
+    /// The PIDs that the PID namespaces of tasks allow; `None` if tasks get no namespaces.
+    pub(crate) pid_numbering: Option<PidNumbering>,
     /// Namespaces prepared for future tasks.
     pub(crate) spare_namespaces: SpareNamespaces,
     pub(crate) task_start_state: TaskStartState,
@@ -115,12 +116,13 @@ impl Supervisor {
             &handled_signals,
             SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK,
         )?;
-        let uses_namespaces = Namespace::can_create();
+        let pid_numbering = Namespace::probe();
+        let uses_namespaces = pid_numbering.is_some();
         Ok(Self {
             daemon_socket: DaemonSocket::new(socket)?,
             tasks: BTreeMap::new(),
             migrations: Migrations::new(uses_namespaces)?,
-            uses_namespaces,
+            pid_numbering,
             spare_namespaces: SpareNamespaces::new(),
             task_start_state: TaskStartState::prepare()?,
             start_guard: StartGuard::new(EXEC_TIMEOUT)?,
@@ -148,10 +150,21 @@ impl Supervisor {
         loop_result
     }
 
+    /// True if each task gets its own PID namespace.
+    pub(crate) fn uses_namespaces(&self) -> bool {
+        self.pid_numbering.is_some()
+    }
+
+    /// Returns the PID with which the task `tid` starts in its namespace; `None` if the kernel
+    /// chooses it.
+    pub(crate) fn first_pid(&self, tid: Tid) -> Option<FirstPid> {
+        self.pid_numbering.as_ref()?.first_pid(tid)
+    }
+
     /// Returns the capabilities of this host that are known so far.
     pub(crate) fn capabilities(&self) -> TaskerCapabilities {
         TaskerCapabilities {
-            pid_namespaces: self.uses_namespaces,
+            pid_namespaces: self.uses_namespaces(),
             engine_version: self.migrations.engine_state(),
             freezer: self
                 .freezer
@@ -385,6 +398,7 @@ impl Supervisor {
                 self.send(&FromTasker::Started {
                     tid,
                     pid: task.process.pid,
+                    namespace_pid: task.namespace_pid(),
                 });
                 self.migrations
                     .binary_hasher
@@ -399,14 +413,16 @@ impl Supervisor {
     }
 
     fn start_task(&mut self, order: &TaskStart) -> Result<Task, StartTaskError> {
-        let namespace = match self.uses_namespaces && !order.pinned {
-            true => Some(
-                self.spare_namespaces
+        let namespace = match self.uses_namespaces() && !order.pinned {
+            true => {
+                let namespace = self
+                    .spare_namespaces
                     .take_or_create(self.freezer.as_mut().ok())
                     .map_err(|e| {
                         StartTaskError::new(order, StartTaskFailure::CreateNamespace(e))
-                    })?,
-            ),
+                    })?;
+                Some((namespace, self.first_pid(order.tid)))
+            }
             false => None,
         };
         task::start_task_process(order, namespace, &self.task_start_state, &self.start_guard)
@@ -417,7 +433,7 @@ impl Supervisor {
     fn spare_check_delay(&self) -> Option<Duration> {
         self.spare_namespaces
             .maintenance_delay()
-            .filter(|_| self.uses_namespaces && !self.has_stopping_task())
+            .filter(|_| self.uses_namespaces() && !self.has_stopping_task())
     }
 
     fn start_planned_probe(&mut self) {

@@ -9,7 +9,8 @@
 //! exec; [`StartGuard`] limits that time.
 #![allow(unsafe_code)] // Raw process creation has no safe interface.
 
-use crate::clone_into_cgroup;
+use crate::clone_vfork::{self, SetTid};
+use crate::last_pid::LastPid;
 use checkpoint::capabilities::CapabilitySet;
 use nix::errno::Errno;
 use nix::fcntl::OFlag;
@@ -166,6 +167,9 @@ pub(crate) struct ExecPlan<'a> {
     /// True if the process must stop before its exec and close all descriptors except those of the
     /// program.
     wait_before_exec: bool,
+    /// The number after which the PIDs of the process's children begin: its own PID. `None` if the
+    /// kernel has chosen the PID.
+    last_pid: Option<LastPid>,
     /// The error of a failed start. The new process writes it into the memory that it shares with
     /// the tasker.
     error: Cell<Option<ExecError>>,
@@ -195,8 +199,15 @@ impl<'a> ExecPlan<'a> {
             task_start_state: start_state,
             die_with_parent,
             wait_before_exec: false,
+            last_pid: None,
             error: Cell::new(None),
         }
+    }
+
+    /// Makes the PIDs of the children follow `first_pid`, the PID of the process in its namespace.
+    pub(crate) fn numbering_children_from(mut self, first_pid: Option<i32>) -> Self {
+        self.last_pid = first_pid.map(LastPid::new);
+        self
     }
 
     /// Makes the process stop before its exec; see [`start_stopped_before_exec`].
@@ -260,16 +271,19 @@ fn signal_is_ignored(signal: i32) -> bool {
 }
 
 /// Creates a process like `fork`, with the additional clone flags `flags`, in the control group
-/// `group` if one is given. Returns `None` in the new process.
+/// `group` if one is given, and with the PID `namespace_pid` in its own PID namespace if one is
+/// given. Returns `None` in the new process.
 ///
 /// # Safety
 /// The new process must not allocate, lock, or return from the caller's scope.
 pub(crate) unsafe fn clone3(
     flags: i32,
     group: Option<BorrowedFd<'_>>,
+    namespace_pid: Option<i32>,
 ) -> io::Result<Option<Child>> {
     let mut pidfd: RawFd = -1;
-    let group_flag = group.map_or(0, |_| clone_into_cgroup::CLONE_INTO_CGROUP);
+    let set_tid = SetTid::new(namespace_pid);
+    let group_flag = group.map_or(0, |_| clone_vfork::CLONE_INTO_CGROUP);
     let args = libc::clone_args {
         flags: (flags | libc::CLONE_PIDFD) as u64 | group_flag,
         pidfd: &raw mut pidfd as u64,
@@ -279,12 +293,12 @@ pub(crate) unsafe fn clone3(
         stack: 0,
         stack_size: 0,
         tls: 0,
-        set_tid: 0,
-        set_tid_size: 0,
+        set_tid: set_tid.address(),
+        set_tid_size: set_tid.count(),
         cgroup: group.map_or(0, |group_dir| group_dir.as_raw_fd() as u64),
     };
-    // SAFETY: without CLONE_VM and without a stack this behaves like fork; `args` lives through the
-    // call and the kernel may write to `pidfd`. The caller guarantees what the child does.
+    // SAFETY: without CLONE_VM and without a stack this behaves like fork; `args` and
+    // `set_tid` live through the call and the kernel may write to `pidfd`. The caller guarantees what the child does.
     let pid = unsafe {
         libc::syscall(
             libc::SYS_clone3,
@@ -315,8 +329,8 @@ pub(crate) enum StartError {
 }
 
 /// Creates a process that executes the program of `plan`. The process is created in the PID
-/// namespace that is set for the calling thread's children, and in the control group `group` if one
-/// is given. Returns after the exec.
+/// namespace that is set for the calling thread's children, with the PID `namespace_pid` there, and
+/// in the control group `group`; each if one is given. Returns after the exec.
 ///
 /// # Errors
 /// The reason of the failure. If a process was created, it has ended but was not reaped.
@@ -324,6 +338,7 @@ pub(crate) fn start_program(
     plan: &ExecPlan<'_>,
     guard: &StartGuard,
     group: Option<BorrowedFd<'_>>,
+    namespace_pid: Option<i32>,
 ) -> Result<Child, StartError> {
     let mut stack = vec![0u128; CHILD_STACK_BYTES / size_of::<u128>()];
     let guarded_start = guard.start_timer().map_err(StartError::NoProcess)?;
@@ -333,15 +348,16 @@ pub(crate) fn start_program(
     // process. The kernel writes the pidfd to the address that the guard reads.
     let creation_result = unsafe {
         let plan = std::ptr::from_ref(plan).cast_mut().cast();
-        match group {
-            Some(group) => clone_into_cgroup::into_group(
+        match (group, namespace_pid) {
+            (Some(_), _) | (_, Some(_)) => clone_vfork::clone_vfork(
                 exec_child,
                 plan,
                 &mut stack,
                 guard.pidfd_pointer(),
                 group,
+                namespace_pid,
             ),
-            None => {
+            (None, None) => {
                 let stack_top = stack.as_mut_ptr_range().end;
                 match libc::clone(
                     exec_child,
@@ -385,10 +401,11 @@ pub(crate) fn start_stopped_before_exec(
     plan: &ExecPlan<'_>,
     timeout: Duration,
     group: Option<BorrowedFd<'_>>,
+    namespace_pid: Option<i32>,
 ) -> Result<Child, StartError> {
     // SAFETY: the new process immediately calls `exec_child`, which makes only async-signal-safe
     // calls and never returns; the copy of the plan lives as long as the process does.
-    let child = match unsafe { clone3(0, group) }.map_err(StartError::NoProcess)? {
+    let child = match unsafe { clone3(0, group, namespace_pid) }.map_err(StartError::NoProcess)? {
         Some(child) => child,
         // SAFETY: this is the new process.
         None => unsafe { libc::_exit(exec_child(std::ptr::from_ref(plan).cast_mut().cast())) },
@@ -429,7 +446,7 @@ pub(crate) fn start_idle_process(
     // them its end of the pipe.
     let (ready_reader, child_writer) = nix::unistd::pipe2(OFlag::O_CLOEXEC)?;
     // SAFETY: the new process only makes async-signal-safe calls and never leaves this block.
-    match unsafe { clone3(0, None) }? {
+    match unsafe { clone3(0, None, None) }? {
         Some(child) => {
             drop(child_writer);
             while nix::unistd::read(&ready_reader, &mut [0u8]) == Err(Errno::EINTR) {}
@@ -461,6 +478,10 @@ extern "C" fn exec_child(plan: *mut libc::c_void) -> i32 {
     unsafe {
         if plan.die_with_parent {
             libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL);
+        }
+        if let Some(last_pid) = &plan.last_pid {
+            // If this fails, the children have the first PIDs of the namespace.
+            let _ = last_pid.write();
         }
         libc::setsid();
         if libc::dup2(plan.stdin_fd, 0) < 0

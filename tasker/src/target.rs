@@ -13,7 +13,7 @@ use crate::task::{self, Output, Task, TaskPhase};
 use crate::workers::{WorkerResult, Workers};
 use crate::written_files;
 use checkpoint::engine::{CancelHandle, ExternalResources, RestoreParams};
-use sempa_proto::migration::{Failure, Usage};
+use sempa_proto::migration::{Failure, Refusal, Usage};
 use sempa_proto::tasker::{FromTasker, MemoryWrite, TaskStart};
 use sempa_proto::{MigrationId, Tid};
 use std::io;
@@ -112,7 +112,7 @@ impl Supervisor {
         if self.tasks.contains_key(&tid) {
             return Err(Failure::Engine(format!("{tid} runs here already")));
         }
-        let namespace = match self.uses_namespaces {
+        let namespace = match self.uses_namespaces() {
             true => {
                 let namespace_result = self
                     .spare_namespaces
@@ -230,12 +230,14 @@ impl Supervisor {
             Some(_) => Err(Failure::Engine(format!("{migration} is held here already"))),
             None => self.prepare_target(migration, order.tid),
         };
+        let first_pid = self.first_pid(order.tid);
         let start_result = stage_check.and_then(|()| {
             let namespace = self
                 .migrations
                 .incoming_tasks
                 .get(&migration)
-                .and_then(|target| target.namespace.as_ref());
+                .and_then(|target| target.namespace.as_ref())
+                .map(|namespace| (namespace, first_pid));
             task::start_stopped_process(order, namespace, &self.task_start_state)
                 .map_err(|why| Failure::Io(why.to_string()))
         });
@@ -307,6 +309,7 @@ impl Supervisor {
         if redirect.is_some() {
             written_files::truncate_grown_files(&manifest.written_files)?;
         }
+        self.prepare_pids(namespace, dir)?;
         let io_failure = |e: io::Error| Failure::Io(format!("cannot restore: {e}"));
         let (output, output_writer) = Output::new().map_err(io_failure)?;
         let limits = engine_limits(manifest.image_bytes())?;
@@ -348,6 +351,23 @@ impl Supervisor {
             must_discard: false,
             lost_reason: None,
         })
+    }
+
+    /// Checks that the namespace allows the PIDs in the images. Makes the PIDs of future processes
+    /// of the task follow the highest of them, as they would have at the source.
+    fn prepare_pids(&self, namespace: &Namespace, dir: &Path) -> Result<(), Failure> {
+        let highest_pid = checkpoint::criu::highest_pid(dir)?;
+        if let Some(pid_limit) = self.pid_numbering.map(|numbering| numbering.pid_limit)
+            && highest_pid >= pid_limit
+        {
+            return Err(Failure::Refused(vec![Refusal::ProcessIds {
+                highest: highest_pid,
+                limit: pid_limit,
+            }]));
+        }
+        // If the kernel does not permit it, future processes have the first PIDs of the namespace.
+        let _ = namespace.set_last_pid(highest_pid.cast_signed());
+        Ok(())
     }
 
     pub(crate) fn on_restored(&mut self, migration: MigrationId, result: Result<i32, Failure>) {

@@ -4,11 +4,13 @@ use crate::dump_attempt::DumpAttempt;
 use crate::freezer::ControlGroup;
 use crate::namespace::Namespace;
 use crate::pause::Pause;
+use crate::pid_numbering::FirstPid;
 use crate::stop::{self, TaskProcesses};
 use crate::sys::{
     self, Child, ExecError, ExecPlan, ExecStage, Program, StartError, StartGuard, TaskStartState,
     ZeroByteError,
 };
+use checkpoint::proc;
 use nix::errno::Errno;
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use sempa_proto::engine::Engine;
@@ -100,6 +102,14 @@ impl Task {
         // The PID is valid until the tasker reaps the process. An invalid signal number is ignored,
         // and so is a process that has ended.
         let _ = sys::send_signal(self.process.pid, signal);
+    }
+
+    /// Returns the PID of the task's first process as the task sees it.
+    pub(crate) fn namespace_pid(&self) -> i32 {
+        let known_pid = self.namespace.as_ref().and_then(Namespace::first_pid);
+        known_pid
+            .or_else(|| proc::innermost_pid(self.process.pid))
+            .unwrap_or(self.process.pid)
     }
 
     pub(crate) fn processes(&self) -> TaskProcesses<'_> {
@@ -266,14 +276,15 @@ impl Output {
     }
 }
 
-/// Starts a program as a task, in the namespace if one is given.
+/// Starts a program as a task. If a namespace is given, the task is started in it, with the PID
+/// there if one is given, too.
 ///
 /// # Errors
 /// The task was not started. All its resources have been freed, and its process, if any, will be
 /// reaped.
 pub(crate) fn start_task_process(
     order: &TaskStart,
-    namespace: Option<Namespace>,
+    namespace: Option<(Namespace, Option<FirstPid>)>,
     task_start_state: &TaskStartState,
     guard: &StartGuard,
 ) -> Result<Task, StartTaskError> {
@@ -283,10 +294,14 @@ pub(crate) fn start_task_process(
             task_start_state,
             namespace.is_none(),
             |plan| match &namespace {
-                Some(namespace) => namespace.start_program(&plan, guard),
-                None => sys::start_program(&plan, guard, None),
+                Some((namespace, first_pid)) => {
+                    let plan = plan.numbering_children_from(first_pid.map(FirstPid::pid));
+                    namespace.start_program(&plan, guard, *first_pid)
+                }
+                None => sys::start_program(&plan, guard, None, None),
             },
         )?;
+    let namespace = namespace.map(|(namespace, _)| namespace);
     Ok(Task {
         tid: order.tid,
         process,
@@ -302,21 +317,24 @@ pub(crate) fn start_task_process(
     })
 }
 
-/// Creates a process that stops before its exec, in the namespace if one is given. Returns the
-/// process and its output.
+/// Creates a process that stops before its exec, in a namespace like [`start_task_process`].
+/// Returns the process and its output.
 ///
 /// # Errors
 /// As [`start_task_process`].
 pub(crate) fn start_stopped_process(
     order: &TaskStart,
-    namespace: Option<&Namespace>,
+    namespace: Option<(&Namespace, Option<FirstPid>)>,
     task_start_state: &TaskStartState,
 ) -> Result<(Child, Output), StartTaskError> {
     create_process(order, task_start_state, namespace.is_none(), |plan| {
         let plan = plan.stopping_before_exec();
         match namespace {
-            Some(namespace) => namespace.start_waiting(&plan, EXEC_TIMEOUT),
-            None => sys::start_stopped_before_exec(&plan, EXEC_TIMEOUT, None),
+            Some((namespace, first_pid)) => {
+                let plan = plan.numbering_children_from(first_pid.map(FirstPid::pid));
+                namespace.start_waiting(&plan, EXEC_TIMEOUT, first_pid)
+            }
+            None => sys::start_stopped_before_exec(&plan, EXEC_TIMEOUT, None, None),
         }
     })
 }

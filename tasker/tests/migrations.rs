@@ -294,7 +294,14 @@ fn damaged_images_fail_and_leave_no_process() {
         .expect("open")
         .set_len(pages_bytes)
         .expect("grow");
-    let core_image = images.join("core-2.img");
+    let core_image = std::fs::read_dir(&images)
+        .expect("there")
+        .map(|entry| entry.expect("readable").path())
+        .find(|path| {
+            let name = path.file_name().map(|name| name.to_string_lossy());
+            name.is_some_and(|name| name.starts_with("core-"))
+        })
+        .expect("a core image");
     let bytes = std::fs::metadata(&core_image).expect("core").len() as usize;
     std::fs::write(&core_image, vec![0u8; bytes]).expect("write");
     let started_at = Instant::now();

@@ -115,6 +115,8 @@ const TEST_NEEDS: &[(&str, &str, &[TestNeed])] = &[
     ("sempa-tests::owner_policy", "logind", &[Bus]),
     ("sempa-tests::post_copy", "", &[Criu]),
     ("sempa-tests::pre_copy", "", &[Criu]),
+    ("sempa-tests::process_ids", "of_three_hosts", &[Criu]),
+    ("sempa-tests::process_ids", "restarted", &[Criu]),
     ("sempa-tests::routes", "", &[Criu]),
     ("sempa-tests::soak", "", &[Criu]),
     ("sempa-tests::suspend", "", &[Criu]),

@@ -40,6 +40,9 @@ const LIVE_PROCESS_PREFIXES: [&str; 4] = ["ids-", "mm-", "pagemap-", "fs-"];
 const TREE_PID_FIELD: u32 = 1;
 /// Field number in `pstree_entry`: ids of the threads.
 const TREE_THREADS_FIELD: u32 = 5;
+/// Field numbers in `pstree_entry` of all values that are ids of processes or threads: PID, parent,
+/// process group, session, threads.
+const TREE_ID_FIELDS: [u32; 5] = [TREE_PID_FIELD, 2, 3, 4, TREE_THREADS_FIELD];
 /// Field number in `pagemap_head`: number of the file that contains the pages.
 const PAGES_ID_FIELD: u32 = 1;
 
@@ -47,6 +50,21 @@ const PAGES_ID_FIELD: u32 = 1;
 struct Images<'a> {
     dir: &'a Path,
     names: BTreeSet<String>,
+}
+
+/// Returns the highest process or thread id in the images in the directory `dir`; 0 if the images
+/// contain no process.
+///
+/// # Errors
+/// The image of the process tree cannot be read or is damaged.
+pub fn highest_pid(dir: &Path) -> Result<u32, Failure> {
+    let ids = read_entries(dir, TREE_IMAGE)?.into_iter().flatten();
+    let highest = ids
+        .filter(|(field, _)| TREE_ID_FIELDS.contains(field))
+        .map(|(_, id)| id)
+        .max()
+        .unwrap_or(0);
+    u32::try_from(highest).map_err(|_| damaged_image(TREE_IMAGE, "contains an invalid process id"))
 }
 
 /// Checks all images in a directory.
@@ -252,6 +270,14 @@ mod tests {
     fn complete_images_are_accepted() {
         let (dir, _) = complete_images();
         assert_eq!(check_images(dir.path()), Ok(()));
+    }
+
+    #[test]
+    fn highest_pid_is_that_of_any_thread_or_zombie() {
+        let (dir, _) = complete_images();
+        assert_eq!(highest_pid(dir.path()), Ok(99));
+        fs::remove_file(dir.path().join("pstree.img")).expect("removed");
+        assert!(highest_pid(dir.path()).is_err());
     }
 
     /// Truncating, extending or removing an image is an error that names the image.

@@ -44,6 +44,7 @@ mod thread_freezer;
 mod trap_cleanup;
 mod uffd_keeper;
 
+pub use image_check::highest_pid;
 pub use image_owner::check_owner;
 pub use kdat::KdatCleanup;
 pub use pre_copy::acknowledge as acknowledge_pre_copy;

@@ -57,6 +57,8 @@ struct InspectionFindings {
     terminal_masters: BTreeSet<u64>,
     /// Paths of the task's named pipes, by device and inode number.
     named_pipes: BTreeMap<(u64, u64), PathBuf>,
+    /// The highest process or thread id in the task's PID namespace.
+    highest_pid: u32,
 }
 
 /// Requirement of a task for a file at the target. Each requirement includes the previous ones.
@@ -73,6 +75,13 @@ enum FileNeed {
 }
 
 impl InspectionFindings {
+    /// Records the PID of a process or thread in its own PID namespace.
+    fn record_pid(&mut self, status: &Status) {
+        let namespace_pid = status.nspid.as_ref().and_then(|pids| pids.last().copied());
+        let namespace_pid = namespace_pid.and_then(|pid| u32::try_from(pid).ok());
+        self.highest_pid = self.highest_pid.max(namespace_pid.unwrap_or(0));
+    }
+
     fn require_file(&mut self, path: &Path, bytes: u64, need: FileNeed) -> Result<(), Refusal> {
         if let Some((_, previous_need)) = self.required_files.get_mut(path) {
             *previous_need = need.max(*previous_need);
@@ -214,6 +223,7 @@ pub fn inspect(
             .iter()
             .filter_map(|pid| u32::try_from(proc::status(*pid)?.threads).ok())
             .sum(),
+        highest_pid: findings.highest_pid,
         files: file_facts(findings.required_files, hashes)?,
         launch: None,
     })
@@ -340,6 +350,9 @@ fn inspect_process(
 ) -> Result<(), Refusal> {
     let threads = proc::thread_ids(pid).unwrap_or_default();
     let status = proc::status(pid);
+    if let Some(status) = &status {
+        findings.record_pid(status);
+    }
     if status
         .as_ref()
         .is_some_and(|status| status.state.starts_with(['Z', 'X']))
@@ -357,12 +370,11 @@ fn inspect_process(
     // Threads of the tasker also trace the task for short times.
     let is_own_thread =
         |tracer: i32| Process::myself().is_ok_and(|process| process.task_from_tid(tracer).is_ok());
-    if threads
-        .into_iter()
-        .filter_map(proc::status)
-        .any(|status| status.tracerpid != 0 && !is_own_thread(status.tracerpid))
-    {
-        return Err(unsupported_resource("a debugger"));
+    for thread_status in threads.into_iter().filter_map(proc::status) {
+        if thread_status.tracerpid != 0 && !is_own_thread(thread_status.tracerpid) {
+            return Err(unsupported_resource("a debugger"));
+        }
+        findings.record_pid(&thread_status);
     }
     check_capabilities(status.as_ref())?;
     check_namespaces(pid, root_pid)?;
@@ -808,7 +820,10 @@ mod tests {
             requirement_of("libc.so.6"),
             Some(FileRequirement::Content(_))
         ));
-        assert_eq!(decide_verdict(&facts, &ThisHost::new(hashes, 0)), []);
+        assert_eq!(
+            decide_verdict(&facts, &ThisHost::new(hashes, 0, u32::MAX)),
+            []
+        );
     }
 
     #[test]

@@ -13,15 +13,17 @@ use std::sync::Arc;
 pub struct ThisHost {
     hashes: Arc<HashCache>,
     reserved_bytes: u64,
+    pid_limit: u32,
 }
 
 impl ThisHost {
     /// `reserved_bytes` is the number of bytes of memory that are reserved for tasks that are
-    /// migrating to this host.
-    pub fn new(hashes: Arc<HashCache>, reserved_bytes: u64) -> Self {
+    /// migrating to this host. All process ids in a new PID namespace are below `pid_limit`.
+    pub fn new(hashes: Arc<HashCache>, reserved_bytes: u64, pid_limit: u32) -> Self {
         Self {
             hashes,
             reserved_bytes,
+            pid_limit,
         }
     }
 }
@@ -45,6 +47,10 @@ impl HostProperties for ThisHost {
 
     fn memory_reserved_bytes(&self) -> u64 {
         self.reserved_bytes
+    }
+
+    fn pid_limit(&self) -> u32 {
+        self.pid_limit
     }
 
     fn threads_available(&self) -> Option<u64> {
@@ -100,7 +106,7 @@ mod tests {
 
     #[test]
     fn own_properties_are_readable() {
-        let host = ThisHost::new(Arc::default(), 0);
+        let host = ThisHost::new(Arc::default(), 0, u32::MAX);
         assert!(host.memory_available_bytes() > 0);
         assert!(
             !host.cpu_features().is_empty()

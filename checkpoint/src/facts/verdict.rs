@@ -25,6 +25,8 @@ pub trait HostProperties {
     fn kernel(&self) -> String;
     /// Number of further threads that may be created; `None` if unlimited.
     fn threads_available(&self) -> Option<u64>;
+    /// The number below which all process and thread ids in a new PID namespace are.
+    fn pid_limit(&self) -> u32;
     /// Memory in bytes that new processes can use without swapping.
     fn memory_available_bytes(&self) -> u64;
     /// Number of bytes of the available memory that are reserved for accepted tasks whose memory
@@ -100,6 +102,12 @@ pub fn decide_verdict(facts: &TaskFacts, host: &dyn HostProperties) -> Verdict {
             have: available_amount,
         });
     }
+    if facts.highest_pid >= host.pid_limit() {
+        verdict.push(Refusal::ProcessIds {
+            highest: facts.highest_pid,
+            limit: host.pid_limit(),
+        });
+    }
     let file_refusals = facts.files.iter().filter_map(|file| {
         let reason = file_refusal_reason(file, facts.uid, host)?;
         Some(Refusal::File {
@@ -168,6 +176,7 @@ mod tests {
         memory_bytes: u64,
         reserved_bytes: u64,
         threads: Option<u64>,
+        pid_limit: u32,
         files: BTreeMap<&'static str, (FoundFile, &'static str)>,
     }
 
@@ -183,6 +192,9 @@ mod tests {
         }
         fn threads_available(&self) -> Option<u64> {
             self.threads
+        }
+        fn pid_limit(&self) -> u32 {
+            self.pid_limit
         }
         fn memory_available_bytes(&self) -> u64 {
             self.memory_bytes
@@ -219,6 +231,7 @@ mod tests {
             memory_bytes: 1 << 30,
             reserved_bytes: 0,
             threads: None,
+            pid_limit: 40_003,
             files: BTreeMap::from([
                 ("/bin/prog", file(100, "aa")),
                 ("/data/in", file(7, "")),
@@ -255,6 +268,7 @@ mod tests {
             kernel_release: "6.8".into(),
             engine_version: "4.2.1".into(),
             thread_count: 3,
+            highest_pid: 40_002,
             files: vec![
                 required_file("/bin/prog", 100, FileRequirement::Content("aa".into())),
                 required_file("/data/in", 7, FileRequirement::Length),
@@ -282,7 +296,8 @@ mod tests {
         );
     }
 
-    /// The verdict lists missing processor features, kernel features, memory and threads together.
+    /// The verdict lists missing processor features, kernel features, memory, threads and process ids
+    /// together.
     #[test]
     fn lacking_host_reports_all_reasons() {
         let lacking_host = FakeHost {
@@ -290,6 +305,7 @@ mod tests {
             kernel_features: "openat2 rseq",
             memory_bytes: 50 << 20,
             threads: Some(2),
+            pid_limit: 40_002,
             ..sufficient_host()
         };
         let expected = [
@@ -306,6 +322,10 @@ mod tests {
                 have: 50 << 20,
             },
             Refusal::Threads { need: 3, have: 2 },
+            Refusal::ProcessIds {
+                highest: 40_002,
+                limit: 40_002,
+            },
         ];
         assert_eq!(decide_verdict(&task_facts(), &lacking_host), expected);
     }

@@ -140,7 +140,8 @@ fn tasks_json(table: &HostTable, tasks: &[TaskInfo]) -> Value {
             "host_index": task.host.index(),
             "flags": task.flags,
             "name": task.name,
-            "pid": task.pid,
+            "pid": task.namespace_pid,
+            "host_pid": task.pid,
             "uid": task.uid,
             "moving": task.migrating,
             "stopped": task.paused,
@@ -201,6 +202,29 @@ mod tests {
                      ha3    c0003    40004  16854   104/c,R rm          
 ";
         assert_eq!(tasks_text(&table(), &tasks, console, true), expected);
+    }
+
+    /// The long table has both process ids of a task in a PID namespace, and the states.
+    #[test]
+    fn long_table_has_pid_on_the_host() {
+        let mut tasks = [task(0x40004, 0x40001, 3_211_264, 6, "worker")];
+        tasks[0].pid = 4711;
+        let text = |tasks: &[TaskInfo], is_long| {
+            tasks_text(&table(), tasks, Tid::from_raw(0x40001), is_long)
+        };
+        assert!(
+            text(&tasks, true)
+                .ends_with(" 3211264     6/c,f worker       (on the host: process 4711)\n")
+        );
+        assert!(text(&tasks, false).ends_with("6/c,f worker      \n"));
+        (tasks[0].paused, tasks[0].suspended) = (true, true);
+        assert!(text(&tasks, true).ends_with("(stopped, suspended, on the host: process 4711)\n"));
+        assert!(text(&tasks, false).ends_with("(stopped, suspended)\n"));
+        let task = &tasks_json(&table(), &tasks)["tasks"][0];
+        assert_eq!(
+            (&task["pid"], &task["host_pid"]),
+            (&json!(3_211_264), &json!(4711))
+        );
     }
 
     #[test]

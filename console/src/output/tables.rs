@@ -79,7 +79,7 @@ pub(crate) fn ps_row(table: &HostTable, task: &TaskInfo, console: Tid, is_long: 
         } else {
             format!("{:x}", task.parent)
         };
-        out += &format!(" {parent:>8} {:>6}", task.pid);
+        out += &format!(" {parent:>8} {:>6}", task.namespace_pid);
     }
     let name = if task.name.is_empty() {
         "-"
@@ -87,14 +87,22 @@ pub(crate) fn ps_row(table: &HostTable, task: &TaskInfo, console: Tid, is_long: 
         &task.name
     };
     // This column does not exist in PVM. A task is paused while the owner of its host is present,
-    // and suspended until a user resumes it.
-    let state = match (task.paused, task.suspended) {
-        (false, false) => "",
-        (true, false) => " (stopped)",
-        (false, true) => " (suspended)",
-        (true, true) => " (stopped, suspended)",
+    // and suspended until a user resumes it. Programs of the host, such as a debugger, need the
+    // process id outside the task's PID namespace.
+    let has_host_pid = is_long && task.pid > 0 && task.pid != task.namespace_pid;
+    let notes: Vec<String> = [
+        task.paused.then(|| "stopped".to_string()),
+        task.suspended.then(|| "suspended".to_string()),
+        has_host_pid.then(|| format!("on the host: process {}", task.pid)),
+    ]
+    .into_iter()
+    .flatten()
+    .collect();
+    let notes = match notes.is_empty() {
+        true => String::new(),
+        false => format!(" ({})", notes.join(", ")),
     };
-    out += &format!(" {:>9} {name:<12}{state}\n", flags_text(task.flags));
+    out += &format!(" {:>9} {name:<12}{notes}\n", flags_text(task.flags));
     out
 }
 

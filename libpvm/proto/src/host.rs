@@ -324,6 +324,8 @@ pub struct TaskRecord {
     pub known_hosts: Vec<HostId>,
     /// Epoch of the host table that contains `known_hosts`.
     pub hosts_epoch: Epoch,
+    /// Process id of the task in its own PID namespace, which is the same on all hosts.
+    pub namespace_pid: i32,
 }
 
 /// State of a task that a daemon stores in a checkpoint, in addition to the task's images.

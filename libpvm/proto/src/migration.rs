@@ -195,6 +195,8 @@ pub struct TaskFacts {
     pub engine_version: String,
     /// Number of threads in all processes of the task.
     pub thread_count: u32,
+    /// The highest process or thread id in the task's PID namespace; 0 if not known.
+    pub highest_pid: u32,
     /// Files that the target must have.
     pub files: Vec<RequiredFile>,
     /// How the task was started, and the engines permitted for it; `None` if only CRIU is
@@ -382,6 +384,14 @@ pub enum Refusal {
         /// Maximum size of the list, in bytes.
         limit: u64,
     },
+    /// The target's kernel allows only lower process ids than those of the task, which a migration
+    /// does not change.
+    ProcessIds {
+        /// The highest process or thread id of the task.
+        highest: u32,
+        /// The target allows ids below this number.
+        limit: u32,
+    },
 }
 
 impl fmt::Display for Refusal {
@@ -492,6 +502,13 @@ impl fmt::Display for Refusal {
                 write!(
                     f,
                     "it has more than {files} files open or mapped, and their names exceed {limit} bytes"
+                )
+            }
+            Self::ProcessIds { highest, limit } => {
+                write!(
+                    f,
+                    "it has the process id {highest}, but the target allows only ids below {limit}: set \
+                     kernel.pid_max on the target as on the source, with sysctl"
                 )
             }
         }

@@ -95,7 +95,8 @@ pub struct TaskInfo {
     pub flags: i32,
     /// Program name from the spawn request; empty for a task from a command line.
     pub name: String,
-    /// Process id of the task on its host, outside the task's PID namespace.
+    /// Process id of the task on its host, outside the task's PID namespace. Other processes of
+    /// the host use this number for the task.
     pub pid: i32,
     pub uid: u32,
     /// True while a migration of the task is in progress.
@@ -104,6 +105,9 @@ pub struct TaskInfo {
     pub paused: bool,
     /// True while the task is suspended by a request.
     pub suspended: bool,
+    /// Process id that `getpid()` returns in the task, and that a migration does not change
+    /// (`ti_pid` of `pvm_tasks`).
+    pub namespace_pid: i32,
 }
 
 /// Outcome of adding one host.

@@ -256,6 +256,8 @@ pub enum FromTasker {
         tid: Tid,
         /// Process id of the task in the tasker's PID namespace.
         pid: i32,
+        /// Process id of the task in its own PID namespace; the same number if it has none.
+        namespace_pid: i32,
     },
     /// The process could not be created; no [`FromTasker::Exited`] follows.
     StartFailed {

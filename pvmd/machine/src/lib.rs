@@ -458,9 +458,17 @@ impl Machine {
                     self.start_commands();
                 }
             }
-            FromTasker::Started { tid, pid } => {
+            FromTasker::Started {
+                tid,
+                pid,
+                namespace_pid,
+            } => {
                 if let Some(task) = self.tasks.get_mut(tid) {
                     task.pid = pid;
+                    // The process that has connected may be a child of the one that was started.
+                    if task.namespace_pid == 0 {
+                        task.namespace_pid = namespace_pid;
+                    }
                 }
             }
             FromTasker::ExitExpected { tid } => self.send_exit_message(tid),

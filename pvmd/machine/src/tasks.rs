@@ -99,7 +99,10 @@ pub(super) struct Task {
     pub(super) parent: Tid,
     pub(super) name: String,
     pub(super) flags: i32,
+    /// Process id on this host; 0 if not known.
     pub(super) pid: i32,
+    /// Process id that `getpid()` returns in the task; 0 if not known.
+    pub(super) namespace_pid: i32,
     pub(super) spawn_token: Option<i32>,
     pub(super) pinned: bool,
     /// True if the task was spawned under a debugger.
@@ -190,6 +193,7 @@ impl Task {
             name: String::new(),
             flags: 0,
             pid: 0,
+            namespace_pid: 0,
             spawn_token: None,
             pinned: false,
             debugged: false,
@@ -251,6 +255,7 @@ impl Task {
             handoff: record.handoff,
             notifications: record.notifications,
             redirect_address: record.redirect_address,
+            namespace_pid: record.namespace_pid,
             ..Self::new(record.tid, record.parent, ConnectionPhase::Detached)
         }
     }
@@ -414,6 +419,7 @@ impl Machine {
                 flags: task.flags,
                 name: task.name.clone(),
                 pid: task.pid,
+                namespace_pid: task.namespace_pid,
                 uid: self.config.uid,
                 migrating: is_migrating,
                 paused: is_stopped && self.owner_control.pauses_guests(),
@@ -472,6 +478,7 @@ impl Machine {
             redirect_address: task.redirect_address,
             known_hosts: self.table.hosts.iter().map(|h| h.id).collect(),
             hosts_epoch: self.table.epoch,
+            namespace_pid: task.namespace_pid,
         }
     }
 

@@ -224,6 +224,7 @@ impl Model {
             | Refusal::File { .. }
             | Refusal::Memory { .. }
             | Refusal::OtherUser { .. }
+            | Refusal::ProcessIds { .. }
             | Refusal::Threads { .. } => {
                 self.block_target(now, tid, target, TARGET_RETRY_MAX, &reason_text);
             }

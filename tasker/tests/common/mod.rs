@@ -167,7 +167,7 @@ impl Tasker {
     pub fn start_task_and_wait(&mut self, tid: Tid, path: &Path, args: &[&str]) -> i32 {
         self.send(ToTasker::Start(start_order(tid, path, args)));
         self.wait_for_value(&mut Vec::new(), |m| match m {
-            FromTasker::Started { tid: t, pid } if *t == tid => Some(*pid),
+            FromTasker::Started { tid: t, pid, .. } if *t == tid => Some(*pid),
             FromTasker::StartFailed { reason: why, .. } => panic!("{why}"),
             _ => None,
         })

@@ -180,7 +180,7 @@ unsafe extern "C" fn pvm_tasks(
                         host: task.host.tid().raw(),
                         flag: task.flags,
                         program,
-                        pid: task.pid,
+                        pid: task.namespace_pid,
                     });
                 }
                 count.set(records.len());

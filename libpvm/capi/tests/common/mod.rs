@@ -381,11 +381,12 @@ impl TaskConnection {
                 host: HostId::MASTER,
                 flags: 4,
                 name: String::new(),
-                pid: 77,
+                pid: 4077,
                 uid: 0,
                 migrating: false,
                 paused: false,
                 suspended: false,
+                namespace_pid: 77,
             }]),
             Request::Spawn(request_content) if request_content.program == "nowhere" => {
                 Reply::Spawned(vec![

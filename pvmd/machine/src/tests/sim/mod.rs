@@ -42,6 +42,7 @@ use sempa_proto::{HostId, Micros, MigrationId, PvmError, RequestId, Tid, WIRE_VE
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
 use std::path::PathBuf;
+pub(super) use taskers::STARTED_NAMESPACE_PID;
 
 /// Simulated time after which [`Sim::run_until`] fails a run that has not finished.
 const STUCK_TIMEOUT: Micros = Micros::from_secs(600);
@@ -379,6 +380,7 @@ impl Sim {
             host: host_id,
             program: program.to_string(),
             spawned_tid,
+            namespace_pid: self.procs.len() as i32 + 50_000,
             env,
             on_daemon_exit: OnDaemonExit::Terminate,
             conn: None,
@@ -427,7 +429,7 @@ impl Sim {
             magic: TASK_MAGIC,
             version: WIRE_VERSION,
             claim,
-            namespace_pid: pid,
+            namespace_pid: self.procs[proc].namespace_pid,
             program,
             on_daemon_exit,
         };

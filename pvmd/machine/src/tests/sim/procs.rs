@@ -25,6 +25,8 @@ pub(in crate::tests) struct Proc {
     pub(super) program: String,
     /// Tid by which the tasker knows this process; `None` if no tasker started the process.
     pub(in crate::tests) spawned_tid: Option<Tid>,
+    /// Process id in the process's own PID namespace. A copy that is built from images keeps it.
+    pub(in crate::tests) namespace_pid: i32,
     pub(in crate::tests) env: Vec<String>,
     pub(super) on_daemon_exit: OnDaemonExit,
     pub(in crate::tests) conn: Option<ConnId>,

@@ -8,6 +8,10 @@ use sempa_proto::task::{Redirect, RedirectAddress};
 use sempa_proto::tasker::{DumpReport, FromTasker, MemoryWrite, TaskerCapabilities, ToTasker};
 use sempa_proto::{HostId, Micros, MigrationId, Tid};
 
+/// Process id, in its own PID namespace, of each process that a tasker starts. The process that
+/// connects is a child of that process and has another one.
+pub(in crate::tests) const STARTED_NAMESPACE_PID: i32 = 40_000;
+
 /// Returns the address that the library of a process reports for its redirect.
 pub(super) fn redirect_address(proc: usize) -> RedirectAddress {
     RedirectAddress {
@@ -135,6 +139,7 @@ impl Sim {
                     FromTasker::Started {
                         tid,
                         pid: 1000 + proc as i32,
+                        namespace_pid: STARTED_NAMESPACE_PID,
                     },
                 );
                 self.connect_if_runnable(proc);
