@@ -447,6 +447,7 @@ impl Vm {
             checkpoint: checkpoint.into(),
             host_names: host_names.to_vec(),
             wait_for_end: false,
+            force: false,
         };
         ask!(self, "restarting a checkpoint", request, Reply::Done => ())
     }

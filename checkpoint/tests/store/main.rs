@@ -1,6 +1,8 @@
 //! Tests the checkpoint store through its public interface.
 
+mod claims;
 mod copies;
+mod damage;
 mod removal;
 
 use checkpoint::store::{CheckpointId, CheckpointInfo, CheckpointStore, StoreError, StoreLimits};

@@ -259,6 +259,69 @@ pub enum RestartFailure {
     HostLost(HostId),
     /// The restart took longer than the time limit.
     Deadline { time_limit: Micros },
+    /// The job runs in another virtual machine, according to the claim in the store.
+    RunsElsewhere {
+        holder: JobHolder,
+        /// Time after which the restart is accepted by force.
+        time_until_force: Micros,
+    },
+}
+
+/// Identifies a job in a store: its first task, and the start time of the virtual machine in which
+/// the job was first checkpointed. Task ids alone are not unique, because virtual machines number
+/// their tasks independently.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct ClaimKey {
+    pub job: Tid,
+    /// In microseconds since 1970.
+    pub origin: Micros,
+}
+
+/// Where a job runs, according to the claim in the store.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct JobHolder {
+    /// Name of the virtual machine.
+    pub vm: String,
+    /// The master's host and user, and the process number of its daemon.
+    pub host: String,
+    pub user: String,
+    pub pid: u32,
+    /// Time at which the virtual machine began to run the job, in microseconds since 1970.
+    pub since: Micros,
+}
+
+impl fmt::Display for JobHolder {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self {
+            vm,
+            host,
+            user,
+            pid,
+            ..
+        } = self;
+        write!(
+            f,
+            "virtual machine {vm} of user {user} (master on {host}, process {pid})"
+        )
+    }
+}
+
+/// The claim of a job in a checkpoint store: which virtual machine runs the job.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct JobClaim {
+    /// Increases whenever another virtual machine takes over the job.
+    pub term: u64,
+    /// Increases with each renewal by the holder.
+    pub renewal: u64,
+    /// Random number that the holder's daemon has chosen at its start.
+    pub instance: u64,
+    /// True if the job does not run any more, as the holder has recorded.
+    pub is_released: bool,
+    /// Time after the end of the holder's daemon within which its tasks on other hosts end.
+    pub lease: Micros,
+    pub holder: JobHolder,
+    /// Identity of the holder's daemon as a process of its machine.
+    pub process: String,
 }
 
 /// Formats the first ten items of a list, and the number of the items that are not shown.
@@ -321,6 +384,23 @@ impl fmt::Display for RestartFailure {
             Self::Deadline { time_limit: limit } => {
                 write!(f, "not done within {} s", limit.0 / 1_000_000)
             }
+            Self::RunsElsewhere {
+                holder,
+                time_until_force,
+            } => {
+                write!(
+                    f,
+                    "its job runs in {holder}, according to the store: end it there first. If that virtual machine is \
+                     lost for good, use --force"
+                )?;
+                match time_until_force.0.div_ceil(1_000_000) {
+                    0 => Ok(()),
+                    seconds => write!(
+                        f,
+                        ", which is accepted when the job's record has not been renewed for another {seconds} s"
+                    ),
+                }
+            }
         }
     }
 }
@@ -348,6 +428,9 @@ pub struct CheckpointMeta {
     pub contexts: Vec<(i32, Tid)>,
     /// The job's schedule of automatic checkpoints.
     pub schedule: Option<CheckpointSchedule>,
+    /// Start time of the virtual machine in which the job was first checkpointed. Together with
+    /// the job's tid it identifies the job in a store, also after restarts elsewhere.
+    pub origin: Micros,
 }
 
 /// A mailbox entry at the time of the checkpoint.

@@ -317,6 +317,31 @@ pub enum EventKind {
     HostOpened {
         host: HostId,
     },
+    /// A checkpoint is damaged and is not used any more.
+    #[serde(rename = "SetDamaged")]
+    CheckpointDamaged {
+        /// Name of the checkpoint.
+        #[serde(rename = "set")]
+        checkpoint: String,
+        /// First task of the job; [`Tid::NONE`] if the damage hides it.
+        job: Tid,
+        /// How the damage was detected.
+        why: String,
+        /// True if the job was rolling back to this checkpoint.
+        rolls_back: bool,
+        /// Name of the earlier checkpoint to which the job rolls back instead; `None` if there is
+        /// no other one, or if the job was not rolling back.
+        #[serde(rename = "instead")]
+        replacement: Option<String>,
+    },
+    /// Another virtual machine has taken over a job. The tasks of this virtual machine's copy of
+    /// the job are ended.
+    JobTakenOver {
+        /// First task of the job.
+        job: Tid,
+        /// The other virtual machine.
+        by: String,
+    },
 }
 
 impl EventKind {
@@ -585,6 +610,31 @@ impl fmt::Display for EventKind {
             }
             Self::HostClosed { host, why } => write!(f, "{host} accepts no guests: {why}"),
             Self::HostOpened { host } => write!(f, "{host} accepts guests again"),
+            Self::CheckpointDamaged {
+                checkpoint,
+                job,
+                why,
+                rolls_back,
+                replacement,
+            } => {
+                write!(f, "checkpoint {checkpoint}")?;
+                if job.is_task() {
+                    write!(f, " of job {job}")?;
+                }
+                write!(f, " is damaged ({why})")?;
+                match (rolls_back, replacement) {
+                    (false, _) => Ok(()),
+                    (true, Some(replacement)) => write!(f, "; the job rolls back to {replacement}"),
+                    (true, None) => f.write_str(
+                        "; there is no earlier one that is intact, and the job has ended; a copy on another host may \
+                         be intact",
+                    ),
+                }
+            }
+            Self::JobTakenOver { job, by } => write!(
+                f,
+                "job {job} was restarted in {by}: its tasks here are ended, so that it does not run twice"
+            ),
         }
     }
 }

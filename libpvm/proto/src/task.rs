@@ -388,6 +388,9 @@ pub enum Request {
         /// True if the daemon must send the reply when the restart has ended. Otherwise the daemon
         /// sends [`Reply::Done`] immediately, and the event log reports the outcome.
         wait_for_end: bool,
+        /// True to restart the job although the store says that it runs in another virtual
+        /// machine, if the record of that has not been renewed for its validity.
+        force: bool,
     },
     /// Removes checkpoints from the store. → [`Reply::CheckpointsRemoved`]
     RemoveCheckpoints {

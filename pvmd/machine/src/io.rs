@@ -8,7 +8,8 @@
 use bytes::Bytes;
 use checkpoint_protocol::SnapshotId;
 use sempa_proto::checkpoint::{
-    CheckpointEntry, CheckpointMeta, RemovalRefusal, RemovalResults, RemovalSelection, StoreFailure,
+    CheckpointEntry, CheckpointMeta, JobHolder, RemovalRefusal, RemovalResults, RemovalSelection,
+    RestartFailure, StoreFailure,
 };
 use sempa_proto::host::SavedTask;
 use sempa_proto::host::{DataMsg, HostMsg};
@@ -262,7 +263,29 @@ pub enum Event {
     CheckpointOpened {
         /// Id from the request.
         restart_number: u64,
-        result: Result<CheckpointMeta, StoreFailure>,
+        result: Result<CheckpointMeta, RestartFailure>,
+    },
+    /// Another virtual machine has taken over a job of this one.
+    JobTakenOver {
+        job: Tid,
+        by: JobHolder,
+    },
+    /// The checkpoint of this restart is damaged. Precedes the report of the step that has failed
+    /// for this reason.
+    CheckpointDamaged {
+        /// Id from the request.
+        restart_number: u64,
+        /// How the damage was detected.
+        why: String,
+    },
+    /// Result of [`Output::MarkDamaged`] for a job that rolls back.
+    OlderCheckpointFound {
+        job: Tid,
+        /// The damaged checkpoint, and how the damage was detected.
+        damaged_checkpoint: String,
+        why: String,
+        /// The newest older checkpoint of the job that is not known to be damaged.
+        older_checkpoint: Option<String>,
     },
     /// Result of [`Output::ReadPart`]: the daemon's state of a task, which is stored next to the
     /// images.
@@ -497,7 +520,8 @@ pub enum Output {
         migration: MigrationId,
         tid: Tid,
     },
-    /// Master: complete a checkpoint. → [`Event::CheckpointSealed`]
+    /// Master: complete a checkpoint, and claim the job if this is its first one. →
+    /// [`Event::CheckpointSealed`]
     SealCheckpoint {
         snapshot: SnapshotId,
         meta: Box<CheckpointMeta>,
@@ -508,11 +532,14 @@ pub enum Output {
     AbandonCheckpoint {
         snapshot: SnapshotId,
     },
-    /// Master: read the metadata of a checkpoint. → [`Event::CheckpointOpened`]
+    /// Master: read the metadata of a checkpoint, and claim its job. →
+    /// [`Event::CheckpointOpened`]
     OpenCheckpoint {
         /// Id of the restart, chosen by the machine.
         restart_number: u64,
         checkpoint: String,
+        /// Claim the job although it may run in another virtual machine.
+        force: bool,
     },
     /// Master: unpack a part of an open checkpoint and send the images to the part's host. →
     /// [`Event::ImagesSent`], on that host [`Event::ImagesReceived`]
@@ -528,15 +555,30 @@ pub enum Output {
     CloseCheckpoint {
         /// Id under which the checkpoint was opened.
         restart_number: u64,
+        /// False if the restart has failed: the claim is released, unless this virtual machine had
+        /// it before.
+        keeps_claim: bool,
     },
-    /// Master: mark checkpoints as those of ended jobs, or of jobs that run again. Outputs of this
-    /// kind are performed in order.
+    /// Master: a job that has checkpoints does not run any more. Another virtual machine may
+    /// restart it. Idempotent.
+    ReleaseJob {
+        job: Tid,
+    },
+    /// Master: mark checkpoints as those of ended jobs, or of jobs that run again. The latter are
+    /// intact, so their damage marks are removed. Outputs of this kind are performed in order.
     MarkCheckpoints {
         checkpoints: Vec<String>,
         /// True if the jobs have ended.
         has_ended: bool,
         /// Names of checkpoints that must not be removed to make room.
         protected_checkpoints: Vec<String>,
+    },
+    /// Master: mark a checkpoint as damaged. If its job rolls back, find the next older one. →
+    /// [`Event::OlderCheckpointFound`]
+    MarkDamaged {
+        checkpoint: String,
+        why: String,
+        rollback_job: Option<Tid>,
     },
     /// Master: remove checkpoints. → [`Event::CheckpointsRemoved`]
     RemoveCheckpoints {

@@ -73,7 +73,7 @@ mod tasks;
 #[cfg(test)]
 mod tests;
 
-pub use checkpoints::{COPIES_MAX, CopyPolicy};
+pub use checkpoints::{COPIES_MAX, CopyPolicy, LOST_HOST_RESTART_DELAY};
 pub use hostfile::master_plan;
 pub use io::{ConnId, Event, HostPlan, Output, StartId, StartedHost, World};
 
@@ -376,6 +376,17 @@ impl Machine {
                 restart_number: restart,
                 result,
             } => self.handle_checkpoint_opened(restart, result),
+            Event::JobTakenOver { job, by } => self.end_taken_over_job(job, &by),
+            Event::CheckpointDamaged {
+                restart_number,
+                why,
+            } => self.handle_checkpoint_damaged(restart_number, why),
+            Event::OlderCheckpointFound {
+                job,
+                damaged_checkpoint,
+                why,
+                older_checkpoint,
+            } => self.roll_back_further(job, damaged_checkpoint, why, older_checkpoint),
             Event::PartRead { migration, result } => self.handle_part_read(migration, result),
             Event::StateCollected { migration, result } => {
                 self.handle_state_collected(migration, result)

@@ -209,7 +209,8 @@ impl Machine {
                 checkpoint,
                 host_names,
                 wait_for_end: must_wait,
-            } => self.handle_restart_request((tid, id), checkpoint, host_names, must_wait),
+                force,
+            } => self.handle_restart_request((tid, id), checkpoint, host_names, must_wait, force),
             Request::RemoveCheckpoints {
                 selection,
                 include_foreign,

@@ -5,7 +5,7 @@
 //! in how they report that they are ready.
 
 use super::bulk_fallback::BulkFallbacks;
-use super::checkpoints::{CheckpointService, StoreSettings, StoreSettingsError};
+use super::checkpoints::{CheckpointService, ClaimIdentity, StoreSettings, StoreSettingsError};
 use super::driver::{DaemonParts, Driver};
 use super::env::env_var;
 use super::failpoints::Failpoints;
@@ -31,7 +31,7 @@ use super::{address, task_listener};
 use anyhow::Context;
 use checkpoint::allocator;
 use checkpoint::capabilities::{self, CapabilitySet};
-use pvmd_machine::{Machine, MachineConfig};
+use pvmd_machine::{LOST_HOST_RESTART_DELAY, Machine, MachineConfig};
 use sempa_proto::runtime_paths::RuntimePaths;
 use sempa_proto::{HostId, Micros};
 use std::collections::BTreeMap;
@@ -232,6 +232,7 @@ async fn assemble_and_run(
             .map(|settings| settings.copies().clone())
             .unwrap_or_default(),
     };
+    let claim_lease = config.lease + LOST_HOST_RESTART_DELAY;
     log_startup(&name, &addresses, &runtime_dir);
     tokio::spawn(task_listener::accept_tasks(listener, uid, inputs.clone()));
     if !master_addresses.is_empty() {
@@ -259,7 +260,12 @@ async fn assemble_and_run(
         bulk_fallbacks,
         host_starter: HostStarter::new(starter_settings, inputs.clone()),
         program_state: ProgramStateFiles::new(paths.clone(), inputs.clone()),
-        checkpoints: CheckpointService::new(paths.clone(), store_settings, inputs.clone()),
+        checkpoints: CheckpointService::new(
+            paths.clone(),
+            store_settings,
+            ClaimIdentity::new(paths.vm_name(), &name, claim_lease),
+            inputs.clone(),
+        ),
         migration_files: MigrationFiles::new(&paths, inputs),
         failpoints: Failpoints::from_environment(),
         log,

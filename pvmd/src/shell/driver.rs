@@ -484,13 +484,21 @@ impl Driver {
             Output::OpenCheckpoint {
                 restart_number,
                 checkpoint,
+                force,
+            } => {
+                let now = self.parts.environment.unix_time();
+                self.parts
+                    .checkpoints
+                    .open_checkpoint(restart_number, checkpoint, now, force);
+            }
+            Output::CloseCheckpoint {
+                restart_number,
+                keeps_claim,
             } => self
                 .parts
                 .checkpoints
-                .open_checkpoint(restart_number, checkpoint),
-            Output::CloseCheckpoint { restart_number } => {
-                self.parts.checkpoints.close_checkpoint(restart_number)
-            }
+                .close_checkpoint(restart_number, keeps_claim),
+            Output::ReleaseJob { job } => self.parts.checkpoints.release_job(job),
             Output::MarkCheckpoints {
                 checkpoints,
                 has_ended,
@@ -502,6 +510,14 @@ impl Driver {
                     protected_names,
                 );
             }
+            Output::MarkDamaged {
+                checkpoint,
+                why,
+                rollback_job,
+            } => self
+                .parts
+                .checkpoints
+                .mark_damaged(checkpoint, why, rollback_job),
             Output::RemoveCheckpoints {
                 tid,
                 id,
@@ -679,6 +695,9 @@ impl Driver {
             }
         }
         self.parts.sessions.maintain_sessions();
+        if self.is_master {
+            self.parts.checkpoints.renew_claims_if_due();
+        }
         if self.last_heap_trim_at.elapsed() >= HEAP_TRIM_INTERVAL
             && self.parts.image_transfers.should_trim_heap()
         {
@@ -732,6 +751,7 @@ impl Driver {
             image_transfers,
             host_starter,
             migration_files,
+            checkpoints,
             ..
         } = parts;
         if had_slaves {
@@ -741,6 +761,10 @@ impl Driver {
         // messages have no effect.
         let discard_task = tokio::spawn(async move { while inputs.recv().await.is_some() {} });
         tasker.shut_down().await;
+        // Hosts that are not reachable end their tasks within the lease.
+        if is_master && !had_slaves {
+            checkpoints.release_all_jobs().await;
+        }
         drop((image_transfers, host_starter, migration_files));
         tracing::info!("ended");
         drop(runtime_dir);

@@ -190,6 +190,8 @@ impl Machine {
         let Some(entry) = job_checkpoints.jobs.get(&job) else {
             return;
         };
+        // Only a job with a checkpoint has a claim in the store.
+        let has_claim = entry.newest_checkpoint.is_some();
         let checkpoints: Vec<String> = [&entry.newest_checkpoint, &entry.restart_checkpoint]
             .into_iter()
             .flatten()
@@ -207,6 +209,9 @@ impl Machine {
                 protected_checkpoints,
             });
             self.remove_job_copies(job);
+        }
+        if has_claim {
+            self.outputs.push_back(Output::ReleaseJob { job });
         }
     }
 }

@@ -9,11 +9,13 @@
 //!   seals the checkpoint when it has all parts.
 //! - If a host is lost, each job that has a schedule and had tasks on that host rolls back: the
 //!   job's remaining tasks are killed before any task is notified of the loss. When no task of the
-//!   job remains, the job is restarted from its newest checkpoint.
+//!   job remains, the job is restarted from its newest checkpoint. If the store finds that this
+//!   checkpoint is damaged, the one before it is used.
 
 mod admission;
 mod completion;
 mod copies;
+mod damage;
 mod inventory;
 mod job_end;
 mod last_messages;
@@ -22,6 +24,7 @@ mod recently_dead;
 mod removal;
 mod restart;
 mod rollback;
+mod taken_over;
 
 pub use copies::{COPIES_MAX, CopyPolicy};
 pub(super) use last_messages::KnownExits;
@@ -62,7 +65,7 @@ const INCARNATIONS_MAX: usize = 1 << 20;
 /// Delay of a restart after the loss of a host. After the delay all tasks on the lost host are
 /// dead, because its daemon has exited after its own, shorter lease, and the tasker with the
 /// daemon.
-const LOST_HOST_RESTART_DELAY: Micros = Micros::from_secs(2);
+pub const LOST_HOST_RESTART_DELAY: Micros = Micros::from_secs(2);
 /// Interval between checks whether the last tasks of a job have ended.
 const EXIT_CHECK_INTERVAL: Micros = Micros::from_millis(20);
 /// Largest number of checks whether the last tasks of a job have ended.
@@ -97,6 +100,9 @@ enum JobActivity {
     },
     /// The job is being restarted from a checkpoint.
     Restarting,
+    /// Another virtual machine has restarted the job: its tasks here are being killed. The checks
+    /// for remaining tasks are counted.
+    TakenOver { check_count: u32 },
 }
 
 /// The master's checkpoint state of one job.
@@ -222,6 +228,8 @@ struct OpenRestart {
     restart_id: Option<RestartId>,
     /// Contexts that were assigned to the restarted tasks.
     assigned_contexts: Vec<(i32, Tid)>,
+    /// How the store has detected that the checkpoint is damaged; `None` if it has not.
+    damage: Option<String>,
 }
 
 /// The master's state of all checkpoints and restarts.
@@ -241,6 +249,9 @@ pub(super) struct JobCheckpoints {
     latest_incarnation: u16,
     /// Incarnation of each restarted task.
     incarnations: BTreeMap<Tid, u16>,
+    /// Origins of the restarted jobs that were first checkpointed in other virtual machines; see
+    /// [`CheckpointMeta::origin`]. At most [`INCARNATIONS_MAX`].
+    origins: BTreeMap<Tid, Micros>,
     /// Creation time of this virtual machine, as time of day; 0 before the first event.
     created_at: Micros,
     /// Jobs whose known tasks have all ended and for which an inventory must be taken.
@@ -360,6 +371,7 @@ impl Machine {
             JobActivity::TakingSnapshot(_)
             | JobActivity::RollingBack { .. }
             | JobActivity::EndingJob { .. }
+            | JobActivity::TakenOver { .. }
             | JobActivity::Restarting => {
                 return match must_wait {
                     true => self.reply(
@@ -693,6 +705,8 @@ impl Machine {
             .jobs
             .get(&job)
             .and_then(|entry| entry.schedule);
+        let origin = master.checkpoints.origins.get(&job).copied();
+        let origin = origin.unwrap_or(vm_created_at);
         let (version, wire_version) = (CHECKPOINT_VERSION, WIRE_VERSION);
         let meta = CheckpointMeta {
             version,
@@ -705,6 +719,7 @@ impl Machine {
             mailbox_entries: mailbox,
             contexts,
             schedule,
+            origin,
         };
         let protected_checkpoints = master.checkpoints.needed_checkpoints();
         self.outputs.push_back(Output::SealCheckpoint {
@@ -768,7 +783,9 @@ impl Machine {
             JobActivity::Idle if entry.schedule.is_some() || entry.has_open_request() => {
                 self.begin_checkpoint(job)
             }
-            JobActivity::RollingBack { .. } | JobActivity::EndingJob { .. } => {
+            JobActivity::RollingBack { .. }
+            | JobActivity::EndingJob { .. }
+            | JobActivity::TakenOver { .. } => {
                 self.request_inventory(InventoryPurpose::CheckTasksEnded(job))
             }
             _ => {}

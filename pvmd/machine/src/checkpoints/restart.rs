@@ -2,18 +2,17 @@
 //! that rebuild the tasks.
 
 use super::completion::checkpoint_interval;
-use super::job_end::FirstTaskEnd;
-use super::recently_dead::RecentDeaths;
 use super::{
     ATTEMPTS_MAX, CheckpointedJob, INCARNATIONS_MAX, Inventory, InventoryPurpose, JobActivity,
-    OpenRestart, restart_retry_interval,
+    JobCheckpoints, OpenRestart, restart_retry_interval,
 };
 use crate::restart_engine::WorldCall as Again;
 use crate::rpc::RpcPurpose;
 use crate::{Machine, Output};
 use checkpoint_protocol::{RestartOutput, RestartTask, TargetEvent};
 use sempa_proto::checkpoint::{
-    CHECKPOINT_VERSION, CheckpointMeta, RestartFailure, RestartReport, StoreFailure,
+    CHECKPOINT_VERSION, CheckpointMeta, CheckpointSchedule, RestartFailure, RestartReport,
+    StoreFailure,
 };
 use sempa_proto::event::EventKind;
 use sempa_proto::host::SavedTask;
@@ -25,6 +24,41 @@ use sempa_proto::tasker::{MemoryWrite, ToTasker};
 use sempa_proto::{HostId, Micros, MigrationId, RequestId, Tid, WIRE_VERSION};
 use std::collections::{BTreeMap, BTreeSet};
 
+impl CheckpointedJob {
+    /// Updates the job after its restart from a checkpoint. `schedule` is the schedule in the
+    /// checkpoint, which applies if the job has no other one. Returns the time until the next
+    /// checkpoint, if the job has a schedule.
+    fn continue_from(
+        &mut self,
+        checkpoint: &str,
+        members: &BTreeSet<Tid>,
+        schedule: Option<CheckpointSchedule>,
+    ) -> Option<Micros> {
+        self.schedule = self.schedule.or(schedule);
+        (self.restart_checkpoint, self.newest_checkpoint) =
+            (Some(checkpoint.into()), Some(checkpoint.into()));
+        (self.members, self.ended_members) = (members.clone(), BTreeSet::new());
+        (self.first_task_end, self.recent_deaths) = Default::default();
+        self.attempt_count = 0;
+        self.schedule
+            .map(|schedule| checkpoint_interval(schedule, Some(self.last_duration)))
+    }
+}
+
+impl JobCheckpoints {
+    /// Records the origin of a restarted job that was first checkpointed in another virtual
+    /// machine.
+    fn record_origin(&mut self, meta: &CheckpointMeta) {
+        if meta.origin == self.created_at {
+            return;
+        }
+        self.origins.insert(meta.job, meta.origin);
+        while self.origins.len() > INCARNATIONS_MAX {
+            self.origins.pop_first();
+        }
+    }
+}
+
 impl Machine {
     /// Master: handles a request to restart from a checkpoint.
     pub(crate) fn handle_restart_request(
@@ -33,6 +67,7 @@ impl Machine {
         checkpoint: String,
         host_names: Vec<String>,
         must_wait: bool,
+        force: bool,
     ) {
         let why = format!("requested by {tid}");
         self.restart_checkpoint(
@@ -41,6 +76,7 @@ impl Machine {
             host_names,
             must_wait.then_some((tid, id)),
             why,
+            force,
         );
         if !must_wait {
             self.reply(tid, id, Reply::Done);
@@ -54,6 +90,7 @@ impl Machine {
         host_names: Vec<String>,
         waiter: Option<(Tid, RequestId)>,
         why: String,
+        force: bool,
     ) {
         let Some(job_checkpoints) = self.job_checkpoints() else {
             return;
@@ -69,6 +106,7 @@ impl Machine {
             meta: None,
             restart_id: None,
             assigned_contexts: Vec::new(),
+            damage: None,
         };
         job_checkpoints
             .open_restarts
@@ -76,16 +114,17 @@ impl Machine {
         self.outputs.push_back(Output::OpenCheckpoint {
             restart_number,
             checkpoint,
+            force,
         });
     }
 
     /// Handles the store's report on an opened checkpoint: requests an inventory for the restart.
-    /// The restart fails if the store could not open the checkpoint, or if the checkpoint has
-    /// another version.
+    /// The restart fails if the store could not open the checkpoint, if the job runs in another
+    /// virtual machine, or if the checkpoint has another version.
     pub(crate) fn handle_checkpoint_opened(
         &mut self,
         restart_number: u64,
-        result: Result<CheckpointMeta, StoreFailure>,
+        result: Result<CheckpointMeta, RestartFailure>,
     ) {
         let Some(open_restart) = self
             .job_checkpoints()
@@ -114,7 +153,7 @@ impl Machine {
                 open_restart.meta = Some(meta);
                 self.request_inventory(InventoryPurpose::BeginRestart(restart_number));
             }
-            Err(why) => self.finish_restart(restart_number, Err(RestartFailure::Store(why))),
+            Err(why) => self.finish_restart(restart_number, Err(why)),
         }
     }
 
@@ -415,8 +454,10 @@ impl Machine {
         restart_number: u64,
         result: Result<RestartReport, RestartFailure>,
     ) {
-        self.outputs
-            .push_back(Output::CloseCheckpoint { restart_number });
+        self.outputs.push_back(Output::CloseCheckpoint {
+            restart_number,
+            keeps_claim: result.is_ok(),
+        });
         let Some(job_checkpoints) = self.job_checkpoints() else {
             return;
         };
@@ -431,8 +472,10 @@ impl Machine {
             restart_id,
             assigned_contexts,
             rollback_job,
+            damage,
             ..
         } = open_restart;
+        let damage = damage.filter(|_| result.is_err());
         let job = rollback_job
             .or(meta.as_ref().map(|meta| meta.job))
             .unwrap_or_default();
@@ -441,6 +484,9 @@ impl Machine {
             .flat_map(|meta| &meta.tasks)
             .map(|task_meta| task_meta.tid)
             .collect();
+        if let (Ok(_), Some(meta)) = (&result, &meta) {
+            job_checkpoints.record_origin(meta);
+        }
         let mut next_check_delay = None;
         // Any other activity means that a host was lost in the meantime, and that the job already
         // rolls back again.
@@ -452,20 +498,8 @@ impl Machine {
             entry.activity = JobActivity::Idle;
             entry.attempt_count += 1;
             if result.is_ok() {
-                entry.schedule = entry
-                    .schedule
-                    .or(meta.as_ref().and_then(|meta| meta.schedule));
-                (entry.restart_checkpoint, entry.first_task_end) =
-                    (Some(checkpoint.clone()), FirstTaskEnd::default());
-                (entry.newest_checkpoint, next_check_delay) = (
-                    Some(checkpoint.clone()),
-                    entry
-                        .schedule
-                        .map(|schedule| checkpoint_interval(schedule, Some(entry.last_duration))),
-                );
-                (entry.members, entry.ended_members) = (members.clone(), BTreeSet::new());
-                entry.recent_deaths = RecentDeaths::default();
-                entry.attempt_count = 0;
+                let schedule = meta.as_ref().and_then(|meta| meta.schedule);
+                next_check_delay = entry.continue_from(&checkpoint, &members, schedule);
             } else if rollback_job.is_some()
                 && (entry.schedule.is_some() || entry.attempt_count < ATTEMPTS_MAX)
             {
@@ -476,9 +510,14 @@ impl Machine {
                     why: why.clone(),
                     check_count: 0,
                 };
-                next_check_delay = Some(restart_retry_interval(entry.attempt_count));
+                // A damaged checkpoint is not tried again. The restart continues when the store has
+                // named an older checkpoint.
+                next_check_delay = damage
+                    .is_none()
+                    .then(|| restart_retry_interval(entry.attempt_count));
             } else {
                 job_checkpoints.jobs.remove(&job);
+                self.outputs.push_back(Output::ReleaseJob { job });
             }
         }
         if let Some(next_check_delay) = next_check_delay {
@@ -495,6 +534,9 @@ impl Machine {
         }
         if result.is_err() && restart_id.is_some() {
             self.undo_restart(&members, assigned_contexts);
+        }
+        if let Some(damage) = damage {
+            self.condemn_checkpoint(&checkpoint, job, rollback_job, damage);
         }
         self.record_event(restart_event(checkpoint, job, why, &result));
         if let Some((tid, id)) = waiter {

@@ -7,8 +7,8 @@ use super::{
     CheckpointedJob, EXIT_CHECK_INTERVAL, EXIT_CHECKS_MAX, JobActivity, LOST_HOST_RESTART_DELAY,
     RESTART_RETRY_INTERVAL, SIGKILL,
 };
-use crate::Machine;
 use crate::rpc::RpcPurpose;
+use crate::{Machine, Output};
 use sempa_proto::checkpoint::CheckpointFailure;
 use sempa_proto::event::EventKind;
 use sempa_proto::host::HostRequest;
@@ -166,6 +166,9 @@ impl Machine {
         | JobActivity::EndingJob {
             check_count: check_counter,
             ..
+        }
+        | JobActivity::TakenOver {
+            check_count: check_counter,
         }) = &mut entry.activity
         else {
             return;
@@ -176,10 +179,16 @@ impl Machine {
             JobActivity::EndingJob { report, .. } if remaining_tasks.is_empty() || gives_up => {
                 let (report, waiters) = (report.clone(), std::mem::take(&mut entry.waiters));
                 self.forget_job(job);
+                if remaining_tasks.is_empty() {
+                    self.outputs.push_back(Output::ReleaseJob { job });
+                }
                 for (tid, id) in waiters {
                     self.reply(tid, id, Reply::Checkpointed(Ok(report.clone())));
                 }
                 return;
+            }
+            JobActivity::TakenOver { .. } if remaining_tasks.is_empty() || gives_up => {
+                return self.forget_job(job);
             }
             JobActivity::RollingBack {
                 lost_host,
@@ -231,6 +240,7 @@ impl Machine {
             .job_checkpoints()
             .and_then(|k| k.jobs.get(&job)?.newest_checkpoint.clone());
         let Some(checkpoint) = newest_checkpoint else {
+            self.outputs.push_back(Output::ReleaseJob { job });
             return self.forget_job(job);
         };
         if remaining_count > 0 {
@@ -253,6 +263,6 @@ impl Machine {
         if let Some(entry) = self.job_checkpoints().and_then(|k| k.jobs.get_mut(&job)) {
             entry.activity = JobActivity::Restarting;
         }
-        self.restart_checkpoint(checkpoint, Some(job), Vec::new(), None, why);
+        self.restart_checkpoint(checkpoint, Some(job), Vec::new(), None, why, false);
     }
 }

@@ -67,6 +67,15 @@ pub(crate) enum CheckpointError {
     /// The metadata of the checkpoint could not be decoded. Nothing has changed.
     #[error("{name} cannot be read: {source}")]
     DecodeMeta { name: String, source: FrameError },
+    /// The claim of a job could not be read or written. It is unchanged.
+    #[error(transparent)]
+    Claim(StoreError),
+    /// The claim of a job could not be decoded. It is unchanged.
+    #[error(
+        "the record that says where the job runs cannot be read: {0}; nothing was changed. If the job does not run \
+         anywhere, remove its file claim-… from the store"
+    )]
+    DecodeClaim(FrameError),
     /// A checkpoint that must not be used was not removed. Other checkpoints that must not be used
     /// may have been removed.
     #[error(transparent)]

@@ -1,7 +1,9 @@
 //! Checkpoints, host losses and restarts of jobs whose tasks exchange messages.
 
 mod admission;
+mod claims;
 mod copies;
+mod damage;
 mod host_loss;
 mod last_messages;
 mod limits;
@@ -188,6 +190,7 @@ impl JobScenario {
                 checkpoint: checkpoint_name.into(),
                 host_names,
                 wait_for_end: true,
+                force: false,
             },
         );
         let Reply::Restarted(result) = reply else {

@@ -4,7 +4,8 @@ use super::{Proc, Received, Sim, SimEvent};
 use crate::{Event, Output};
 use checkpoint_protocol::SnapshotId;
 use sempa_proto::checkpoint::{
-    CheckpointEntry, CheckpointMeta, RemovalRefusal, RemovalResults, RemovalSelection, StoreFailure,
+    CheckpointEntry, CheckpointMeta, JobHolder, RemovalRefusal, RemovalResults, RemovalSelection,
+    RestartFailure, StoreFailure,
 };
 use sempa_proto::frame::from_bytes;
 use sempa_proto::host::SavedTask;
@@ -38,6 +39,15 @@ pub(in crate::tests) struct ImageStore {
     drafts: BTreeMap<SnapshotId, BTreeMap<Tid, StoredImage>>,
     checkpoints: BTreeMap<String, (CheckpointMeta, BTreeMap<Tid, StoredImage>)>,
     open_checkpoints: BTreeMap<u64, String>,
+    /// Damaged checkpoints. A damaged image of a task is found when the task is restarted, damage
+    /// of the rest (`None`) when the checkpoint is opened.
+    pub(in crate::tests) damage: BTreeMap<String, Option<Tid>>,
+    /// The other virtual machine that runs the jobs of all checkpoints.
+    pub(in crate::tests) other_holder: Option<JobHolder>,
+    /// Jobs that run in this virtual machine, according to the store.
+    pub(in crate::tests) claimed_jobs: BTreeSet<Tid>,
+    /// Checkpoints that are marked as damaged.
+    pub(in crate::tests) marked_checkpoints: BTreeSet<String>,
     /// Names of the checkpoints of jobs that have ended.
     checkpoints_of_ended_jobs: BTreeSet<String>,
     pub(super) built_procs: BTreeMap<(HostId, MigrationId), Proc>,
@@ -82,16 +92,26 @@ impl ImageStore {
     }
 
     pub(in crate::tests) fn newest_name(&self) -> String {
-        let snapshot_number = |name: &&String| {
-            name.rsplit('-')
-                .next()
-                .and_then(|snapshot_number| snapshot_number.parse::<SnapshotId>().ok())
-        };
         self.checkpoints
             .keys()
-            .max_by_key(snapshot_number)
+            .max_by_key(|name| snapshot_number(name))
             .expect("there is one")
             .clone()
+    }
+
+    /// Returns the newest checkpoint of the job that is older than `name` and not marked as
+    /// damaged.
+    fn older_name(&self, name: &str, job: Option<Tid>) -> Option<String> {
+        let is_older = |(older_name, (meta, _)): &(&String, &(CheckpointMeta, _))| {
+            Some(meta.job) == job
+                && snapshot_number(older_name) < snapshot_number(name)
+                && !self.marked_checkpoints.contains(*older_name)
+        };
+        self.checkpoints
+            .iter()
+            .filter(is_older)
+            .map(|(older_name, _)| older_name.clone())
+            .max_by_key(|older_name| snapshot_number(older_name))
     }
 
     /// Returns the names of the checkpoints of jobs that have ended.
@@ -181,6 +201,11 @@ impl ImageStore {
     }
 }
 
+/// Returns the number of the snapshot from which the checkpoint with this name was made.
+fn snapshot_number(name: &str) -> Option<SnapshotId> {
+    name.rsplit('-').next()?.parse().ok()
+}
+
 impl Sim {
     pub(super) fn dump_image(&mut self, host_id: HostId, migration: MigrationId, tid: Tid) {
         if let Some(proc) = self
@@ -202,6 +227,11 @@ impl Sim {
             };
             self.image_store.images.insert((host_id, migration), image);
         }
+    }
+
+    /// Lets the master find that another virtual machine has taken over a job.
+    pub(in crate::tests) fn take_over_job(&mut self, job: Tid, by: JobHolder) {
+        self.schedule_soon(HostId::MASTER, Event::JobTakenOver { job, by });
     }
 
     /// Builds a stopped process from images. Panics if there are no images of a process.
@@ -410,8 +440,11 @@ impl Sim {
                 tid,
                 receiver,
             } => {
-                let (_, images) = &self.image_store.checkpoints
-                    [&self.image_store.open_checkpoints[&restart_number]];
+                let name = &self.image_store.open_checkpoints[&restart_number];
+                if self.image_store.damage.get(name) == Some(&Some(tid)) {
+                    return self.report_damaged_image(restart_number, migration, receiver);
+                }
+                let (_, images) = &self.image_store.checkpoints[name];
                 let image = images[&tid].clone();
                 self.image_store.images.insert((host_id, migration), image);
                 self.deliver_images(host_id, migration, receiver);
@@ -428,27 +461,89 @@ impl Sim {
             Output::OpenCheckpoint {
                 restart_number,
                 checkpoint,
+                force,
+            } => self.open_checkpoint(host_id, restart_number, checkpoint, force),
+            Output::CloseCheckpoint {
+                restart_number,
+                keeps_claim,
             } => {
-                let meta = self
-                    .image_store
-                    .checkpoints
-                    .get(&checkpoint)
-                    .map(|(meta, _)| meta.clone());
-                self.image_store
-                    .open_checkpoints
-                    .insert(restart_number, checkpoint);
-                self.schedule_soon(
-                    host_id,
-                    Event::CheckpointOpened {
-                        restart_number,
-                        result: meta.ok_or(StoreFailure("there is no such checkpoint".into())),
-                    },
-                );
+                let name = self.image_store.open_checkpoints.remove(&restart_number);
+                let checkpoint = name.and_then(|name| self.image_store.checkpoints.get(&name));
+                if let (true, Some((meta, _))) = (keeps_claim, checkpoint) {
+                    self.image_store.claimed_jobs.insert(meta.job);
+                }
             }
-            Output::CloseCheckpoint { restart_number } => {
-                self.image_store.open_checkpoints.remove(&restart_number);
+            Output::ReleaseJob { job } => {
+                self.image_store.claimed_jobs.remove(&job);
             }
             other => self.carry_out_for_drafts(host_id, other),
+        }
+    }
+
+    fn open_checkpoint(
+        &mut self,
+        host_id: HostId,
+        restart_number: u64,
+        checkpoint: String,
+        force: bool,
+    ) {
+        let meta = self
+            .image_store
+            .checkpoints
+            .get(&checkpoint)
+            .map(|(meta, _)| meta.clone());
+        let is_damaged = self.image_store.damage.get(&checkpoint) == Some(&None);
+        self.image_store
+            .open_checkpoints
+            .insert(restart_number, checkpoint);
+        let (at, why) = (self.now + Micros(1_000), "a byte was changed".to_string());
+        let result = match is_damaged {
+            true => Err(RestartFailure::Store(StoreFailure(why.clone()))),
+            false => meta.ok_or(RestartFailure::Store(StoreFailure(
+                "there is no such checkpoint".into(),
+            ))),
+        };
+        let result = match &self.image_store.other_holder {
+            Some(holder) if !force => Err(RestartFailure::RunsElsewhere {
+                holder: holder.clone(),
+                time_until_force: Micros(0),
+            }),
+            _ => result,
+        };
+        if is_damaged {
+            let event = Event::CheckpointDamaged {
+                restart_number,
+                why,
+            };
+            self.schedule(at, SimEvent::Machine(host_id, event));
+        }
+        let event = Event::CheckpointOpened {
+            restart_number,
+            result,
+        };
+        self.schedule(at, SimEvent::Machine(host_id, event));
+    }
+
+    /// Reports that the master has found an image damaged when it unpacked the image for a restart.
+    fn report_damaged_image(
+        &mut self,
+        restart_number: u64,
+        migration: MigrationId,
+        receiver: Option<HostId>,
+    ) {
+        let why = "a byte was changed".to_string();
+        let result = Err(Failure::Images(why.clone()));
+        let failure = match receiver {
+            Some(_) => Event::ImagesSent { migration, result },
+            None => Event::ImagesReceived { migration, result },
+        };
+        let damage = Event::CheckpointDamaged {
+            restart_number,
+            why,
+        };
+        let at = self.now + Micros(1_000);
+        for event in [damage, failure] {
+            self.schedule(at, SimEvent::Machine(HostId::MASTER, event));
         }
     }
 
@@ -494,6 +589,7 @@ impl Sim {
                 );
                 let result = self.random_store_failure().map(|()| {
                     let name = format!("set-{snapshot}");
+                    self.image_store.claimed_jobs.insert(meta.job);
                     self.image_store
                         .checkpoints
                         .insert(name.clone(), (*meta, draft));
@@ -531,6 +627,25 @@ impl Sim {
                     } else {
                         self.image_store.checkpoints_of_ended_jobs.remove(&name)
                     };
+                }
+            }
+            Output::MarkDamaged {
+                checkpoint,
+                why,
+                rollback_job,
+            } => {
+                let older_checkpoint = self.image_store.older_name(&checkpoint, rollback_job);
+                self.image_store
+                    .marked_checkpoints
+                    .insert(checkpoint.clone());
+                if let Some(job) = rollback_job {
+                    let event = Event::OlderCheckpointFound {
+                        job,
+                        damaged_checkpoint: checkpoint,
+                        why,
+                        older_checkpoint,
+                    };
+                    self.schedule_soon(host_id, event);
                 }
             }
             Output::RemoveCheckpoints {
