@@ -15,6 +15,7 @@ mod feasibility;
 mod file_transfer;
 mod freezer;
 mod image_manifest;
+mod lease;
 mod memory_reservations;
 mod migrations;
 mod namespace;

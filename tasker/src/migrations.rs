@@ -305,7 +305,8 @@ impl Supervisor {
             | ToTasker::Kill { .. }
             | ToTasker::Pause { .. }
             | ToTasker::ResumeToQuiesce { .. }
-            | ToTasker::Resume { .. } => {}
+            | ToTasker::Resume { .. }
+            | ToTasker::RenewLease { .. } => {}
         }
     }
 

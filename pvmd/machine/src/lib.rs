@@ -19,6 +19,7 @@
 //! | `hosts`, `hostfile` | adding hosts to the host table and removing them (master) |
 //! | `host_table`, `halt` | every daemon's part in the host table and in a shutdown |
 //! | `rpc` | requests between daemons |
+//! | `lease` | heartbeats, and how long tasks may run without them |
 //! | `spawn`, `rm`, `service_tasks` | starting tasks, resource managers, hosters, taskers and tracers |
 //! | `mailbox`, `groups`, `events` | state that the master keeps for the virtual machine |
 //! | `guests`, `suspension` | pausing tasks for the owner of this host, or on request |
@@ -48,6 +49,7 @@ mod host_table;
 mod hostfile;
 mod hosts;
 pub mod io;
+mod lease;
 mod mailbox;
 mod migrations;
 mod notify;
@@ -171,6 +173,8 @@ enum Timer {
     CopyFailureTimeout(MigrationId),
     /// The time limit for the last messages of `exited` to arrive at `watcher` has passed.
     LastMessagesTimeout { watcher: Tid, exited: Tid },
+    /// The next heartbeat is due.
+    HeartbeatDue,
 }
 
 /// State that only the master has.
@@ -206,6 +210,7 @@ pub struct Machine {
     locations: routing::Locations,
     ring_peers: ring_peers::RingPeers,
     rpcs: rpc::OpenRequests,
+    lease: lease::Lease,
     scatter_gathers: requests::ScatterGathers,
     spawns: spawn::PendingSpawns,
     pending_execs: VecDeque<spawn::ExecJob>,
@@ -251,6 +256,7 @@ impl Machine {
             locations: routing::Locations::default(),
             ring_peers: ring_peers::RingPeers::default(),
             rpcs: rpc::OpenRequests::default(),
+            lease: lease::Lease::default(),
             scatter_gathers: requests::ScatterGathers::default(),
             spawns: spawn::PendingSpawns::default(),
             pending_execs: VecDeque::new(),
@@ -311,9 +317,11 @@ impl Machine {
             epoch: self.next_epoch(),
             hosts: vec![entry],
         };
+        self.start_heartbeats();
     }
 
-    /// Handles an event and all timers that are due. `now` is monotonic. The effects are returned
+    /// Handles an event and all timers that are due. `now` is monotonic, includes the time for
+    /// which the machine sleeps, and is the clock of the tasker's leases. The effects are returned
     /// by [`Machine::next_output`].
     pub fn handle_event(&mut self, now: Micros, world: &mut dyn World, event: Event) {
         self.now = now;
@@ -351,7 +359,10 @@ impl Machine {
                 conn,
                 protocol_error,
             } => self.handle_task_closed(conn, protocol_error),
-            Event::HostConnected { host } => self.handle_host_connected(host),
+            Event::HostConnected { host } => {
+                self.start_heartbeats_to(host);
+                self.handle_host_connected(host)
+            }
             Event::HostControl { host, message } => self.handle_host_message(host, message),
             Event::HostData { host, message } => self.handle_data_message(host, message),
             Event::HostLost { host, why } => self.handle_host_lost(host, &why),
@@ -470,6 +481,9 @@ impl Machine {
             FromTasker::StartFailed { tid, reason: why } => self.handle_start_failure(tid, &why),
             FromTasker::Output { tid, bytes } => self.forward_task_output(tid, bytes),
             FromTasker::Paused { tid } => self.handle_guest_paused(tid),
+            FromTasker::LeaseRenewed { frozen_time } => self.handle_lease_renewed(frozen_time),
+            // The shell adds the reason to the report that the tasker has ended.
+            FromTasker::LeaseExpired { .. } => {}
             FromTasker::QueryInspected {
                 query: query_id,
                 result,
@@ -553,6 +567,7 @@ impl Machine {
                     watcher,
                     exited: exited_task,
                 } => self.handle_last_messages_timeout(watcher, exited_task),
+                Timer::HeartbeatDue => self.send_heartbeat(),
             }
         }
         let now = self.now;

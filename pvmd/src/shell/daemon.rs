@@ -29,8 +29,8 @@ use super::sys::{OpenFilesLimit, raise_files_limit};
 use super::tasker::TaskerProcess;
 use super::{address, task_listener};
 use anyhow::Context;
-use checkpoint::allocator;
 use checkpoint::capabilities::{self, CapabilitySet};
+use checkpoint::{allocator, boot_clock};
 use pvmd_machine::{Machine, MachineConfig};
 use sempa_proto::runtime_paths::RuntimePaths;
 use sempa_proto::{HostId, Micros};
@@ -38,7 +38,7 @@ use std::collections::BTreeMap;
 use std::net::{IpAddr, SocketAddr, UdpSocket};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::mpsc;
 
@@ -146,7 +146,6 @@ async fn assemble_and_run(
     log: Log,
     announce: impl FnOnce(ReadyDaemon) -> anyhow::Result<()>,
 ) -> anyhow::Result<()> {
-    let started_at = Instant::now();
     let DaemonSetup {
         runtime_dir,
         host,
@@ -239,7 +238,7 @@ async fn assemble_and_run(
     }
     let bulk_fallbacks = BulkFallbacks::new();
     let daemon_parts = DaemonParts {
-        machine: Machine::new(config, Micros(0)),
+        machine: Machine::new(config, boot_clock::now()),
         environment: HostEnvironment::new(environment_settings, &paths, uid),
         inputs: input_queue,
         sessions: net,
@@ -272,7 +271,7 @@ async fn assemble_and_run(
     tracing::info!("ready");
     // The driver is spawned like the tasks that serve the streams. If `block_on` ran the driver
     // itself, each wake-up would need a system call.
-    tokio::spawn(Driver::new(daemon_parts, started_at, is_master).run_loop(signals))
+    tokio::spawn(Driver::new(daemon_parts, is_master).run_loop(signals))
         .await
         .context("the daemon's loop has failed")?;
     Ok(())

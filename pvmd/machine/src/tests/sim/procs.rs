@@ -46,6 +46,8 @@ pub(in crate::tests) struct Proc {
     pub(super) deferred_notifications: Vec<(SendWatermark, Message)>,
     pub(super) quiesce_request: Option<(MigrationId, Vec<PathBuf>)>,
     pub(super) stopped_for_migration: bool,
+    /// True if the process is stopped because the lease of its tasker permits no process to run.
+    pub(super) is_held: bool,
     /// True if the process is paused for the owner of its host or by a suspension.
     pub(super) paused: bool,
     /// Number of orders to pause or resume the process so far.
@@ -88,9 +90,9 @@ impl Proc {
         self.quiesce_request.is_some()
     }
 
-    /// True while the process is paused or stopped for a migration.
+    /// True while the process is paused, held by a lease, or stopped for a migration.
     pub(in crate::tests) fn is_frozen(&self) -> bool {
-        self.stopped_for_migration || self.paused
+        self.stopped_for_migration || self.paused || self.is_held
     }
 
     pub(in crate::tests) fn notifications(&self, tag: i32) -> Vec<Message> {
