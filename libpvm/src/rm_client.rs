@@ -523,6 +523,7 @@ fn unpack_tasks(body: Bytes) -> PvmResult<Vec<TaskInfo>> {
             migrating: false,
             paused: false,
             suspended: false,
+            stopping: false,
         });
     }
     Ok(tasks)

@@ -306,7 +306,8 @@ impl Supervisor {
             | ToTasker::Pause { .. }
             | ToTasker::ResumeToQuiesce { .. }
             | ToTasker::Resume { .. }
-            | ToTasker::RenewLease { .. } => {}
+            | ToTasker::RenewLease { .. }
+            | ToTasker::Ping => {}
         }
     }
 

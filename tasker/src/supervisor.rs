@@ -378,6 +378,7 @@ impl Supervisor {
             } => self.resume_task_to_quiesce(tid, library_run_duration, run_duration),
             ToTasker::Resume { tid } => self.end_pause(tid),
             ToTasker::RenewLease { freeze_at, kill_at } => self.renew_lease(freeze_at, kill_at),
+            ToTasker::Ping => self.send(&FromTasker::Pong),
             migration_order => {
                 // The order is deferred until the first probe has ended, so the probe is started
                 // immediately instead of after its delay.

@@ -317,6 +317,14 @@ pub enum EventKind {
     HostOpened {
         host: HostId,
     },
+    /// Guests of a host must stop for its owner, and it was not confirmed in time that they have
+    /// stopped.
+    #[serde(rename = "GuestsNotStopped")]
+    GuestsNotPaused {
+        host: HostId,
+        guests: Vec<Tid>,
+        why: String,
+    },
 }
 
 impl EventKind {
@@ -585,6 +593,13 @@ impl fmt::Display for EventKind {
             }
             Self::HostClosed { host, why } => write!(f, "{host} accepts no guests: {why}"),
             Self::HostOpened { host } => write!(f, "{host} accepts guests again"),
+            Self::GuestsNotPaused { host, guests, why } => {
+                write!(
+                    f,
+                    "guests of {host} not stopped: {}: {why}",
+                    join_tids(guests)
+                )
+            }
         }
     }
 }

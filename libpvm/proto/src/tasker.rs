@@ -253,6 +253,8 @@ pub enum ToTasker {
         /// Time on CLOCK_BOOTTIME at which the tasks are ended.
         kill_at: Micros,
     },
+    /// Asks whether the tasker handles orders. → [`FromTasker::Pong`]
+    Ping,
 }
 
 /// A report of the tasker to its daemon.
@@ -396,4 +398,6 @@ pub enum FromTasker {
         /// The reason in one sentence.
         reason: String,
     },
+    /// The tasker handles orders.
+    Pong,
 }

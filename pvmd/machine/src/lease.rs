@@ -37,10 +37,12 @@ pub(super) struct Lease {
 }
 
 impl Machine {
-    /// Sends the first heartbeat. On the master, starts the lease of its own host.
+    /// Sends the first heartbeat, and begins to check the programs of this host. On the master,
+    /// starts the lease of its own host.
     pub(super) fn start_heartbeats(&mut self) {
         if !std::mem::replace(&mut self.lease.has_started, true) {
             self.send_heartbeat();
+            self.check_partners();
         }
     }
 
@@ -123,9 +125,16 @@ impl Machine {
     }
 
     /// True if a process of a task may run under the tasker.
-    fn has_processes(&self) -> bool {
+    pub(super) fn has_processes(&self) -> bool {
         self.tasks.live_tasks.values().any(|task| task.is_spawned())
             || !self.migrations.arrivals.is_empty()
+    }
+
+    /// True while the lease does not permit the tasks of this host to run.
+    pub(super) fn is_lease_frozen(&self) -> bool {
+        self.lease.valid_since.is_some_and(|valid_since| {
+            valid_since + lease::freeze_delay(self.config.lease) <= self.now
+        })
     }
 
     /// Handles the tasker's confirmation of a renewal. `frozen_time` is the time for which the

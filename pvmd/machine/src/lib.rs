@@ -19,10 +19,10 @@
 //! | `hosts`, `hostfile` | adding hosts to the host table and removing them (master) |
 //! | `host_table`, `halt` | every daemon's part in the host table and in a shutdown |
 //! | `rpc` | requests between daemons |
-//! | `lease` | heartbeats, and how long tasks may run without them |
+//! | `lease`, `supervision` | heartbeats, and how long tasks may run without them; programs that hang |
 //! | `spawn`, `rm`, `service_tasks` | starting tasks, resource managers, hosters, taskers and tracers |
 //! | `mailbox`, `groups`, `events` | state that the master keeps for the virtual machine |
-//! | `guests`, `suspension` | pausing tasks for the owner of this host, or on request |
+//! | `guests`, `guest_stops`, `suspension` | pausing tasks for the owner of this host, or on request |
 //! | `owner_agent` | owner agents, and their directives after they have died |
 //! | `checkpoints` | checkpoints of jobs, and restarts from them |
 //! | `restart_engine` | migration without CRIU: the program exits and is started again |
@@ -42,6 +42,7 @@ mod debug_query;
 mod deferred;
 mod events;
 mod groups;
+mod guest_stops;
 mod guests;
 mod halt;
 mod handoff_log;
@@ -68,6 +69,7 @@ mod routing;
 mod rpc;
 mod service_tasks;
 mod spawn;
+mod supervision;
 mod suspension;
 mod task_connections;
 mod task_trace;
@@ -175,6 +177,10 @@ enum Timer {
     LastMessagesTimeout { watcher: Tid, exited: Tid },
     /// The next heartbeat is due.
     HeartbeatDue,
+    /// The programs on which promises depend must be checked.
+    PartnerCheck,
+    /// The time limit of the tasker to confirm that guests are stopped has passed.
+    GuestStopTimeout,
 }
 
 /// State that only the master has.
@@ -211,6 +217,7 @@ pub struct Machine {
     ring_peers: ring_peers::RingPeers,
     rpcs: rpc::OpenRequests,
     lease: lease::Lease,
+    supervision: supervision::Supervision,
     scatter_gathers: requests::ScatterGathers,
     spawns: spawn::PendingSpawns,
     pending_execs: VecDeque<spawn::ExecJob>,
@@ -257,6 +264,7 @@ impl Machine {
             ring_peers: ring_peers::RingPeers::default(),
             rpcs: rpc::OpenRequests::default(),
             lease: lease::Lease::default(),
+            supervision: supervision::Supervision::default(),
             scatter_gathers: requests::ScatterGathers::default(),
             spawns: spawn::PendingSpawns::default(),
             pending_execs: VecDeque::new(),
@@ -484,6 +492,7 @@ impl Machine {
             FromTasker::LeaseRenewed { frozen_time } => self.handle_lease_renewed(frozen_time),
             // The shell adds the reason to the report that the tasker has ended.
             FromTasker::LeaseExpired { .. } => {}
+            FromTasker::Pong => self.handle_pong(),
             FromTasker::QueryInspected {
                 query: query_id,
                 result,
@@ -504,6 +513,7 @@ impl Machine {
     /// this host until there is a new tasker.
     fn handle_tasker_exit(&mut self, why: &str) {
         self.tasker_has_ended = true;
+        self.forget_tasker();
         if self.shutdown.is_none() {
             let text = format!("the tasker has ended ({why}); its tasks on this host were killed");
             self.log_line(io::LogLevel::Error, None, text);
@@ -568,6 +578,8 @@ impl Machine {
                     exited: exited_task,
                 } => self.handle_last_messages_timeout(watcher, exited_task),
                 Timer::HeartbeatDue => self.send_heartbeat(),
+                Timer::PartnerCheck => self.check_partners(),
+                Timer::GuestStopTimeout => self.handle_guest_stop_timeout(),
             }
         }
         let now = self.now;

@@ -17,5 +17,6 @@ mod scenario;
 mod service_tasks;
 mod sim;
 mod step_matrix;
+mod supervision;
 mod suspend;
 mod tasks;

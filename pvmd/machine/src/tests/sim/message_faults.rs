@@ -35,12 +35,12 @@ fn message_name(event: &Event) -> Option<String> {
             message: HostMsg::StepReport { report, .. },
             ..
         } => format!("report {report:?}"),
-        // Heartbeats and renewals belong to no operation.
+        // Heartbeats, renewals and answers belong to no operation.
         Event::HostControl {
             message: HostMsg::Heartbeat { .. } | HostMsg::HeartbeatAck { .. },
             ..
         }
-        | Event::Tasker(FromTasker::LeaseRenewed { .. }) => return None,
+        | Event::Tasker(FromTasker::LeaseRenewed { .. } | FromTasker::Pong) => return None,
         Event::HostControl { message, .. } => format!("host {message:?}"),
         Event::Tasker(message) => format!("tasker {message:?}"),
         Event::HostData { .. } | Event::HostLost { .. } | Event::Wake => return None,

@@ -33,6 +33,7 @@ use sempa_proto::ids::RouteId;
 use sempa_proto::link::{Link, LinkEvent, LinkFrame};
 use sempa_proto::message::DSIG_X86_64;
 use sempa_proto::migration::Verdict;
+use sempa_proto::rm::{CTX_RM, TAG_PING};
 use sempa_proto::runtime_paths::RuntimePaths;
 use sempa_proto::task::{
     Claim, Hello, OnDaemonExit, Reply, Request, ResumeToken, SendWatermark, TASK_MAGIC, ToDaemon,
@@ -414,6 +415,7 @@ impl Sim {
             exited: false,
             images_remain: false,
             cpu_micros: 0,
+            answers_pings: false,
         });
         self.procs.len() - 1
     }
@@ -567,6 +569,11 @@ impl Sim {
                     self.procs[proc].replies.insert(id, reply).is_none(),
                     "{id} got two replies"
                 );
+            }
+            ToTask::Deliver { message, .. } if (message.ctx, message.tag) == (CTX_RM, TAG_PING) => {
+                if self.procs[proc].answers_pings {
+                    self.announce_alive(proc);
+                }
             }
             ToTask::Deliver {
                 message,

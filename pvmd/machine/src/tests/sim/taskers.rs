@@ -114,6 +114,7 @@ impl Sim {
 
     pub(super) fn handle_tasker_order(&mut self, host_id: HostId, message: ToTasker) {
         match message {
+            ToTasker::Ping => self.send_from_tasker(host_id, FromTasker::Pong),
             ToTasker::RenewLease { freeze_at, kill_at } => {
                 self.renew_tasker_lease(host_id, freeze_at, kill_at)
             }
