@@ -8,12 +8,14 @@
 //! * [`criu`][]: the dump engine CRIU, which can dump any process.
 //! * [`facts`][]: properties and resources of a task, and the verdict of a host on them.
 //! * [`allocator`][]: settings of the memory allocator.
+//! * [`boot_clock`][]: the clock of leases.
 //! * [`capabilities`][]: dropping of capabilities.
 //! * [`proc`][]: facts about processes from /proc.
 //! * [`state_files`][]: state files of programs that write their own checkpoints.
 //! * [`store`][]: the store for checkpoints of jobs.
 
 pub mod allocator;
+pub mod boot_clock;
 pub mod capabilities;
 pub mod criu;
 pub mod dump_retry;

@@ -37,6 +37,7 @@ pub(crate) fn task(tid: i32, parent: i32, pid: i32, flags: i32, name: &str) -> T
         paused: false,
         suspended: false,
         namespace_pid: pid,
+        stopping: false,
     }
 }
 

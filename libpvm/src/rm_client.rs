@@ -524,6 +524,7 @@ fn unpack_tasks(body: Bytes) -> PvmResult<Vec<TaskInfo>> {
             paused: false,
             suspended: false,
             namespace_pid: pid,
+            stopping: false,
         });
     }
     Ok(tasks)

@@ -38,11 +38,13 @@ use pvm_load_watcher::system::{local_time, raise_nice_level, time_of_day, to_mic
 use sempa_proto::load::{LoadReport, LoadSample, OwnerVerdict, is_load_watcher};
 use sempa_proto::message::DSIG_X86_64;
 use sempa_proto::owner::{GuestAccess, GuestDirective, REASON_BYTES_MAX};
+use sempa_proto::rm::CTX_RM;
 use sempa_proto::runtime_paths::GUEST_CPUS_FILE;
+use sempa_proto::sm::SM_ALIVE;
 use sempa_proto::table::{TASK_FORKED, TASK_SERVICE_FLAGS, TaskInfo};
 use sempa_proto::task::{Reply, Request};
 use sempa_proto::text::truncate;
-use sempa_proto::{Micros, frame};
+use sempa_proto::{Micros, Tid, frame};
 use std::cell::Cell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::os::fd::AsFd;
@@ -638,8 +640,23 @@ impl Watcher {
         interval.min(Micros(60_000_000 - time_of_day().0 % 60_000_000))
     }
 
+    /// Tells the daemon that this load watcher runs.
+    fn announce_alive(&self) {
+        // If this fails, the connection to the daemon is lost, and this task is about to exit.
+        let _ = self.vm.send_in_context(
+            Tid::MY_DAEMON,
+            CTX_RM,
+            SM_ALIVE,
+            Body {
+                enc: DSIG_X86_64,
+                bytes: Vec::new().into(),
+            },
+        );
+    }
+
     pub(crate) fn run_main_loop(&mut self) -> anyhow::Result<()> {
         self.assess_and_notify()?;
+        self.announce_alive();
         let mut next_sample_at = self.now() + SAMPLE_INTERVAL_CHANGING_LOAD;
         let mut current_minute = time_of_day().0 / 60_000_000;
         loop {
@@ -653,6 +670,9 @@ impl Watcher {
                 self.assess_and_notify()?;
             }
             if wake_reasons.additional_fd_ready {
+                if self.rm_subscription.take_ping() {
+                    self.announce_alive();
+                }
                 if self
                     .logind_client
                     .as_ref()

@@ -16,6 +16,7 @@ mod file_transfer;
 mod freezer;
 mod image_manifest;
 mod last_pid;
+mod lease;
 mod memory_reservations;
 mod migrations;
 mod namespace;

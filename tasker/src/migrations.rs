@@ -305,7 +305,9 @@ impl Supervisor {
             | ToTasker::Kill { .. }
             | ToTasker::Pause { .. }
             | ToTasker::ResumeToQuiesce { .. }
-            | ToTasker::Resume { .. } => {}
+            | ToTasker::Resume { .. }
+            | ToTasker::RenewLease { .. }
+            | ToTasker::Ping => {}
         }
     }
 

@@ -221,6 +221,12 @@ impl Task {
         self.pause(run_time);
     }
 
+    /// Stops the task, even if it has not quiesced.
+    pub(crate) fn stop_now(&mut self) {
+        let pause = std::mem::take(&mut self.pause);
+        self.stop_paused(pause);
+    }
+
     /// Stops the task. `pause` is the pause's current state, which may be any.
     fn stop_paused(&mut self, pause: Pause) {
         let (deprioritized, program_freeze) = match pause {
@@ -304,7 +310,7 @@ impl Task {
     }
 
     /// Ends the pause of the task and lets it run, unless a migration has stopped it.
-    fn end_pause(&mut self) {
+    pub(crate) fn end_pause(&mut self) {
         let pause = std::mem::take(&mut self.pause);
         let is_stopped = match &pause {
             Pause::NotPaused | Pause::Quiescing { .. } => false,
@@ -333,8 +339,7 @@ impl Task {
                 }
                 return false;
             }
-            let pause = std::mem::take(&mut self.pause);
-            self.stop_paused(pause);
+            self.stop_now();
         }
         let Pause::Stopping {
             mut signalled_pids,
@@ -366,19 +371,27 @@ impl Task {
 
 impl Supervisor {
     /// Pauses a task on the daemon's order. The task may run for the time `run_time` so that its
-    /// library can quiesce.
+    /// library can quiesce. While the lease permits no task to run, the task is stopped at once.
     pub(crate) fn pause_task(&mut self, tid: Tid, run_time: Micros) {
-        self.change_pause(tid, |task| task.pause(Duration::from_micros(run_time.0)));
+        let run_time = match self.lease.is_frozen() {
+            true => Duration::ZERO,
+            false => Duration::from_micros(run_time.0),
+        };
+        self.change_pause(tid, |task| task.pause(run_time));
     }
 
     /// Lets a paused task run on the daemon's order, so that the task can quiesce. `library_phase`
-    /// and `run_time` are durations as in [`Task::resume_to_quiesce`].
+    /// and `run_time` are durations as in [`Task::resume_to_quiesce`]. While the lease permits no
+    /// task to run, the task stays stopped.
     pub(crate) fn resume_task_to_quiesce(
         &mut self,
         tid: Tid,
         library_phase: Micros,
         run_time: Micros,
     ) {
+        if self.lease.is_frozen() {
+            return self.pause_task(tid, run_time);
+        }
         self.change_pause(tid, |task| {
             task.resume_to_quiesce(
                 Duration::from_micros(library_phase.0),
@@ -392,6 +405,8 @@ impl Supervisor {
             return;
         };
         change(task);
+        // From now on the task is stopped because the daemon has ordered this.
+        task.is_held = false;
         let was_paused = matches!(task.pause, Pause::Paused);
         // A paused task does not change its memory, so pre-copying it has no advantage.
         self.migrations.pre_copies.stop_early_for_task(tid);
@@ -401,9 +416,17 @@ impl Supervisor {
         self.check_pauses();
     }
 
-    /// Ends the pause of a task on the daemon's order.
+    /// Ends the pause of a task on the daemon's order. While the lease permits no task to run, a
+    /// stopped task stays stopped until the lease is renewed.
     pub(crate) fn end_pause(&mut self, tid: Tid) {
-        if let Some(task) = self.tasks.get_mut(&tid) {
+        let is_frozen = self.lease.is_frozen();
+        let Some(task) = self.tasks.get_mut(&tid) else {
+            return;
+        };
+        let is_stopped = matches!(task.phase, TaskPhase::Running)
+            && matches!(task.pause, Pause::Stopping { .. } | Pause::Paused);
+        task.is_held = is_frozen && is_stopped;
+        if !task.is_held {
             task.end_pause();
         }
     }
@@ -425,7 +448,9 @@ impl Supervisor {
             .map(|task| task.tid)
             .collect();
         for tid in due_tids {
-            if self.tasks.get_mut(&tid).is_some_and(Task::check_pause) {
+            let has_stopped = self.tasks.get_mut(&tid).is_some_and(Task::check_pause);
+            // The daemon has not ordered a stop of a held task, so it expects no report.
+            if has_stopped && self.tasks.get(&tid).is_some_and(|task| !task.is_held) {
                 self.forward_all_output(tid);
                 self.send(&FromTasker::Paused { tid });
             }

@@ -6,6 +6,7 @@
 
 use crate::daemon_socket::DaemonSocket;
 use crate::freezer::{ControlGroup, Freezer, FreezerUnavailable};
+use crate::lease::Lease;
 use crate::migrations::{EngineStatus, Migrations};
 use crate::namespace::{Namespace, SpareNamespaces};
 use crate::pid_numbering::{FirstPid, PidNumbering};
@@ -30,6 +31,7 @@ use std::collections::BTreeMap;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
+use thiserror::Error;
 
 /// Maximum number of tasks on one host. Tids permit more tasks, but the process table of a typical
 /// system does not.
@@ -61,6 +63,11 @@ struct OrphanedNamespace {
     final_messages: Vec<FromTasker>,
 }
 
+/// The daemon has not renewed its lease. All tasks are killed, and the tasker exits.
+#[derive(Debug, Error)]
+#[error("all tasks end: {0}")]
+struct LeaseExpired(String);
+
 /// The complete state of the tasker.
 pub(crate) struct Supervisor {
     pub(crate) daemon_socket: DaemonSocket,
@@ -72,6 +79,7 @@ pub(crate) struct Supervisor {
     pub(crate) spare_namespaces: SpareNamespaces,
     pub(crate) task_start_state: TaskStartState,
     start_guard: StartGuard,
+    pub(crate) lease: Lease,
     orphaned_namespaces: Vec<OrphanedNamespace>,
     /// Time of the first or next probe of the engine; `None` if no probe is planned.
     pub(crate) probe_at: Option<Instant>,
@@ -91,6 +99,7 @@ enum EventSource {
     DaemonSocket,
     Signals,
     WorkerResults,
+    LeaseTimer,
     TaskExit(Tid),
     TaskOutput(Tid),
     NamespaceEnded,
@@ -126,6 +135,7 @@ impl Supervisor {
             spare_namespaces: SpareNamespaces::new(),
             task_start_state: TaskStartState::prepare()?,
             start_guard: StartGuard::new(EXEC_TIMEOUT)?,
+            lease: Lease::new()?,
             orphaned_namespaces: Vec::new(),
             probe_at: Some(Instant::now() + PROBE_DELAY),
             heap_trim_at: None,
@@ -138,11 +148,11 @@ impl Supervisor {
         })
     }
 
-    /// Runs the main loop until the daemon disconnects or SIGTERM arrives, then ends every process
-    /// of every task.
+    /// Runs the main loop until the daemon disconnects, its lease runs out or SIGTERM arrives, then
+    /// ends every process of every task.
     ///
     /// # Errors
-    /// A system call failed, or the daemon sent an invalid order.
+    /// A system call failed, the daemon sent an invalid order, or its lease has run out.
     pub(crate) fn run_until_disconnect(&mut self) -> anyhow::Result<()> {
         self.send(&FromTasker::Ready(self.capabilities()));
         let loop_result = self.run_main_loop();
@@ -186,6 +196,7 @@ impl Supervisor {
                 match *source {
                     EventSource::DaemonSocket => self.handle_daemon_socket(*events)?,
                     EventSource::Signals => {}
+                    EventSource::LeaseTimer => self.lease.clear_timer(),
                     EventSource::WorkerResults => {
                         self.handle_worker_results();
                         self.heap_trim_at
@@ -229,6 +240,14 @@ impl Supervisor {
             self.remove_ended_namespaces();
             self.report_stopped_tasks();
             self.check_pauses();
+            if self.lease.is_overdue() {
+                // If this whole process hung, the daemon may have renewed the lease meanwhile.
+                self.handle_daemon_socket(PollFlags::POLLIN)?;
+            }
+            if let Some(reason) = self.enforce_lease() {
+                self.end_expired_lease(reason.clone());
+                return Err(LeaseExpired(reason).into());
+            }
         }
         Ok(())
     }
@@ -252,6 +271,7 @@ impl Supervisor {
                 EventSource::WorkerResults,
                 self.migrations.worker_results_fd(),
             ),
+            (EventSource::LeaseTimer, self.lease.timer_fd()),
         ];
         let accepts_output = !self.daemon_socket.is_congested();
         for task in self.tasks.values() {
@@ -370,6 +390,8 @@ impl Supervisor {
                 run_time: run_duration,
             } => self.resume_task_to_quiesce(tid, library_run_duration, run_duration),
             ToTasker::Resume { tid } => self.end_pause(tid),
+            ToTasker::RenewLease { freeze_at, kill_at } => self.renew_lease(freeze_at, kill_at),
+            ToTasker::Ping => self.send(&FromTasker::Pong),
             migration_order => {
                 // The order is deferred until the first probe has ended, so the probe is started
                 // immediately instead of after its delay.
@@ -389,6 +411,11 @@ impl Supervisor {
             Err(StartTaskError::new(
                 order,
                 StartTaskFailure::TooManyTasks(TASKS_MAX),
+            ))
+        } else if self.lease.is_frozen() {
+            Err(StartTaskError::new(
+                order,
+                StartTaskFailure::LeaseNotRenewed,
             ))
         } else {
             self.start_task(order)
@@ -457,7 +484,7 @@ impl Supervisor {
             task.send_signal(signal);
         } else if is_running && matches!(signal, libc::SIGKILL | libc::SIGTERM) {
             task.send_signal(signal);
-            if signal == libc::SIGTERM {
+            if signal == libc::SIGTERM && !self.lease.is_frozen() {
                 task.resume_to_exit_briefly();
             }
         } else if task.deferred_signals.len() < DEFERRED_SIGNALS_MAX {
@@ -489,7 +516,7 @@ impl Supervisor {
             AskMethod::Message(_) => {}
         }
         task.exit_requested_for = Some(engine);
-        if !task.pause.is_inactive() {
+        if !task.pause.is_inactive() && !self.lease.is_frozen() {
             task.resume_to_exit(Duration::from_secs(wait_s.into()));
         }
         if matches!(method, AskMethod::Message(_)) {
@@ -596,6 +623,11 @@ impl Supervisor {
             output: None,
             final_messages,
         });
+    }
+
+    /// True if processes of ended tasks may exist.
+    pub(crate) fn has_orphaned_namespaces(&self) -> bool {
+        !self.orphaned_namespaces.is_empty()
     }
 
     fn remove_ended_namespaces(&mut self) {

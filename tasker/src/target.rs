@@ -529,6 +529,9 @@ impl Supervisor {
                     });
                 }
             };
+        // While the lease permits no task to run, the task runs when the lease is renewed.
+        let is_held = !paused && self.lease.is_frozen();
+        let stays_stopped = paused || is_held;
         let mut task = Task {
             tid,
             process,
@@ -536,17 +539,18 @@ impl Supervisor {
             output,
             usage_on_other_hosts: usage,
             phase: TaskPhase::Running,
-            pause: if paused {
+            pause: if stays_stopped {
                 Pause::Paused
             } else {
                 Pause::NotPaused
             },
+            is_held,
             already_stopped_pids: initially_stopped_pids,
             exit_requested_for: None,
             pending_redirect: None,
             deferred_signals: Vec::new(),
         };
-        if !paused {
+        if !stays_stopped {
             task.continue_after_migration();
         }
         self.tasks.insert(tid, task);

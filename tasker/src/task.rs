@@ -84,6 +84,8 @@ pub(crate) struct Task {
     pub(crate) phase: TaskPhase,
     /// Progress of pausing the task, independent of migrations.
     pub(crate) pause: Pause,
+    /// True if the task is stopped only because the daemon has not renewed its lease.
+    pub(crate) is_held: bool,
     /// PIDs, in the task's namespace, of processes that were already stopped before the task was
     /// stopped. They stay stopped when the task continues.
     pub(crate) already_stopped_pids: Vec<i32>,
@@ -310,6 +312,7 @@ pub(crate) fn start_task_process(
         usage_on_other_hosts: Usage::default(),
         phase: TaskPhase::Running,
         pause: Pause::NotPaused,
+        is_held: false,
         already_stopped_pids: Vec::new(),
         exit_requested_for: None,
         pending_redirect: None,
@@ -392,6 +395,8 @@ pub(crate) enum StartTaskFailure {
     TidExists(Tid),
     #[error("this host has {0} tasks, the limit")]
     TooManyTasks(usize),
+    #[error("the daemon has not renewed its lease, so no task may run on this host")]
+    LeaseNotRenewed,
     #[error("no process-id namespace: {0}")]
     CreateNamespace(#[source] io::Error),
     #[error(transparent)]

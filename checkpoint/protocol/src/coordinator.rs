@@ -27,10 +27,6 @@ const TIMEOUT_PER_GIB: Micros = Micros::from_secs(60);
 /// Factor between the timeout of the pre-copy and the timeout of the other steps that depend on the
 /// size of the task. The task runs during the pre-copy, and some memory is sent more than once.
 const PRE_COPY_TIMEOUT_FACTOR: u64 = 10;
-/// Time after the loss of a source's host until the task's copy on that host is considered dead.
-/// The host's daemon exits at the end of its own, shorter lease, and its tasker exits with the
-/// daemon. This margin is the time that the tasker needs to kill the task.
-const SOURCE_DEATH_TIMEOUT: Micros = Micros::from_secs(2);
 
 /// An instruction to the coordinator's daemon.
 #[derive(Clone, Debug, PartialEq)]
@@ -623,7 +619,9 @@ impl Coordinator {
     /// being recorded or the source is being killed, a migration from the host continues: the
     /// target runs its copy when the source's copy is considered dead. A migration from the host
     /// whose task already runs at the target is not affected.
-    pub fn on_host_lost(&mut self, now: Micros, host: HostId) {
+    ///
+    /// `source_dead_at` is the time from which no task can run on the lost host.
+    pub fn on_host_lost(&mut self, now: Micros, host: HostId, source_dead_at: Micros) {
         let affected_ids: Vec<MigrationId> = self
             .migrations
             .values()
@@ -633,7 +631,7 @@ impl Coordinator {
         for id in affected_ids {
             let m = self.migrations.get_mut(&id).expect("just listed");
             if m.migration.from == host && matches!(m.step, Step::Commit | Step::KillSource) {
-                m.source_dead_at = Some(now + SOURCE_DEATH_TIMEOUT);
+                m.source_dead_at = Some(source_dead_at);
             } else if m.migration.from == host && m.step >= Step::Run {
                 // Nothing fails: the source has finished, or the target reports that memory is
                 // missing.
@@ -917,7 +915,7 @@ mod tests {
             let mut coordinator = Coordinator::new();
             let id = begin(&mut coordinator, 1, 2, 3).expect("there is room");
             let other_id = begin(&mut coordinator, 2, 4, 5).expect("there is room");
-            coordinator.on_host_lost(Micros(1), host(lost_index));
+            coordinator.on_host_lost(Micros(1), host(lost_index), Micros(1));
             let failure = Failure::HostLost(host(lost_index));
             assert_eq!(
                 take_results(&mut coordinator),

@@ -146,6 +146,7 @@ fn tasks_json(table: &HostTable, tasks: &[TaskInfo]) -> Value {
             "moving": task.migrating,
             "stopped": task.paused,
             "suspended": task.suspended,
+            "stopping": task.stopping,
         })
     };
     json!({ "tasks": tasks.iter().map(task).collect::<Vec<_>>() })

@@ -87,11 +87,13 @@ pub(crate) fn ps_row(table: &HostTable, task: &TaskInfo, console: Tid, is_long: 
         &task.name
     };
     // This column does not exist in PVM. A task is paused while the owner of its host is present,
-    // and suspended until a user resumes it. Programs of the host, such as a debugger, need the
-    // process id outside the task's PID namespace.
+    // and suspended until a user resumes it. It is stopping until the tasker has confirmed that
+    // none of its processes runs. Programs of the host, such as a debugger, need the process id
+    // outside the task's PID namespace.
     let has_host_pid = is_long && task.pid > 0 && task.pid != task.namespace_pid;
+    let pause_note = if task.stopping { "stopping" } else { "stopped" };
     let notes: Vec<String> = [
-        task.paused.then(|| "stopped".to_string()),
+        (task.paused || task.stopping).then(|| pause_note.to_string()),
         task.suspended.then(|| "suspended".to_string()),
         has_host_pid.then(|| format!("on the host: process {}", task.pid)),
     ]
@@ -161,7 +163,7 @@ pub(crate) fn totals_json(totals: &UsageTotals) -> Value {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::fixtures::table;
+    use crate::fixtures::{table, task};
 
     #[test]
     fn new_hosts_layout_matches_pvm() {
@@ -173,5 +175,30 @@ Console: 2 new hosts added
                      ha3    c0000  LINUX64    1000
 ";
         assert_eq!(new_hosts_text(&table(), &two_hosts), expected);
+    }
+
+    /// A task is listed as stopped only when this is confirmed.
+    #[test]
+    fn unconfirmed_stop_is_listed_as_stopping() {
+        let row_end = |paused, suspended, stopping| {
+            let task = TaskInfo {
+                paused,
+                suspended,
+                stopping,
+                ..task(0x80001, 0, 7, 6, "worker")
+            };
+            let row = ps_row(&table(), &task, Tid::NONE, false);
+            row.rsplit_once("worker")
+                .expect("its name")
+                .1
+                .trim()
+                .to_string()
+        };
+        assert_eq!(row_end(false, false, false), "");
+        assert_eq!(row_end(false, false, true), "(stopping)");
+        assert_eq!(row_end(true, false, false), "(stopped)");
+        assert_eq!(row_end(false, true, true), "(stopping, suspended)");
+        assert_eq!(row_end(false, true, false), "(suspended)");
+        assert_eq!(row_end(true, true, false), "(stopped, suspended)");
     }
 }

@@ -342,6 +342,14 @@ pub enum EventKind {
         /// The other virtual machine.
         by: String,
     },
+    /// Guests of a host must stop for its owner, and it was not confirmed in time that they have
+    /// stopped.
+    #[serde(rename = "GuestsNotStopped")]
+    GuestsNotPaused {
+        host: HostId,
+        guests: Vec<Tid>,
+        why: String,
+    },
 }
 
 impl EventKind {
@@ -635,6 +643,13 @@ impl fmt::Display for EventKind {
                 f,
                 "job {job} was restarted in {by}: its tasks here are ended, so that it does not run twice"
             ),
+            Self::GuestsNotPaused { host, guests, why } => {
+                write!(
+                    f,
+                    "guests of {host} not stopped: {}: {why}",
+                    join_tids(guests)
+                )
+            }
         }
     }
 }

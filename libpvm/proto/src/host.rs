@@ -252,6 +252,14 @@ pub enum HostMsg {
     /// To the master: the sender's host sends a task a signal that usually ends the task. This
     /// message precedes the notification of the task's exit.
     EndSignalSent { tid: Tid, signal: i32 },
+    /// To the master: the sender's loop runs. → [`HostMsg::HeartbeatAck`]
+    Heartbeat {
+        /// Number that the sender chose; ascending.
+        number: u64,
+    },
+    /// From the master: the heartbeat with this number has arrived. The tasks of the host may run
+    /// for a part of the lease, counted from the sending of the heartbeat ([`crate::lease`]).
+    HeartbeatAck { number: u64 },
 }
 
 /// An item that a daemon retains until the item can be sent to its task.

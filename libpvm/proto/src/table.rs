@@ -101,13 +101,16 @@ pub struct TaskInfo {
     pub uid: u32,
     /// True while a migration of the task is in progress.
     pub migrating: bool,
-    /// True while the task is paused for the owner of its host.
+    /// True while the task is paused for the owner of its host: none of its processes runs.
     pub paused: bool,
     /// True while the task is suspended by a request.
     pub suspended: bool,
     /// Process id that `getpid()` returns in the task, and that a migration does not change
     /// (`ti_pid` of `pvm_tasks`).
     pub namespace_pid: i32,
+    /// True while the task must stop, for the owner or because it is suspended, and the tasker has
+    /// not confirmed that it has stopped.
+    pub stopping: bool,
 }
 
 /// Outcome of adding one host.

@@ -3,7 +3,7 @@
 //!
 //! The tasker is the parent of all spawned tasks and the only privileged program. It executes
 //! requests and reports results; it makes no decisions. When the daemon's end of the socket closes,
-//! the tasker kills all its tasks and exits.
+//! or the daemon does not renew its lease, the tasker kills all its tasks and exits.
 
 use crate::engine::Engine;
 use crate::ids::{Micros, MigrationId, RequestId, Tid};
@@ -244,6 +244,17 @@ pub enum ToTasker {
     },
     /// Target: discard everything that belongs to this migration. → [`FromTasker::Discarded`]
     Discard { migration: MigrationId },
+    /// The tasks may run until these times ([`crate::lease`]). Without a later renewal the tasker
+    /// freezes all tasks, and then ends all tasks and itself. Before the first lease the tasks may
+    /// run without a time limit. → [`FromTasker::LeaseRenewed`]
+    RenewLease {
+        /// Time on CLOCK_BOOTTIME at which the tasks are frozen.
+        freeze_at: Micros,
+        /// Time on CLOCK_BOOTTIME at which the tasks are ended.
+        kill_at: Micros,
+    },
+    /// Asks whether the tasker handles orders. → [`FromTasker::Pong`]
+    Ping,
 }
 
 /// A report of the tasker to its daemon.
@@ -379,4 +390,16 @@ pub enum FromTasker {
     },
     /// Everything that belonged to the migration on this host has been discarded.
     Discarded { migration: MigrationId },
+    /// The lease is renewed.
+    LeaseRenewed {
+        /// Time for which the tasks were frozen until this renewal; 0 if they were not frozen.
+        frozen_time: Micros,
+    },
+    /// The lease has run out: the tasker ends all tasks and exits.
+    LeaseExpired {
+        /// The reason in one sentence.
+        reason: String,
+    },
+    /// The tasker handles orders.
+    Pong,
 }

@@ -19,6 +19,7 @@
 //! A task has one quiesce timeout per pause. If the task was still reconnecting after an earlier
 //! pause or migration when the timeout expired, it quiesces when its next migration requires this.
 
+use super::guest_stops::StoppedTasks;
 use super::owner_agent::OwnerAgents;
 use super::relocation::ArrivingTask;
 use super::tasks::{ConnectionPhase, Task};
@@ -84,16 +85,18 @@ pub(super) struct Pause {
 
 /// The directive about guests that is in force on this host.
 #[derive(Debug)]
-struct ActiveDirective {
+pub(super) struct ActiveDirective {
     sender: Tid,
     directive: GuestDirective,
-    received_at: Micros,
+    pub(super) received_at: Micros,
     /// Guests at the time of the directive.
     guests: Vec<Tid>,
     /// Members of `guests` that are not stopped yet.
-    running_guests: BTreeSet<Tid>,
+    pub(super) running_guests: BTreeSet<Tid>,
     /// True if the event log reports that all guests are paused.
     is_pause_reported: bool,
+    /// True if the event log reports that guests were not paused in time.
+    pub(super) is_delay_reported: bool,
     /// True if the guests were asked to exit.
     is_exit_requested: bool,
 }
@@ -102,9 +105,10 @@ struct ActiveDirective {
 #[derive(Debug, Default)]
 pub(super) struct OwnerControl {
     /// Directive that pauses the guests; `None` while guests are welcome.
-    active_directive: Option<ActiveDirective>,
+    pub(super) active_directive: Option<ActiveDirective>,
     pub(super) owner_agents: OwnerAgents,
     last_pause_number: u64,
+    pub(super) stopped_tasks: StoppedTasks,
 }
 
 impl OwnerControl {
@@ -129,7 +133,7 @@ impl Task {
 
     /// True if the owner of the host may pause the task: it was spawned, has not exited and does
     /// not serve the virtual machine.
-    fn is_guest(&self) -> bool {
+    pub(super) fn is_guest(&self) -> bool {
         self.is_spawned() && !self.is_service() && self.exit_report.is_none()
     }
 
@@ -265,6 +269,7 @@ impl Machine {
             guests,
             running_guests,
             is_pause_reported: false,
+            is_delay_reported: false,
             is_exit_requested: false,
         });
         for tid in local_guests {
@@ -276,6 +281,7 @@ impl Machine {
         self.cancel_pre_copies(&why);
         self.cancel_incoming_copy(&why);
         self.report_if_all_paused();
+        self.await_guest_stops();
     }
 
     fn resume_guests(&mut self, why: &str) {
@@ -316,6 +322,7 @@ impl Machine {
 
     /// Handles the tasker's report that no process of a guest runs any more.
     pub(super) fn handle_guest_paused(&mut self, tid: Tid) {
+        self.owner_control.stopped_tasks.insert(tid);
         self.mark_paused(tid);
         self.report_if_all_paused();
     }
@@ -328,12 +335,7 @@ impl Machine {
 
     fn report_if_all_paused(&mut self) {
         let (host, now) = (self.config.host, self.now);
-        let is_on_host = |tid: &Tid| {
-            self.tasks.get(*tid).is_some() || self.migrations.arrivals.contains_key(tid)
-        };
-        if let Some(directive) = &mut self.owner_control.active_directive {
-            directive.running_guests.retain(is_on_host);
-        }
+        self.forget_ended_guests();
         let Some(directive) = self
             .owner_control
             .active_directive
@@ -365,6 +367,7 @@ impl Machine {
                 path: self.config.paths.resume_token_path(*id),
             });
         }
+        self.owner_control.stopped_tasks.remove(task.tid);
         self.mark_paused(task.tid);
         self.report_if_all_paused();
     }
@@ -673,6 +676,7 @@ impl Machine {
     /// Ends the pause of a task whose process has exited, while the task itself continues. The
     /// resume tokens of the pause are removed.
     pub(super) fn end_pause(&mut self, tid: Tid) {
+        self.owner_control.stopped_tasks.remove(tid);
         self.mark_paused(tid);
         let pause = self.tasks.get_mut(tid).and_then(|task| task.pause.take());
         for id in pause.into_iter().flat_map(|pause| pause.resume_ids) {

@@ -118,6 +118,18 @@ impl Machine {
     }
 
     /// Returns the tasks whose processes this daemon's tasker has started.
+    /// True if this daemon has only to exit.
+    fn is_shutdown_done(&self) -> bool {
+        self.shutdown.as_ref().is_some_and(|s| s.is_done)
+    }
+
+    /// True if all tasks of this daemon have ended and no further tasks will start.
+    pub(super) fn has_ended_tasks(&self) -> bool {
+        self.shutdown
+            .as_ref()
+            .is_some_and(|s| s.is_done || s.has_reported_end)
+    }
+
     fn spawned_processes(&self) -> Vec<Tid> {
         self.tasks
             .live_tasks
@@ -168,6 +180,7 @@ impl Machine {
             return self.advance_stop();
         }
         self.send_to_host(host, HostMsg::Shutdown);
+        self.forget_lease(host);
         self.notify_coordinators_of_lost_host(host);
         if !self.is_leaving(host) {
             self.roll_back_for_lost_host(host);
@@ -204,7 +217,7 @@ impl Machine {
     /// Shuts this daemon down immediately. Its tasker kills the remaining processes when the
     /// connection to the daemon breaks.
     pub(super) fn shut_down_now(&mut self, why: &str) {
-        if self.shutdown.as_ref().is_some_and(|s| s.is_done) {
+        if self.is_shutdown_done() {
             return;
         }
         let text = format!("this daemon ends now: {why}");

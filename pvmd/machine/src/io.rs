@@ -420,6 +420,10 @@ pub enum Output {
     /// daemons on the same processor.
     StartTasker,
     SendToTasker(ToTasker),
+    /// Kill the tasker, because it hangs. → [`Event::TaskerEnded`]
+    KillTasker {
+        why: String,
+    },
     /// Send a signal to the process that opened this connection.
     SendSignal {
         conn: ConnId,

@@ -454,6 +454,7 @@ impl Machine {
     }
 
     pub(super) fn send_to_tasker(&mut self, message: ToTasker) {
+        self.owner_control.stopped_tasks.track_order(&message);
         self.outputs.push_back(Output::SendToTasker(message));
     }
 }

@@ -422,8 +422,11 @@ impl Machine {
                 namespace_pid: task.namespace_pid,
                 uid: self.config.uid,
                 migrating: is_migrating,
-                paused: is_stopped && self.owner_control.pauses_guests(),
+                paused: is_stopped
+                    && self.owner_control.pauses_guests()
+                    && self.owner_control.stopped_tasks.contains(task.tid),
                 suspended: is_suspended,
+                stopping: is_stopped && !self.owner_control.stopped_tasks.contains(task.tid),
             };
         let is_selected = |tid: Tid| selected_tid.is_none_or(|selected_tid| selected_tid == tid);
         let local_tasks = self
@@ -652,6 +655,8 @@ impl Machine {
 
     /// Removes an ended task from the state of the master, and from its services for daemons.
     pub(super) fn remove_from_services(&mut self, tid: Tid) {
+        self.forget_service(tid);
+        self.owner_control.stopped_tasks.remove(tid);
         self.handle_rm_exit(tid);
         self.handle_owner_agent_end(tid);
         self.handle_service_task_end(tid);

@@ -23,13 +23,13 @@ use super::sys::signal_process;
 use super::task_listener::{DISCONNECT_TIMEOUT, TASK_CONTROL_BYTES_MAX, TASK_READ_TIMEOUT};
 use super::tasker::TaskerProcess;
 use bytes::Bytes;
-use checkpoint::allocator;
+use checkpoint::{allocator, boot_clock};
 use pvmd_machine::{ConnId, Event, Machine, Output, World};
+use sempa_proto::HostId;
 use sempa_proto::frame::encode_control;
 use sempa_proto::host::DataMsg;
 use sempa_proto::task::ToTask;
 use sempa_proto::tasker::ToTasker;
-use sempa_proto::{HostId, Micros};
 use std::collections::HashMap;
 use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
@@ -85,7 +85,6 @@ pub(crate) struct Driver {
     parts: DaemonParts,
     is_master: bool,
     tasks: HashMap<ConnId, ConnectedTask>,
-    started_at: Instant,
     reply_spinner: ReplySpinner,
     /// Time at which freed memory was last returned to the kernel.
     last_heap_trim_at: Instant,
@@ -93,29 +92,26 @@ pub(crate) struct Driver {
     /// established.
     master_deadline: Option<Instant>,
     stop_deadline: Option<Instant>,
+    /// True if the session with the master has been lost. Only on a slave.
+    has_lost_master: bool,
     is_stopped: bool,
 }
 
 impl Driver {
-    /// Creates the driver of a daemon whose clock starts at `started_at`.
-    pub(crate) fn new(parts: DaemonParts, started_at: Instant, is_master: bool) -> Self {
+    pub(crate) fn new(parts: DaemonParts, is_master: bool) -> Self {
         let master_deadline = (!is_master).then(|| Instant::now() + MASTER_SESSION_TIMEOUT);
         let (connected_tasks, reply_spinner) = (HashMap::new(), ReplySpinner::new());
         Self {
             parts,
             is_master,
             tasks: connected_tasks,
-            started_at,
             reply_spinner,
-            last_heap_trim_at: started_at,
+            last_heap_trim_at: Instant::now(),
             master_deadline,
             stop_deadline: None,
+            has_lost_master: false,
             is_stopped: false,
         }
-    }
-
-    fn now(&self) -> Micros {
-        Micros(u64::try_from(self.started_at.elapsed().as_micros()).unwrap_or(u64::MAX))
     }
 
     /// Runs the loop until the state machine emits [`Output::Shutdown`] or a second stop request or
@@ -133,7 +129,7 @@ impl Driver {
             (Box::pin(sleep_until(far_future().into())), None);
         while !self.is_stopped {
             let wakeup = self.parts.machine.next_wakeup_time();
-            if wakeup.is_some_and(|wakeup_at| wakeup_at <= self.now()) {
+            if wakeup.is_some_and(|wakeup_at| wakeup_at <= boot_clock::now()) {
                 self.process_event(Event::Wake);
                 // Inputs are still served if the state machine repeatedly requests an immediate
                 // wakeup.
@@ -143,8 +139,11 @@ impl Driver {
             // are forwarded.
             let wakeup = self.parts.machine.next_wakeup_time();
             if wakeup != wake_timer_at {
-                let wakeup_at =
-                    wakeup.map(|wakeup_at| self.started_at + Duration::from_micros(wakeup_at.0));
+                // The timer stops while the machine sleeps. The next tick notices afterwards
+                // that the wakeup is overdue.
+                let wakeup_at = wakeup.map(|wakeup_at| {
+                    Instant::now() + Duration::from_micros(wakeup_at.since(boot_clock::now()).0)
+                });
                 wake_timer
                     .as_mut()
                     .reset(wakeup_at.unwrap_or_else(far_future).into());
@@ -265,6 +264,7 @@ impl Driver {
                             self.process_event(Event::HostConnected { host });
                         }
                         SessionChange::Lost(host, why) => {
+                            self.has_lost_master |= host == HostId::MASTER;
                             self.process_event(Event::HostLost { host, why })
                         }
                     }
@@ -306,10 +306,9 @@ impl Driver {
     /// Passes an event to the state machine. The caller must execute the outputs of the state
     /// machine.
     fn pass_to_machine(&mut self, event: Event) {
-        let now = self.now();
         self.parts
             .machine
-            .handle_event(now, &mut self.parts.environment, event);
+            .handle_event(boot_clock::now(), &mut self.parts.environment, event);
     }
 
     fn execute_outputs(&mut self) {
@@ -369,6 +368,7 @@ impl Driver {
                     self.pass_to_machine(Event::Tasker(answer));
                 }
             }
+            Output::KillTasker { why } => self.parts.tasker.kill(why),
             Output::SendImagesEarly {
                 migration,
                 target: target_host,
@@ -741,7 +741,10 @@ impl Driver {
         })
         .await;
         let Self {
-            parts, is_master, ..
+            parts,
+            is_master,
+            has_lost_master,
+            ..
         } = self;
         let DaemonParts {
             mut sessions,
@@ -760,7 +763,7 @@ impl Driver {
         // The tasker sends messages until it ends, so the queue of inputs must be drained. The
         // messages have no effect.
         let discard_task = tokio::spawn(async move { while inputs.recv().await.is_some() {} });
-        tasker.shut_down().await;
+        tasker.shut_down(has_lost_master).await;
         // Hosts that are not reachable end their tasks within the lease.
         if is_master && !had_slaves {
             checkpoints.release_all_jobs().await;

@@ -784,8 +784,8 @@ fn session_context(
     host: HostId,
     number: u64,
 ) -> SessionContext {
-    // A slave considers its master lost before the master considers the slave lost. Therefore the
-    // tasks of a slave are dead when the master considers the slave lost.
+    // A slave considers its master lost before the master considers the slave lost. The tasks of a
+    // slave end by the lease of their tasker, also if the slave hangs and notices nothing.
     let lease = if host == HostId::MASTER {
         lease * 4 / 5
     } else {

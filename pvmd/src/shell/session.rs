@@ -545,7 +545,9 @@ impl SessionContext {
     /// Then closes the connection and returns the reason.
     ///
     /// The function counts checks instead of measuring time. Therefore a pause of this whole
-    /// process is not counted as silence of the peer.
+    /// process, or the sleep of this machine, is not counted as silence of the peer. The master
+    /// then declares a host lost later, never earlier, and the host's tasks have ended by then by
+    /// the lease of their tasker.
     async fn wait_until_silent(&self, connection: &Connection) -> String {
         let mut check_timer = interval_at(
             next_lease_check(self.lease / CHECKS_PER_LEASE),

@@ -508,6 +508,7 @@ pub(crate) fn task_info(tid: Tid, host: u16, flags: i32, name: &str) -> TaskInfo
         paused: false,
         suspended: false,
         namespace_pid: pid,
+        stopping: false,
     }
 }
 

@@ -409,6 +409,7 @@ fn lost_host_or_reconciliation_ends_tasks() {
         paused: false,
         suspended: false,
         namespace_pid: 1,
+        stopping: false,
     };
     history.reconcile_tasks(event_time(50), &[info]);
     let (job, _) = query_job(&history, task_id(1, 2));

@@ -387,6 +387,7 @@ impl TaskConnection {
                 paused: false,
                 suspended: false,
                 namespace_pid: 77,
+                stopping: false,
             }]),
             Request::Spawn(request_content) if request_content.program == "nowhere" => {
                 Reply::Spawned(vec![

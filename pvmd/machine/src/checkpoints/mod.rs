@@ -62,10 +62,6 @@ const RESTART_RETRY_INTERVAL: Micros = Micros::from_secs(2);
 const RESTART_RETRY_INTERVAL_MAX: Micros = Micros::from_secs(600);
 /// Largest number of restarted tasks whose incarnations are remembered.
 const INCARNATIONS_MAX: usize = 1 << 20;
-/// Delay of a restart after the loss of a host. After the delay all tasks on the lost host are
-/// dead, because its daemon has exited after its own, shorter lease, and the tasker with the
-/// daemon.
-pub const LOST_HOST_RESTART_DELAY: Micros = Micros::from_secs(2);
 /// Interval between checks whether the last tasks of a job have ended.
 const EXIT_CHECK_INTERVAL: Micros = Micros::from_millis(20);
 /// Largest number of checks whether the last tasks of a job have ended.
@@ -84,11 +80,10 @@ enum JobActivity {
     /// A snapshot is being taken.
     TakingSnapshot(SnapshotId),
     /// The job rolls back to its newest checkpoint, and its remaining tasks are being killed. The
-    /// restart begins when the lost host, if there is one, has left the host table and `not_before`
-    /// has passed. The checks for remaining tasks are counted.
+    /// restart begins when the lost host, if there is one, has left the host table and its lease is
+    /// over. The checks for remaining tasks are counted.
     RollingBack {
         lost_host: Option<HostId>,
-        not_before: Micros,
         why: String,
         check_count: u32,
     },

@@ -4,8 +4,8 @@
 use super::inventory::job_members;
 use super::recently_dead::RecentDeaths;
 use super::{
-    CheckpointedJob, EXIT_CHECK_INTERVAL, EXIT_CHECKS_MAX, JobActivity, LOST_HOST_RESTART_DELAY,
-    RESTART_RETRY_INTERVAL, SIGKILL,
+    CheckpointedJob, EXIT_CHECK_INTERVAL, EXIT_CHECKS_MAX, JobActivity, RESTART_RETRY_INTERVAL,
+    SIGKILL,
 };
 use crate::rpc::RpcPurpose;
 use crate::{Machine, Output};
@@ -15,7 +15,7 @@ use sempa_proto::host::HostRequest;
 use sempa_proto::migration::{Failure, Step};
 use sempa_proto::table::TaskInfo;
 use sempa_proto::task::Reply;
-use sempa_proto::{HostId, Micros, Tid};
+use sempa_proto::{HostId, Tid};
 use std::collections::BTreeSet;
 
 impl Machine {
@@ -111,7 +111,6 @@ impl Machine {
         let affected_jobs: Vec<(Tid, BTreeSet<Tid>)> = affected_jobs
             .map(|(tid, job)| (*tid, job.members.clone()))
             .collect();
-        let not_before = self.now + LOST_HOST_RESTART_DELAY;
         for (job, members) in affected_jobs {
             let why = why.to_string();
             let (mut waiters, mut had_open_request) = (Vec::new(), false);
@@ -119,7 +118,6 @@ impl Machine {
                 had_open_request = entry.has_open_request();
                 entry.activity = JobActivity::RollingBack {
                     lost_host,
-                    not_before,
                     why: why.clone(),
                     check_count: 0,
                 };
@@ -190,20 +188,11 @@ impl Machine {
             JobActivity::TakenOver { .. } if remaining_tasks.is_empty() || gives_up => {
                 return self.forget_job(job);
             }
-            JobActivity::RollingBack {
-                lost_host,
-                not_before,
-                why,
-                ..
-            } if remaining_tasks.is_empty() || gives_up => {
-                let (lost_host, not_before, why) = (*lost_host, *not_before, why.clone());
-                return self.restart_after_rollback(
-                    job,
-                    lost_host,
-                    not_before,
-                    why,
-                    remaining_tasks.len(),
-                );
+            JobActivity::RollingBack { lost_host, why, .. }
+                if remaining_tasks.is_empty() || gives_up =>
+            {
+                let (lost_host, why) = (*lost_host, why.clone());
+                return self.restart_after_rollback(job, lost_host, why, remaining_tasks.len());
             }
             _ => {}
         }
@@ -232,7 +221,6 @@ impl Machine {
         &mut self,
         job: Tid,
         lost_host: Option<HostId>,
-        not_before: Micros,
         why: String,
         remaining_count: usize,
     ) {
@@ -254,10 +242,14 @@ impl Machine {
         }
         // A lost host stays in the table for a moment. A deleted host ends its tasks after it was
         // removed from the table.
-        let is_present = lost_host.is_some_and(|lost_host| {
-            self.table.get(lost_host).is_some() || self.is_leaving(lost_host)
+        // The tasks of a lost host have ended when its lease is over. The tasks of a host whose
+        // tasker has ended have ended with the tasker.
+        let may_run_there = lost_host.is_some_and(|lost_host| {
+            self.table.get(lost_host).is_some()
+                || self.is_leaving(lost_host)
+                || self.now < self.replacement_time(lost_host)
         });
-        if is_present || self.now < not_before {
+        if may_run_there {
             return self.schedule_check(job, EXIT_CHECK_INTERVAL);
         }
         if let Some(entry) = self.job_checkpoints().and_then(|k| k.jobs.get_mut(&job)) {

@@ -81,6 +81,7 @@ impl VmApi for World {
             paused: false,
             suspended: false,
             namespace_pid: 0,
+            stopping: false,
         };
         let spawner_info =
             |(tid, s): (&Tid, &Spawner)| unspawned_task_info(*tid, s.parent, s.host, s.user);

@@ -267,17 +267,16 @@ impl Sim {
             return false;
         };
         let tid = proc.spawned_tid;
-        let is_duplicate = self
-            .procs
-            .iter()
-            .any(|p| p.spawned_tid == tid && !p.exited && !self.is_host_removed(p.host));
+        let is_duplicate = self.procs.iter().any(|p| p.spawned_tid == tid && !p.exited);
         assert!(
             !is_duplicate,
             "two live copies of {tid:?} (seed {})",
             self.seed
         );
         (proc.stopped_for_migration, proc.paused) = (false, is_paused);
+        proc.is_held = false;
         self.procs.push(proc);
+        self.hold_procs(host_id);
         true
     }
 

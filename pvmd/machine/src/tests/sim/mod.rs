@@ -9,6 +9,7 @@ mod data_channels;
 mod fake_world;
 pub(super) mod fault_injection;
 mod image_store;
+mod leases;
 mod links;
 mod losses;
 pub(super) mod message_faults;
@@ -32,6 +33,7 @@ use sempa_proto::ids::RouteId;
 use sempa_proto::link::{Link, LinkEvent, LinkFrame};
 use sempa_proto::message::DSIG_X86_64;
 use sempa_proto::migration::Verdict;
+use sempa_proto::rm::{CTX_RM, TAG_PING};
 use sempa_proto::runtime_paths::RuntimePaths;
 use sempa_proto::task::{
     Claim, Hello, OnDaemonExit, Reply, Request, ResumeToken, SendWatermark, TASK_MAGIC, ToDaemon,
@@ -47,7 +49,7 @@ pub(super) use taskers::STARTED_NAMESPACE_PID;
 /// Simulated time after which [`Sim::run_until`] fails a run that has not finished.
 const STUCK_TIMEOUT: Micros = Micros::from_secs(600);
 /// Time after which a silent host counts as lost.
-const LEASE: Micros = Micros::from_millis(500);
+pub(super) const LEASE: Micros = Micros::from_millis(500);
 
 pub(super) fn host(index: u16) -> HostId {
     HostId::new(index).expect("small")
@@ -79,6 +81,7 @@ pub(super) struct Node {
     deferred_events: Option<fault_injection::DeferredEvents>,
     /// Orders that the stopped tasker must receive when it resumes; `None` while it runs.
     deferred_orders: Option<Vec<ToTasker>>,
+    tasker_lease: leases::TaskerLease,
 }
 
 #[derive(Clone, Debug)]
@@ -100,6 +103,8 @@ enum SimEvent {
     MemoryTransferEnd(HostId, MigrationId, HostId, Tid),
     /// Two separated hosts can connect again.
     Reconnection(HostId, HostId),
+    /// The lease of a host's tasker may have reached a deadline.
+    LeaseCheck(HostId),
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -288,6 +293,7 @@ impl Sim {
             is_tasker_dead: false,
             deferred_events,
             deferred_orders,
+            tasker_lease: leases::TaskerLease::default(),
         };
         self.nodes.insert(id, node);
         self.carry_out_outputs(id);
@@ -399,6 +405,7 @@ impl Sim {
             deferred_notifications: Vec::new(),
             quiesce_request: None,
             stopped_for_migration: false,
+            is_held: false,
             paused: false,
             pause_serial: 0,
             quiesce_runs: 0,
@@ -410,6 +417,7 @@ impl Sim {
             exited: false,
             images_remain: false,
             cpu_micros: 0,
+            answers_pings: false,
         });
         self.procs.len() - 1
     }
@@ -563,6 +571,11 @@ impl Sim {
                     self.procs[proc].replies.insert(id, reply).is_none(),
                     "{id} got two replies"
                 );
+            }
+            ToTask::Deliver { message, .. } if (message.ctx, message.tag) == (CTX_RM, TAG_PING) => {
+                if self.procs[proc].answers_pings {
+                    self.announce_alive(proc);
+                }
             }
             ToTask::Deliver {
                 message,
@@ -776,6 +789,7 @@ impl Sim {
                 );
             }
             Some(SimEvent::Reconnection(a, b)) => self.connect_hosts(a, b),
+            Some(SimEvent::LeaseCheck(host_id)) => self.check_tasker_lease(host_id),
             Some(SimEvent::VictimResumption(victim)) => self.resume_victim(victim),
             Some(SimEvent::MemoryTransferEnd(host_id, migration, source_host, tid)) => {
                 self.end_memory_transfer(host_id, migration, source_host, tid)

@@ -23,6 +23,11 @@ pub(super) fn redirect_address(proc: usize) -> RedirectAddress {
 impl Sim {
     /// Kills the tasker of a host with all its processes. A new tasker starts at once.
     pub(in crate::tests) fn kill_tasker(&mut self, host_id: HostId) {
+        // A stopped tasker is dead, too.
+        self.nodes
+            .get_mut(&host_id)
+            .expect("it is there")
+            .deferred_orders = None;
         let dead_procs: Vec<usize> = (0..self.procs.len())
             .filter(|p| self.procs[*p].host == host_id && self.procs[*p].spawned_tid.is_some())
             .collect();
@@ -113,8 +118,16 @@ impl Sim {
 
     pub(super) fn handle_tasker_order(&mut self, host_id: HostId, message: ToTasker) {
         match message {
+            ToTasker::Ping => self.send_from_tasker(host_id, FromTasker::Pong),
+            ToTasker::RenewLease { freeze_at, kill_at } => {
+                self.renew_tasker_lease(host_id, freeze_at, kill_at)
+            }
             ToTasker::Start(start) => {
                 let tid = start.tid;
+                if self.is_lease_frozen(host_id) {
+                    let reason = "the lease has run out".into();
+                    return self.send_from_tasker(host_id, FromTasker::StartFailed { tid, reason });
+                }
                 if start.path.to_string_lossy().contains("broken") {
                     return self.send_from_tasker(
                         host_id,
@@ -431,9 +444,8 @@ impl Sim {
             self.seed
         );
         let source_host = self.procs[proc].host;
-        let is_source_dead = self.injection.killed_sources.contains(&migration)
-            || self.procs[proc].exited
-            || self.is_host_removed(source_host);
+        let is_source_dead =
+            self.injection.killed_sources.contains(&migration) || self.procs[proc].exited;
         assert!(
             is_source_dead,
             "two live copies of {tid} (seed {})",
@@ -451,6 +463,8 @@ impl Sim {
         assert!(p.conn.is_none(), "only a quiesced task can migrate");
         // Drops messages of a connection that the process had closed before the migration.
         p.deferred_events.clear();
+        p.is_held = false;
+        self.hold_procs(host_id);
         self.send_from_tasker(
             host_id,
             FromTasker::Running {

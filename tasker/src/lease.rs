@@ -1,0 +1,320 @@
+//! The daemon's lease on the tasks: the daemon says until when the tasks may run, and renews the
+//! time. See [`sempa_proto::lease`].
+//!
+//! An open connection does not show that the daemon runs: a daemon that hangs, in a disk or under a
+//! debugger, keeps the connection open. The other hosts then consider this host lost and may start
+//! copies of its tasks. So the tasker ends the tasks by itself when the lease runs out:
+//!
+//! 1. Without a renewal until `freeze_at`, all tasks are stopped. A renewal lets those run again
+//!    that neither the owner nor a user has stopped.
+//! 2. Without a renewal until `kill_at`, the tasker ends all tasks and itself.
+//! 3. If the main thread is blocked at that time, for example by a program on a file system that
+//!    hangs, a second thread kills the tasker a little later. The kernel then kills the tasks.
+
+use crate::pause::Pause;
+use crate::supervisor::Supervisor;
+use crate::task::{Task, TaskPhase};
+use checkpoint::boot_clock;
+use nix::sys::signal::{Signal, kill};
+use nix::sys::time::TimeSpec;
+use nix::sys::timerfd::{ClockId, Expiration, TimerFd, TimerFlags, TimerSetTimeFlags};
+use nix::unistd::Pid;
+use sempa_proto::Micros;
+use sempa_proto::tasker::FromTasker;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+/// Divisor of the time from `freeze_at` to `kill_at`. The quotient is the time that the main thread
+/// has after `kill_at` to kill the tasks: half of that time, so that the tasks have ended after nine
+/// tenths of the lease.
+const LAST_RESORT_DIVISOR: u64 = 2;
+/// Time of a kill that is not planned.
+const NEVER: u64 = u64::MAX;
+
+/// Until when the tasks may run, on CLOCK_BOOTTIME.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Deadlines {
+    freeze_at: Micros,
+    kill_at: Micros,
+}
+
+/// What the lease permits at a time.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Permission {
+    Run,
+    /// The tasks must be stopped.
+    Freeze,
+    /// The tasks must end.
+    End,
+}
+
+impl Deadlines {
+    fn permission(self, now: Micros) -> Permission {
+        if now < self.freeze_at {
+            Permission::Run
+        } else if now < self.kill_at {
+            Permission::Freeze
+        } else {
+            Permission::End
+        }
+    }
+
+    /// Returns the time that the main thread has after `kill_at`.
+    fn last_resort_delay(self) -> Micros {
+        Micros(self.kill_at.since(self.freeze_at).0 / LAST_RESORT_DIVISOR)
+    }
+}
+
+/// The part of the lease that the second thread reads.
+#[derive(Debug)]
+struct LastResort {
+    /// Fires at `kill_at`.
+    timer: TimerFd,
+    /// The deadline `kill_at` in microseconds, or [`NEVER`].
+    kill_at_us: AtomicU64,
+    delay_us: AtomicU64,
+}
+
+impl LastResort {
+    fn new() -> io::Result<Self> {
+        Ok(Self {
+            timer: new_timer(TimerFlags::TFD_CLOEXEC)?,
+            kill_at_us: AtomicU64::new(NEVER),
+            delay_us: AtomicU64::new(0),
+        })
+    }
+
+    /// Kills the tasker when the main thread has not acted in time.
+    fn run(&self) {
+        loop {
+            // An interrupted wait is repeated.
+            if self.timer.wait().is_err() {
+                continue;
+            }
+            // If the whole tasker hung, the daemon may have renewed the lease meanwhile: the main
+            // thread must get the time to read this.
+            let delay = Micros(self.delay_us.load(Ordering::Relaxed));
+            std::thread::sleep(Duration::from_micros(delay.0));
+            let kill_at = Micros(self.kill_at_us.load(Ordering::Relaxed));
+            if kill_at + delay <= boot_clock::now() {
+                tracing::error!(
+                    "the lease of the daemon has run out and the tasker is blocked: it kills itself and all tasks"
+                );
+                // Never fails: a process may always kill itself.
+                let _ = kill(Pid::this(), Signal::SIGKILL);
+            }
+        }
+    }
+
+    fn disarm(&self) {
+        self.kill_at_us.store(NEVER, Ordering::Relaxed);
+        // Never fails: the descriptor is a timer.
+        let _ = self.timer.unset();
+    }
+}
+
+/// The lease, and the timers that enforce it.
+#[derive(Debug)]
+pub(crate) struct Lease {
+    /// `None` until the daemon has sent a lease.
+    deadlines: Option<Deadlines>,
+    /// Time since which the tasks are frozen; `None` while they may run.
+    frozen_since: Option<Micros>,
+    /// Wakes the main thread at the next deadline. Timers of CLOCK_BOOTTIME that have expired while
+    /// the machine slept fire when it wakes; the timeout of poll(2) would continue to count.
+    timer: TimerFd,
+    last_resort: Arc<LastResort>,
+}
+
+impl Lease {
+    /// Creates an unlimited lease, and starts the second thread.
+    ///
+    /// # Errors
+    /// No thread or descriptor can be created.
+    pub(crate) fn new() -> io::Result<Self> {
+        let last_resort = Arc::new(LastResort::new()?);
+        let thread_last_resort = Arc::clone(&last_resort);
+        std::thread::Builder::new()
+            .name("lease".into())
+            .spawn(move || thread_last_resort.run())?;
+        Ok(Self {
+            deadlines: None,
+            frozen_since: None,
+            timer: new_timer(TimerFlags::TFD_CLOEXEC | TimerFlags::TFD_NONBLOCK)?,
+            last_resort,
+        })
+    }
+
+    /// Returns the descriptor that becomes readable when [`Supervisor::enforce_lease`] must be
+    /// called, until [`Lease::clear_timer`].
+    pub(crate) fn timer_fd(&self) -> BorrowedFd<'_> {
+        self.timer.as_fd()
+    }
+
+    pub(crate) fn clear_timer(&self) {
+        // Fails only if the timer was set again and has not expired since.
+        let _ = self.timer.wait();
+    }
+
+    /// True if the lease has not been renewed in time.
+    pub(crate) fn is_overdue(&self) -> bool {
+        self.deadlines
+            .is_some_and(|deadlines| deadlines.permission(boot_clock::now()) != Permission::Run)
+    }
+
+    /// True while the lease does not permit any task to run.
+    pub(crate) fn is_frozen(&self) -> bool {
+        self.frozen_since.is_some()
+    }
+
+    /// Sets the timers. If a timer cannot be set, the main thread's other deadlines still check the
+    /// lease, so the error is only logged.
+    fn set_timers(&self, now: Micros) {
+        let Some(deadlines) = self.deadlines else {
+            return;
+        };
+        let next_deadline = match deadlines.permission(now) {
+            Permission::Run => deadlines.freeze_at,
+            Permission::Freeze => deadlines.kill_at,
+            // A new tasker may get a lease that has run out. It has no tasks to end.
+            Permission::End => return self.last_resort.disarm(),
+        };
+        let last_resort = &self.last_resort;
+        let kill_at = deadlines.kill_at;
+        last_resort
+            .delay_us
+            .store(deadlines.last_resort_delay().0, Ordering::Relaxed);
+        last_resort.kill_at_us.store(kill_at.0, Ordering::Relaxed);
+        for (timer, expiry) in [(&self.timer, next_deadline), (&last_resort.timer, kill_at)] {
+            let expiry = TimeSpec::from_duration(Duration::from_micros(expiry.0.max(1)));
+            if let Err(error) = timer.set(
+                Expiration::OneShot(expiry),
+                TimerSetTimeFlags::TFD_TIMER_ABSTIME,
+            ) {
+                tracing::error!("the timer of the daemon's lease cannot be set: {error}");
+            }
+        }
+    }
+}
+
+fn new_timer(flags: TimerFlags) -> nix::Result<TimerFd> {
+    TimerFd::new(ClockId::CLOCK_BOOTTIME, flags)
+}
+
+impl Task {
+    /// Stops a task that is in no migration step because the lease does not permit it to run. A
+    /// task in a migration step is stopped, or will be examined again when the step ends.
+    fn hold(&mut self) {
+        if !matches!(self.phase, TaskPhase::Running) {
+            return;
+        }
+        match self.pause {
+            Pause::NotPaused => {
+                self.is_held = true;
+                self.stop_now();
+            }
+            // The task was about to be stopped.
+            Pause::Quiescing { .. } => self.stop_now(),
+            Pause::Stopping { .. } | Pause::Paused => {}
+        }
+    }
+}
+
+impl Supervisor {
+    /// Renews the lease on the daemon's order. Lets the tasks run that are stopped only because the
+    /// lease had not been renewed.
+    pub(crate) fn renew_lease(&mut self, freeze_at: Micros, kill_at: Micros) {
+        let now = boot_clock::now();
+        let deadlines = Deadlines { freeze_at, kill_at };
+        self.lease.deadlines = Some(deadlines);
+        self.lease.set_timers(now);
+        let mut frozen_time = Micros::default();
+        if deadlines.permission(now) != Permission::Run {
+            // The tasks are stopped after this order, and further orders start none.
+            self.lease.frozen_since.get_or_insert(now);
+        } else if let Some(frozen_since) = self.lease.frozen_since.take() {
+            frozen_time = now.since(frozen_since).max(Micros(1));
+            for task in self.tasks.values_mut().filter(|task| task.is_held) {
+                task.is_held = false;
+                task.end_pause();
+            }
+        }
+        self.send(&FromTasker::LeaseRenewed { frozen_time });
+    }
+
+    /// Stops all running tasks if the lease does not permit them to run. Returns the reason to end
+    /// the tasker if the lease has run out.
+    ///
+    /// Must be called after each event: an event may have let a task run.
+    pub(crate) fn enforce_lease(&mut self) -> Option<String> {
+        let deadlines = self.lease.deadlines?;
+        let now = boot_clock::now();
+        match deadlines.permission(now) {
+            Permission::Run => None,
+            // Without tasks the tasker waits for the next lease, and starts no task before.
+            Permission::End if !self.has_processes() => {
+                self.lease.frozen_since.get_or_insert(now);
+                self.lease.last_resort.disarm();
+                None
+            }
+            Permission::Freeze => {
+                if self.lease.frozen_since.is_none() {
+                    tracing::warn!(
+                        "the daemon has not renewed its lease: {} tasks are frozen",
+                        self.tasks.len()
+                    );
+                    self.lease.frozen_since = Some(now);
+                    self.lease.set_timers(now);
+                }
+                self.tasks.values_mut().for_each(Task::hold);
+                self.check_pauses();
+                None
+            }
+            Permission::End => Some(format!(
+                "its daemon hung or had lost the master, and has not renewed its lease for {} ms after the \
+                 tasks had to be frozen",
+                now.since(deadlines.freeze_at).0 / 1000
+            )),
+        }
+    }
+
+    /// True if a process of a task may exist.
+    fn has_processes(&self) -> bool {
+        !self.tasks.is_empty()
+            || self.has_orphaned_namespaces()
+            || !self.migrations.incoming_tasks.is_empty()
+    }
+
+    /// Kills all tasks at once because the lease has run out, and reports the reason.
+    pub(crate) fn end_expired_lease(&mut self, reason: String) {
+        for task in self.tasks.values() {
+            task.kill_immediately();
+        }
+        // The tasks are dead. The tasker may need more time to remove what they leave behind.
+        self.lease.last_resort.disarm();
+        self.send(&FromTasker::LeaseExpired { reason });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The tasks are frozen, then killed, and the last resort follows before the end of the lease.
+    #[test]
+    fn permission_ends_in_two_steps() {
+        let second = Micros::from_secs;
+        let deadlines = Deadlines {
+            freeze_at: second(6),
+            kill_at: second(8),
+        };
+        assert_eq!(deadlines.permission(Micros(5_999_999)), Permission::Run);
+        assert_eq!(deadlines.permission(second(6)), Permission::Freeze);
+        assert_eq!(deadlines.permission(Micros(7_999_999)), Permission::Freeze);
+        assert_eq!(deadlines.permission(second(8)), Permission::End);
+        assert_eq!(deadlines.last_resort_delay(), second(1));
+    }
+}
