@@ -38,6 +38,7 @@ mod pagemap;
 mod pre_copy;
 mod prefetch;
 mod process;
+mod process_memory;
 mod ptrace;
 mod ptrace_relay;
 mod thread_freezer;
@@ -372,7 +373,10 @@ impl RunningDump for CriuDump {
         mut self: Box<Self>,
         limits: &CallLimits,
     ) -> Result<(DumpReport, Option<Box<dyn MemoryServer>>), Failure> {
-        let result = self.finish_images(limits);
+        let result = self.finish_images(limits).map_err(|failure| {
+            let lazy_pages = self.post_copy.as_ref().map(|(lazy_pages, _)| lazy_pages);
+            lazy_pages.map_or(failure.clone(), |pages| pages.explain_failure(failure))
+        });
         if result.is_err() {
             self.swrk.kill();
         }
