@@ -23,6 +23,7 @@ mod nice;
 mod pause;
 mod post_copy;
 mod pre_copy;
+mod process_settings;
 mod signal_disposition;
 mod stop;
 mod supervisor;

@@ -22,9 +22,11 @@
 //! | `criu lazy-pages` loses requests when the task unmaps memory or forks | `uffd_batching.c`: events are read only when no request is open |
 //! | Missing pages become zeros when `criu lazy-pages` dies | `uffd_keeper`: copies of the userfaultfd descriptors |
 //! | CRIU may report success although its images are truncated | `image_check` |
+//! | Restores on hosts that share a file system create files with the same temporary names | `ghost_names` |
 
 mod criu_log;
 mod dump_lock;
+mod ghost_names;
 mod image_check;
 mod image_owner;
 mod images;
@@ -270,6 +272,7 @@ impl Engine for Criu {
     }
 
     fn start_restore(&self, params: RestoreParams) -> Result<Box<dyn RunningRestore>, Failure> {
+        ghost_names::make_unique(&params.dir)?;
         let inherited_fds = [&params.pid_namespace, &params.output];
         // With hole punching CRIU frees each page of the image after reading it. Then images in a
         // memory file system and the restored task together never need twice the memory.
