@@ -34,6 +34,31 @@ pub fn status(id: i32) -> Option<Status> {
     Process::new(id).ok()?.status().ok()
 }
 
+/// Returns the status of the process or thread with the id `id`; `None` if no such process or
+/// thread exists.
+///
+/// # Errors
+/// The status exists, but cannot be read.
+pub(crate) fn read_status(id: i32) -> io::Result<Option<Status>> {
+    let status = Process::new(id).and_then(|process| process.status());
+    none_if_ended(status.map_err(into_io_error))
+}
+
+/// Converts the error that a process or thread does not exist into `None`.
+pub(crate) fn none_if_ended<T>(result: io::Result<T>) -> io::Result<Option<T>> {
+    match result {
+        Ok(value) => Ok(Some(value)),
+        Err(e) if has_ended(&e) => Ok(None),
+        Err(e) => Err(e),
+    }
+}
+
+/// True for the errors of files in /proc of a process or thread that does not exist.
+pub(crate) fn has_ended(error: &io::Error) -> bool {
+    matches!(error.raw_os_error(), Some(libc::ENOENT | libc::ESRCH))
+        || error.kind() == io::ErrorKind::NotFound
+}
+
 /// Returns the parsed `/proc/PID/stat` of a process; `None` if the process does not exist.
 pub fn stat(pid: i32) -> Option<Stat> {
     Process::new(pid).ok()?.stat().ok()
@@ -77,7 +102,7 @@ pub fn children(pid: i32) -> Option<Vec<i32>> {
     Some(children.ok()?.into_iter().map(u32::cast_signed).collect())
 }
 
-fn into_io_error(error: ProcError) -> io::Error {
+pub(crate) fn into_io_error(error: ProcError) -> io::Error {
     match error {
         ProcError::NotFound(_) => io::Error::from_raw_os_error(libc::ENOENT),
         ProcError::PermissionDenied(_) => io::Error::from_raw_os_error(libc::EACCES),
@@ -126,8 +151,12 @@ pub(crate) fn mappings(pid: i32, file_name: &str) -> io::Result<String> {
 
 /// Returns the environment of a process: entries that end with a zero byte. The environment is
 /// empty if the process or its main thread has exited.
-pub(crate) fn environment(pid: i32) -> Vec<u8> {
-    std::fs::read(format!("/proc/{pid}/environ")).unwrap_or_default()
+///
+/// # Errors
+/// The environment exists, but cannot be read.
+pub(crate) fn environment(pid: i32) -> io::Result<Vec<u8>> {
+    let environment = std::fs::read(format!("/proc/{pid}/environ"));
+    Ok(none_if_ended(environment)?.unwrap_or_default())
 }
 
 /// Returns the identity of a namespace, as the kernel prints it; `None` if the identity cannot be
@@ -138,8 +167,12 @@ pub(crate) fn namespace(process: &str, name: &str) -> Option<PathBuf> {
 
 /// Returns the table of all System V objects of one type: `shm`, `msg` or `sem`. The table is empty
 /// if the kernel does not have these objects.
-pub(crate) fn sysv_table(name: &str) -> String {
-    std::fs::read_to_string(format!("/proc/sysvipc/{name}")).unwrap_or_default()
+///
+/// # Errors
+/// The table exists, but cannot be read.
+pub(crate) fn sysv_table(name: &str) -> io::Result<String> {
+    let table = std::fs::read_to_string(format!("/proc/sysvipc/{name}"));
+    Ok(none_if_ended(table)?.unwrap_or_default())
 }
 
 /// Returns the number below which all PIDs in this process's PID namespace are; `None` if it cannot

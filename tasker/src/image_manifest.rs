@@ -2,6 +2,7 @@
 //! target's tasker needs in addition to the engine's images.
 
 use crate::file_transfer::TransferredFile;
+use crate::process_settings::ProcessSettings;
 use sempa_proto::frame::{from_bytes, to_bytes};
 use sempa_proto::migration::Failure;
 use serde::{Deserialize, Serialize};
@@ -12,7 +13,7 @@ use std::path::{Path, PathBuf};
 /// Name of the manifest file.
 const MANIFEST_FILE: &str = "sempa-carry";
 /// Version of the manifest's format.
-const MANIFEST_VERSION: u16 = 4;
+const MANIFEST_VERSION: u16 = 5;
 /// Maximum length in bytes of a manifest that is accepted for reading.
 const MANIFEST_BYTES_MAX: u64 = 1 << 20;
 /// Maximum number of image files in one directory.
@@ -35,6 +36,8 @@ pub(crate) struct ImageManifest {
     pub(crate) written_files: Vec<(PathBuf, u64)>,
     /// Files that are transferred together with the task.
     pub(crate) transferred_files: Vec<TransferredFile>,
+    /// Settings of the task's processes that the engine does not restore.
+    pub(crate) process_settings: Vec<ProcessSettings>,
     /// Name and length in bytes of each image file.
     image_lengths: Vec<(String, u64)>,
 }
@@ -51,6 +54,7 @@ impl ImageManifest {
         memory_bytes: u64,
         written_files: Vec<(PathBuf, u64)>,
         transferred_files: Vec<TransferredFile>,
+        process_settings: Vec<ProcessSettings>,
     ) -> Result<Self, Failure> {
         Ok(Self {
             version: MANIFEST_VERSION,
@@ -59,6 +63,7 @@ impl ImageManifest {
             memory_bytes,
             written_files,
             transferred_files,
+            process_settings,
             image_lengths: list_images(dir)?,
         })
     }
@@ -174,9 +179,16 @@ mod tests {
     fn truncated_or_missing_image_is_detected() {
         let dir = tempfile::tempdir().expect("dir");
         std::fs::write(dir.path().join("pages-1.img"), [7u8; 8192]).expect("write");
-        let manifest =
-            ImageManifest::from_image_dir(dir.path(), 5, vec![3], 9000, Vec::new(), Vec::new())
-                .expect("carry");
+        let manifest = ImageManifest::from_image_dir(
+            dir.path(),
+            5,
+            vec![3],
+            9000,
+            Vec::new(),
+            Vec::new(),
+            vec![ProcessSettings::default()],
+        )
+        .expect("carry");
         manifest.write(dir.path()).expect("write");
         assert_eq!(
             ImageManifest::read(dir.path()),

@@ -26,6 +26,7 @@ mod pause;
 mod pid_numbering;
 mod post_copy;
 mod pre_copy;
+mod process_settings;
 mod signal_disposition;
 mod stop;
 mod supervisor;

@@ -15,6 +15,7 @@ use crate::namespace::Namespace;
 use crate::nice;
 use crate::post_copy::{self, PostCopies};
 use crate::pre_copy::PreCopies;
+use crate::process_settings::ProcessSettings;
 use crate::stop::{self, TaskProcesses};
 use crate::supervisor::Supervisor;
 use crate::sys;
@@ -567,6 +568,8 @@ impl Supervisor {
         self.migrations
             .workers
             .start_worker(&cancel, Some(engine_pid), move || {
+                // The engine is at work meanwhile.
+                let process_settings = ProcessSettings::read_all(&processes);
                 let result =
                     running_dump
                         .wait_until_dumped(&limits)
@@ -582,6 +585,7 @@ impl Supervisor {
                                 memory_bytes,
                                 files_being_written,
                                 files,
+                                process_settings?,
                             )?;
                             let manifest_bytes = manifest.write(&dir)?;
                             let report = DumpReport {

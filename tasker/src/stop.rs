@@ -147,7 +147,7 @@ pub(crate) fn continue_unfinished_forks(
 /// stop.
 pub(crate) fn send_stop_to_frozen(processes: &TaskProcesses<'_>) -> BTreeSet<i32> {
     let shares_memory =
-        |pid: i32| parent_pid(pid).is_some_and(|parent| sys::share_memory(pid, parent));
+        |pid: i32| parent_pid(pid).is_some_and(|parent| facts::share_memory(pid, parent));
     let signal_pids = processes
         .pids()
         .into_iter()
@@ -193,7 +193,7 @@ fn thread_states(pid: i32) -> Vec<char> {
     stats.map(|stat| stat.state).collect()
 }
 
-fn is_stopped_by_signal(pid: i32) -> bool {
+pub(crate) fn is_stopped_by_signal(pid: i32) -> bool {
     proc::stat(pid).is_some_and(|stat| stat.state == 'T')
 }
 

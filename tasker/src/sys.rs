@@ -784,15 +784,6 @@ pub(crate) fn can_raise_priority() -> bool {
     })
 }
 
-/// True if these two processes share their memory, as between `vfork` and `execve`.
-pub(crate) fn share_memory(pid: i32, other_pid: i32) -> bool {
-    /// `KCMP_VM` of kcmp(2): compare address spaces.
-    const KCMP_VM: i32 = 1;
-    // SAFETY: no pointer is passed.
-    let result = unsafe { libc::syscall(libc::SYS_kcmp, pid, other_pid, KCMP_VM, 0, 0) };
-    result == 0
-}
-
 /// Writes bytes to the address `address` in the memory of a stopped process.
 ///
 /// # Errors

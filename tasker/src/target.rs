@@ -7,6 +7,7 @@ use crate::image_manifest::ImageManifest;
 use crate::migrations::{NO_NAMESPACES, engine_limits, write_redirect};
 use crate::namespace::Namespace;
 use crate::pause::Pause;
+use crate::process_settings;
 use crate::supervisor::Supervisor;
 use crate::sys::{self, Child};
 use crate::task::{self, Output, Task, TaskPhase};
@@ -394,10 +395,10 @@ impl Supervisor {
         let process_result = lost_reason.map_or(result, Err).and_then(|pid| {
             let pidfd = sys::pidfd_of(pid)
                 .map_err(|e| Failure::Io(format!("no descriptor for process {pid}: {e}")))?;
-            target
-                .namespace
-                .as_ref()
-                .map_or(Ok(()), |namespace| write_redirect(namespace, redirection))?;
+            if let Some(namespace) = &target.namespace {
+                process_settings::write_differing(&manifest.process_settings, || namespace.pids())?;
+                write_redirect(namespace, redirection)?;
+            }
             Ok(Child { pid, pidfd })
         });
         match process_result {

@@ -186,6 +186,18 @@ impl Task {
         self.kill_processes();
     }
 
+    /// True if the task's first process was stopped by a signal that did not come from the tasker.
+    pub(crate) fn is_stopped_by_signal(&self) -> bool {
+        if !matches!(self.phase, TaskPhase::Running) {
+            return false;
+        }
+        if self.pause.is_inactive() {
+            return stop::is_stopped_by_signal(self.process.pid);
+        }
+        proc::innermost_pid(self.process.pid)
+            .is_some_and(|namespace_pid| self.already_stopped_pids.contains(&namespace_pid))
+    }
+
     /// True if the task's first process has ended. The process is not reaped yet.
     pub(crate) fn has_first_process_ended(&self) -> bool {
         stop::has_ended(self.process.pid)

@@ -8,14 +8,17 @@
 //! Neither function changes the task or the host. They detect the known reasons for a failure. If
 //! the dump detects another reason, it fails and leaves the task unharmed.
 
+mod attributes;
 pub(crate) mod available_resources;
 mod descriptors;
 mod fifo_peers;
 mod files;
 mod hash;
 mod inspect;
+mod kcmp;
 mod kernel;
 mod memory_map;
+mod shared_state;
 mod sockets;
 mod sysv;
 mod this_host;
@@ -28,5 +31,6 @@ pub use inspect::{
     FILE_LIST_BYTES_MAX, TaskProcesses, has_library_sockets, hash_program_files, inspect,
     process_memory_bytes, written_files,
 };
+pub use kcmp::share_memory;
 pub use this_host::ThisHost;
 pub use verdict::{FoundFile, HostProperties, MEMORY_SLACK_BYTES, decide_verdict};

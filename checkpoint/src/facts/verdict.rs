@@ -3,6 +3,7 @@
 
 use sempa_proto::migration::{FileRequirement, Refusal, RequiredFile, TaskFacts, Verdict};
 use std::io;
+use std::net::IpAddr;
 use std::path::Path;
 
 /// Memory in bytes that must stay free in addition to the memory of the task.
@@ -18,20 +19,31 @@ pub struct FoundFile {
 /// The properties of a host that determine the host's verdict on a task.
 pub trait HostProperties {
     /// Processor features, as named in /proc/cpuinfo.
-    fn cpu_features(&self) -> Vec<String>;
+    ///
+    /// # Errors
+    /// They cannot be read.
+    fn cpu_features(&self) -> io::Result<Vec<String>>;
     /// Kernel features, as named in [`TaskFacts::kernel_features`].
     fn kernel_features(&self) -> Vec<String>;
     /// Kernel release, for messages.
     fn kernel(&self) -> String;
     /// Number of further threads that may be created; `None` if unlimited.
-    fn threads_available(&self) -> Option<u64>;
+    ///
+    /// # Errors
+    /// A limit cannot be read.
+    fn threads_available(&self) -> io::Result<Option<u64>>;
     /// The number below which all process and thread ids in a new PID namespace are.
     fn pid_limit(&self) -> u32;
     /// Memory in bytes that new processes can use without swapping.
-    fn memory_available_bytes(&self) -> u64;
+    ///
+    /// # Errors
+    /// It cannot be read.
+    fn memory_available_bytes(&self) -> io::Result<u64>;
     /// Number of bytes of the available memory that are reserved for accepted tasks whose memory
     /// has not completely arrived.
     fn memory_reserved_bytes(&self) -> u64;
+    /// True if sockets can be bound to this address.
+    fn has_address(&self, address: IpAddr) -> bool;
     /// Returns the properties of the file at this path.
     ///
     /// # Errors
@@ -60,11 +72,16 @@ pub fn decide_verdict(facts: &TaskFacts, host: &dyn HostProperties) -> Verdict {
     };
     // The C library selects its routines by processor features when the program starts. After a
     // migration a missing feature would crash the program.
-    let absent_features = missing_features(&facts.cpu_features, &host.cpu_features());
-    if !absent_features.is_empty() {
-        verdict.push(Refusal::CpuFeatures {
-            missing: absent_features,
-        });
+    match host.cpu_features() {
+        Ok(features) => {
+            let absent_features = missing_features(&facts.cpu_features, &features);
+            if !absent_features.is_empty() {
+                verdict.push(Refusal::CpuFeatures {
+                    missing: absent_features,
+                });
+            }
+        }
+        Err(e) => verdict.push(unreadable("the target's processor features", &e)),
     }
     // Programs test for kernel features only once, at their start.
     let absent_features = missing_features(&facts.kernel_features, &host.kernel_features());
@@ -75,32 +92,17 @@ pub fn decide_verdict(facts: &TaskFacts, host: &dyn HostProperties) -> Verdict {
             target: host.kernel(),
         });
     }
-    let (needed_amount, available_amount) = (
-        facts.memory_bytes.saturating_add(MEMORY_SLACK_BYTES),
-        host.memory_available_bytes(),
-    );
-    let reservation_bytes = host.memory_reserved_bytes();
-    if available_amount < needed_amount {
-        verdict.push(Refusal::Memory {
-            need: needed_amount,
-            have: available_amount,
-        });
-    } else if available_amount.saturating_sub(reservation_bytes) < needed_amount {
-        verdict.push(Refusal::MemoryReserved {
-            need: needed_amount,
-            have: available_amount,
-            reserved_bytes: reservation_bytes,
-        });
-    }
+    verdict.extend(memory_refusal(facts, host));
     let needed_amount = u64::from(facts.thread_count);
-    if let Some(available_amount) = host
-        .threads_available()
-        .filter(|available_amount| *available_amount < needed_amount)
-    {
-        verdict.push(Refusal::Threads {
-            need: needed_amount,
-            have: available_amount,
-        });
+    match host.threads_available() {
+        Ok(Some(available_amount)) if available_amount < needed_amount => {
+            verdict.push(Refusal::Threads {
+                need: needed_amount,
+                have: available_amount,
+            });
+        }
+        Ok(_) => {}
+        Err(e) => verdict.push(unreadable("the target's limit of threads", &e)),
     }
     if facts.highest_pid >= host.pid_limit() {
         verdict.push(Refusal::ProcessIds {
@@ -108,6 +110,11 @@ pub fn decide_verdict(facts: &TaskFacts, host: &dyn HostProperties) -> Verdict {
             limit: host.pid_limit(),
         });
     }
+    let missing_addresses = facts
+        .addresses
+        .iter()
+        .filter(|address| !host.has_address(**address));
+    verdict.extend(missing_addresses.map(|address| Refusal::Address { address: *address }));
     let file_refusals = facts.files.iter().filter_map(|file| {
         let reason = file_refusal_reason(file, facts.uid, host)?;
         Some(Refusal::File {
@@ -117,6 +124,35 @@ pub fn decide_verdict(facts: &TaskFacts, host: &dyn HostProperties) -> Verdict {
     });
     verdict.extend(file_refusals);
     verdict
+}
+
+/// Returns the refusal of a host that has too little memory for the task.
+fn memory_refusal(facts: &TaskFacts, host: &dyn HostProperties) -> Option<Refusal> {
+    let need = facts.memory_bytes.saturating_add(MEMORY_SLACK_BYTES);
+    let have = match host.memory_available_bytes() {
+        Ok(have) => have,
+        Err(e) => return Some(unreadable("the target's free memory", &e)),
+    };
+    let reserved_bytes = host.memory_reserved_bytes();
+    if have < need {
+        Some(Refusal::Memory { need, have })
+    } else if have.saturating_sub(reserved_bytes) < need {
+        Some(Refusal::MemoryReserved {
+            need,
+            have,
+            reserved_bytes,
+        })
+    } else {
+        None
+    }
+}
+
+/// Returns the refusal because a property cannot be read.
+pub(super) fn unreadable(property: &str, error: &io::Error) -> Refusal {
+    Refusal::Unreadable {
+        property: property.into(),
+        why: error.to_string(),
+    }
 }
 
 /// Returns the reason why the host does not fulfill the requirement for this file; `None` if the
@@ -171,7 +207,8 @@ mod tests {
     use std::collections::BTreeMap;
 
     struct FakeHost {
-        cpu_features: &'static str,
+        /// `None` if the features cannot be read.
+        cpu_features: Option<&'static str>,
         kernel_features: &'static str,
         memory_bytes: u64,
         reserved_bytes: u64,
@@ -181,8 +218,11 @@ mod tests {
     }
 
     impl HostProperties for FakeHost {
-        fn cpu_features(&self) -> Vec<String> {
-            self.cpu_features.split(' ').map(String::from).collect()
+        fn cpu_features(&self) -> io::Result<Vec<String>> {
+            let features = self
+                .cpu_features
+                .ok_or(io::Error::from_raw_os_error(libc::EMFILE))?;
+            Ok(features.split(' ').map(String::from).collect())
         }
         fn kernel_features(&self) -> Vec<String> {
             self.kernel_features.split(' ').map(String::from).collect()
@@ -190,14 +230,17 @@ mod tests {
         fn kernel(&self) -> String {
             "6.1".into()
         }
-        fn threads_available(&self) -> Option<u64> {
-            self.threads
+        fn threads_available(&self) -> io::Result<Option<u64>> {
+            Ok(self.threads)
         }
         fn pid_limit(&self) -> u32 {
             self.pid_limit
         }
-        fn memory_available_bytes(&self) -> u64 {
-            self.memory_bytes
+        fn memory_available_bytes(&self) -> io::Result<u64> {
+            Ok(self.memory_bytes)
+        }
+        fn has_address(&self, address: IpAddr) -> bool {
+            address.is_loopback()
         }
         fn memory_reserved_bytes(&self) -> u64 {
             self.reserved_bytes
@@ -226,7 +269,7 @@ mod tests {
             )
         };
         FakeHost {
-            cpu_features: "avx2 fma sse2",
+            cpu_features: Some("avx2 fma sse2"),
             kernel_features: "clone3 openat2 rseq",
             memory_bytes: 1 << 30,
             reserved_bytes: 0,
@@ -276,7 +319,37 @@ mod tests {
                 required_file("/data", 0, FileRequirement::Directory),
             ],
             launch: None,
+            addresses: vec![IpAddr::from([127, 0, 0, 1])],
         }
+    }
+
+    /// What cannot be read is not taken for what is missing.
+    #[test]
+    fn unreadable_features_are_no_missing_ones() {
+        let host = FakeHost {
+            cpu_features: None,
+            ..sufficient_host()
+        };
+        let verdict = decide_verdict(&task_facts(), &host);
+        let [Refusal::Unreadable { property, why }] = &verdict[..] else {
+            panic!("{verdict:?}");
+        };
+        assert_eq!(property, "the target's processor features");
+        assert!(why.starts_with("Too many open files"), "{why}");
+    }
+
+    /// An address of the task's sockets that the host lacks is named.
+    #[test]
+    fn missing_address_is_named() {
+        let address = IpAddr::from([10, 0, 0, 1]);
+        let facts = TaskFacts {
+            addresses: vec![IpAddr::from([127, 0, 0, 1]), address],
+            ..task_facts()
+        };
+        assert_eq!(
+            decide_verdict(&facts, &sufficient_host()),
+            [Refusal::Address { address }]
+        );
     }
 
     /// A host that has all required features and resources accepts the task, even if its kernel has
@@ -301,7 +374,7 @@ mod tests {
     #[test]
     fn lacking_host_reports_all_reasons() {
         let lacking_host = FakeHost {
-            cpu_features: "sse2",
+            cpu_features: Some("sse2"),
             kernel_features: "openat2 rseq",
             memory_bytes: 50 << 20,
             threads: Some(2),

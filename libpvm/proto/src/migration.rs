@@ -10,6 +10,7 @@ use crate::ids::{HostId, Micros, MigrationId, RequestId, Tid};
 use crate::suspend::Suspensions;
 use serde::{Deserialize, Serialize};
 use std::fmt;
+use std::net::IpAddr;
 use std::path::PathBuf;
 
 /// The steps of a migration, in order.
@@ -202,6 +203,8 @@ pub struct TaskFacts {
     /// How the task was started, and the engines permitted for it; `None` if only CRIU is
     /// permitted. The fields above are needed only for CRIU.
     pub launch: Option<Box<LaunchInfo>>,
+    /// Addresses of the source to which sockets of the task are bound.
+    pub addresses: Vec<IpAddr>,
 }
 
 impl TaskFacts {
@@ -392,6 +395,15 @@ pub enum Refusal {
         /// The target allows ids below this number.
         limit: u32,
     },
+    /// A property of the task or of a host cannot be read.
+    Unreadable {
+        /// The property, such as "its sockets" or "the target's processor features".
+        property: String,
+        /// The system's error, for example that no descriptors are left.
+        why: String,
+    },
+    /// A socket of the task is bound to an address that the target does not have.
+    Address { address: IpAddr },
 }
 
 impl fmt::Display for Refusal {
@@ -511,6 +523,11 @@ impl fmt::Display for Refusal {
                      kernel.pid_max on the target as on the source, with sysctl"
                 )
             }
+            Self::Unreadable { property, why } => write!(f, "{property} cannot be read: {why}"),
+            Self::Address { address } => write!(
+                f,
+                "it has a socket that is bound to {address}, which is no address of the target"
+            ),
         }
     }
 }
