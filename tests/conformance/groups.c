@@ -113,6 +113,11 @@ static void joining(void)
     is(pvm_getinst((char *)group, 0x3ffc0001), PvmNotInGroup, "getinst of a task that is no member says so");
     is(pvm_gettid((char *)group, 17), PvmNoInst, "gettid of an instance that is not there finds none");
     is(pvm_gettid((char *)group, -1), PvmNoInst, "gettid of a negative instance finds none");
+    is(pvm_getinst((char *)group, -1), MEMBERS, "getinst of tid -1 tells the instance of the next member");
+    is(pvm_getinst((char *)group, -2), PvmNotInGroup, "getinst of tid -2 says that it is no member");
+    is(pvm_getinst("nobody", -1), PvmNoGroup, "getinst of tid -1 in an unknown group finds no group");
+    is(pvm_joingroup(""), PvmNullGroup, "a group needs a name");
+    is(pvm_freezegroup("", -1), PvmNullGroup, "freezing a group without a name is refused");
 }
 
 static void broadcasts(void)
@@ -244,6 +249,7 @@ static void leaving(void)
     is(answer(2), PvmOk, "leaving a group returns 0");
     is(pvm_gsize((char *)group), MEMBERS - 1, "a member that left does not count");
     is(pvm_gettid((char *)group, 2), PvmNoInst, "the instance of a member that left is empty");
+    is(pvm_getinst((char *)group, -1), 2, "getinst of tid -1 tells the instance of a member that left");
     order(2, LEAVE, 0);
     is(answer(2), PvmNotInGroup, "leaving a group twice is refused");
     order(2, BARRIER, 1);
@@ -261,7 +267,23 @@ static void leaving(void)
 
 static void frozen(void)
 {
-    order_all(FREEZE, MEMBERS);
+    char *g = "cold";
+    pvm_joingroup(g);
+    is(pvm_freezegroup(g, -1), 1, "a freeze with count -1 takes the size of the group");
+    is(pvm_freezegroup(g, -1), PvmDupGroup, "a freeze with count -1 of a static group is refused");
+    is(pvm_freezegroup(g, 0), PvmDupGroup, "a freeze for nobody of a static group is refused");
+    is(pvm_getinst(g, own_tid), 0, "getinst tells the own instance in a static group");
+    is(pvm_getinst(g, -1), 1, "getinst of tid -1 in a static group tells its size");
+    is(pvm_getinst(g, 0x3ffc0001), PvmNotInGroup, "getinst in a static group of a task that is no member says so");
+    is(pvm_gettid(g, -1), PvmNoInst, "gettid of a negative instance of a static group finds none");
+    is(pvm_barrier(g, -1), PvmOk, "a barrier with count -1 works in a static group");
+    is(pvm_joingroup(g), PvmNotInGroup, "joining a static group is refused");
+    is(pvm_lvgroup(g), PvmOk, "the only member may leave a static group");
+    is(pvm_freezegroup(g, -1), PvmNoGroup, "freezing a group that everybody left finds no group");
+    is(pvm_joingroup(g), 0, "a static group that everybody left can be joined again");
+    pvm_lvgroup(g);
+    order_all(FREEZE, -1);
+    usleep(300000);
     is(pvm_freezegroup((char *)group, MEMBERS), MEMBERS, "freezing a group returns its size");
     holds(all_answer(MEMBERS), "freezing a group returns its size to all");
     is(pvm_gettid((char *)group, 1), kids[1], "a static group is asked as any other");
