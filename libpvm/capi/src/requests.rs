@@ -25,7 +25,6 @@ pub(crate) const HOSTS_PER_CALL_MAX: usize = 4095;
 const NOTIFY_CANCEL: i32 = 256;
 const MBOX_PERSISTENT: i32 = 1;
 pub(crate) const MBOX_MULTI_INSTANCE: i32 = 2;
-const MBOX_FIRST_AVAIL: i32 = 8;
 /// Bit position of a direct index in mailbox flags (`PvmMboxDirectIndexShift`).
 const MBOX_INDEX_SHIFT: u32 = 10;
 /// Exclusive upper bound of direct mailbox indices (`PvmMboxMaxDirectIndex`).
@@ -537,20 +536,34 @@ pub(crate) fn mailbox_insert(name: String, index: i32, value: i32) -> PvmResult<
     }
 }
 
-/// Reads one int (`pvm_lookup`); −1 selects the first entry.
+/// Reads one int (`pvm_lookup`) and returns it after its index; −1 selects the first entry.
 ///
 /// # Errors
 /// `NotFound`; `BadMsg` if the entry is not an int.
-pub(crate) fn mailbox_lookup(name: String, index: i32) -> PvmResult<i32> {
-    let (index, flags) = if index == -1 {
-        (0, MBOX_FIRST_AVAIL)
-    } else {
-        (index, 0)
+pub(crate) fn mailbox_lookup(name: String, index: i32) -> PvmResult<(i32, i32)> {
+    let lookup_at = |index: i32| {
+        let message = mailbox_take(name.clone(), index, 0)?;
+        let value = libpvm::Vm::unpack(&message)
+            .and_then(|mut body| Ok(body.read_int()?))
+            .map_err(|_| PvmError::BadMsg)?;
+        Ok((index, value))
     };
-    let message = mailbox_take(name, index, flags)?;
-    libpvm::Vm::unpack(&message)
-        .and_then(|mut body| Ok(body.read_int()?))
-        .map_err(|_| PvmError::BadMsg)
+    if index != -1 {
+        return lookup_at(index);
+    }
+    let classes = mailbox_list(check_class_name(name.clone())?)?;
+    let entries = classes
+        .into_iter()
+        .filter(|class| class.name == name)
+        .flat_map(|class| class.entries);
+    for (index, _, _) in entries {
+        match lookup_at(index) {
+            // The entry was removed between the two requests.
+            Err(PvmError::NotFound) => (),
+            result => return result,
+        }
+    }
+    Err(PvmError::NotFound)
 }
 
 /// Stores this task's tid in a mailbox class and returns the index of the new entry.
@@ -578,7 +591,7 @@ pub(crate) fn no_reset_tasks() -> PvmResult<Vec<i32>> {
     let mut tids = Vec::new();
     for (index, _, _) in entries.flat_map(|c| c.entries) {
         match mailbox_lookup(sempa_proto::sm::NO_RESET_CLASS.to_string(), index) {
-            Ok(tid) => tids.push(tid),
+            Ok((_, tid)) => tids.push(tid),
             // The task exited between the two requests.
             Err(PvmError::NotFound) => (),
             Err(error) => return Err(error),
