@@ -68,7 +68,46 @@ static int catcher(int argc, char **argv)
     return fclose(stdout);
 }
 
-static const role roles[] = { { "printer", printer }, { "loud", loud },
+/* Prints when it is told to, and waits. */
+static int speaker(int argc, char **argv)
+{
+    (void)argc, (void)argv;
+    wait_for_word();
+    printf("spoken\n");
+    fflush(stdout);
+    /* The daemon has read it when this arrives. */
+    usleep(300000);
+    wait_for_word();
+    pvm_exit();
+    return 0;
+}
+
+/* Catches the output of a speaker in its own standard output, and no longer while the speaker speaks. Leaves while the
+ * speaker runs, or, if it catches output again, when the speaker has ended. */
+static int leaver(int argc, char **argv)
+{
+    int tid, again = atoi(argv[3]);
+    (void)argc;
+    pvm_mytid();
+    if (!freopen(argv[2], "w", stdout))
+        return 1;
+    pvm_catchout(stdout);
+    tid = start_waiting("speaker", NULL);
+    pvm_catchout(NULL);
+    tell(tid, 3, 0);
+    await(tid, 2);
+    pvm_pstat(tid);
+    if (again) {
+        pvm_catchout(stdout);
+        tell(tid, 3, 0);
+    }
+    pvm_exit();
+    printf("left, speaker %s\n", pvm_pstat(tid) == PvmOk ? "runs" : "ended");
+    pvm_kill(tid);
+    return fclose(stdout);
+}
+
+static const role roles[] = { { "printer", printer }, { "loud", loud }, { "speaker", speaker }, { "leaver", leaver },
     { "grandparent", grandparent }, { "catcher", catcher }, { "changer", changer }, { NULL, NULL } };
 
 typedef struct {
@@ -148,10 +187,10 @@ static void as_messages(void)
     is(comes_soon(-1, 50), 0, "output goes there no more when it was taken back");
 }
 
-static const char *catch(const char *file, const char *show)
+static const char *catch(const char *role_name, const char *file, const char *word)
 {
     static char text[4096];
-    char *words[] = { "catcher", (char *)file, (char *)show, NULL };
+    char *words[] = { (char *)role_name, (char *)file, (char *)word, NULL };
     int tid = 0, n = 0;
     FILE *from;
     pvm_spawn((char *)own_name, words, PvmTaskHost, ".", 1, &tid);
@@ -170,7 +209,7 @@ static void caught_by_the_library(void)
 {
     char wanted[64], *tail, text[4096];
     unsigned tid = 0;
-    snprintf(text, sizeof text, "%s", catch("/tmp/caught-with", "1"));
+    snprintf(text, sizeof text, "%s", catch("catcher", "/tmp/caught-with", "1"));
     tail = strstr(text, "tid ");
     sscanf(tail ? tail : "", "tid %x", &tid);
     holds(tail && strstr(tail, "caught 1"), "catchout makes the caller the collector");
@@ -183,10 +222,15 @@ static void caught_by_the_library(void)
     snprintf(wanted, sizeof wanted, "[t%x] EOF\n", tid);
     holds(strstr(text, wanted) != NULL, "catchout prints that a task has ended");
     holds(tail && strstr(text, wanted) && strstr(text, wanted) < tail, "pvm_exit waits for the output it catches");
-    snprintf(text, sizeof text, "%s", catch("/tmp/caught-without", "0"));
+    snprintf(text, sizeof text, "%s", catch("catcher", "/tmp/caught-without", "0"));
     holds(!strncmp(text, "first line\n", 11), "with tids hidden catchout prints the bare lines");
     holds(!strstr(text, "EOF") && !strstr(text, "BEGIN"), "with tids hidden catchout prints neither beginning nor end");
     is(pvm_catchout(NULL), PvmOk, "catchout of null returns 0");
+    snprintf(text, sizeof text, "%s", catch("leaver", "/tmp/caught-left", "0"));
+    holds(strstr(text, "left, speaker runs\n") != NULL, "after catchout of null pvm_exit does not wait for children");
+    holds(!strstr(text, "spoken"), "after catchout of null nothing is printed");
+    snprintf(text, sizeof text, "%s", catch("leaver", "/tmp/caught-again", "1"));
+    holds(strstr(text, "EOF\nleft, speaker ended\n") != NULL, "when output is caught again pvm_exit waits again");
 }
 
 static void sentences(void)

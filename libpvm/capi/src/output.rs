@@ -114,31 +114,30 @@ impl OutputCatcher {
 pub(crate) fn handle_output_message(body: Unpacker) {
     let mut session = session::lock();
     let shows_tids = pvmshowtaskid.load(Relaxed) != 0;
-    if let (Some(stream), Ok(text)) = (
-        session.output_catcher.stream,
-        session.output_catcher.process_message(body, shows_tids),
-    ) && !text.is_empty()
+    // The marks of a task are also registered while nothing is printed, so that a later call that
+    // waits for the end of the output notices the end.
+    let text = session.output_catcher.process_message(body, shows_tids);
+    if let (Some(stream), Ok(text)) = (session.output_catcher.stream, text)
+        && !text.is_empty()
     {
         drop(session);
         stream.write(&text);
     }
 }
 
-/// Sets the stream on which the output of tasks that are spawned later is printed. With `None`, the
-/// output of these tasks is sent to the destination of this task's own output.
+/// Sets the stream on which the output of children is printed. With `None` nothing is printed any
+/// more, so that the program may close the stream, and the output of tasks that are spawned later
+/// is sent to the destination of this task's own output.
 pub(crate) fn set_stream(session: &mut Session, stream: Option<Stream>) {
-    match stream {
-        Some(_) => {
-            pvmctrc.out_tid.store(pvmmytid.load(Relaxed), Relaxed);
-            pvmctrc.out_ctx.store(CTX_TASK_CONTROL, Relaxed);
-            pvmctrc.out_tag.store(TC_OUTPUT, Relaxed);
-            session.output_catcher.stream = stream;
-        }
-        None => {
-            pvmctrc.out_tid.store(pvmtrc.out_tid.load(Relaxed), Relaxed);
-            pvmctrc.out_ctx.store(pvmtrc.out_ctx.load(Relaxed), Relaxed);
-            pvmctrc.out_tag.store(pvmtrc.out_tag.load(Relaxed), Relaxed);
-        }
+    session.output_catcher.stream = stream;
+    if stream.is_some() {
+        pvmctrc.out_tid.store(pvmmytid.load(Relaxed), Relaxed);
+        pvmctrc.out_ctx.store(CTX_TASK_CONTROL, Relaxed);
+        pvmctrc.out_tag.store(TC_OUTPUT, Relaxed);
+    } else {
+        pvmctrc.out_tid.store(pvmtrc.out_tid.load(Relaxed), Relaxed);
+        pvmctrc.out_ctx.store(pvmtrc.out_ctx.load(Relaxed), Relaxed);
+        pvmctrc.out_tag.store(pvmtrc.out_tag.load(Relaxed), Relaxed);
     }
 }
 

@@ -296,8 +296,9 @@ unsafe extern "C" fn pvm_notify(
     )
 }
 
-/// Sets the stream on which the output of tasks that are spawned later is printed. With null, the
-/// output of these tasks is sent to the destination of this task's own output.
+/// Sets the stream on which the output of children is printed. With null nothing is printed any
+/// more, and the output of tasks that are spawned later is sent to the destination of this task's
+/// own output.
 ///
 /// # Safety
 /// `stream` must be null, or stay open while children write.
