@@ -17,7 +17,7 @@ pub(crate) fn leave_vm() {
     if let Some(rt) = runtime {
         wait_for_child_output(&rt);
         deliver_own_exit_notices(&rt);
-        receive::poll_incoming(&rt);
+        receive::take_in_all(&rt);
         let mut session = session::lock();
         discard_queued_messages(&mut session);
         drop(session);
@@ -38,7 +38,7 @@ pub(crate) fn disconnect() {
 
 /// Waits until the output of all children has ended, if this task prints that output.
 fn wait_for_child_output(rt: &Runtime) {
-    receive::poll_incoming(rt);
+    receive::take_in_all(rt);
     if !session::lock().output_catcher.has_running_children() {
         return;
     }

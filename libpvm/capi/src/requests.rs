@@ -14,6 +14,7 @@ use sempa_proto::task::{
     SPAWN_ARCH, SPAWN_HOST, Service, Sink, SpawnRequest, TracerSettings,
 };
 use sempa_proto::{Message, PvmError, PvmResult, Tid};
+use std::ops::Deref;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
 use std::{fs, thread};
@@ -52,6 +53,46 @@ fn reply_error(reply: &Reply) -> PvmError {
     }
 }
 
+/// The connection to the daemon during a call that waits for a reply. When the call ends, the
+/// messages that arrived before the reply are taken in, as in PVM.
+struct RequestConnection(Runtime);
+
+impl RequestConnection {
+    /// Sends a request and waits for the reply. If taking in messages may have an effect, messages
+    /// are also taken in during the wait.
+    fn request_and_wait(&self, request: Request) -> Reply {
+        let takes_in = session::lock().has_intake_effects() && !receive::is_in_handler();
+        if takes_in {
+            self.0
+                .request_and_wait_with(request, &mut || receive::take_in_all(&self.0))
+        } else {
+            self.0.request_and_wait(request)
+        }
+    }
+}
+
+impl Deref for RequestConnection {
+    type Target = Runtime;
+
+    fn deref(&self) -> &Runtime {
+        &self.0
+    }
+}
+
+impl Drop for RequestConnection {
+    fn drop(&mut self) {
+        receive::take_in_all(&self.0);
+    }
+}
+
+/// Returns the connection for a request. Enrols the process first if it is not a task.
+///
+/// # Errors
+/// As [`session::runtime`].
+fn request_connection() -> PvmResult<RequestConnection> {
+    session::runtime().map(RequestConnection)
+}
+
 fn checked_task_tid(tid: i32) -> PvmResult<Tid> {
     Some(Tid::from_raw(tid))
         .filter(|tid| tid.is_task())
@@ -69,7 +110,7 @@ pub(crate) fn spawn(
     selection: String,
     count: i32,
 ) -> PvmResult<Vec<PvmResult<Tid>>> {
-    let rt = session::runtime()?;
+    let rt = request_connection()?;
     // The error code alone does not say what is wrong with the job file.
     libpvm::job::from_process_env().map_err(|error| {
         session::log_stderr(&format!("{}\n", error.reason), false);
@@ -143,7 +184,7 @@ pub(crate) fn wait_for_siblings() -> PvmResult<Vec<Tid>> {
 /// # Errors
 /// An error of the daemon or of the resource manager.
 pub(crate) fn config() -> PvmResult<HostTable> {
-    session::runtime()?.config().map_err(|error| error.code)
+    request_connection()?.config().map_err(|error| error.code)
 }
 
 /// Returns the data signature of the first host with this architecture.
@@ -165,7 +206,7 @@ pub(crate) fn arch_code(arch: &str) -> PvmResult<i32> {
 /// # Errors
 /// `NoHost` for an unknown host.
 pub(crate) fn tasks(selector: i32) -> PvmResult<Vec<TaskInfo>> {
-    session::runtime()?
+    request_connection()?
         .tasks(Tid::from_raw(selector))
         .map_err(|error| error.code)
 }
@@ -182,7 +223,7 @@ fn lossy_strings(names: Vec<Vec<u8>>) -> Vec<String> {
 /// # Errors
 /// The whole request failed.
 pub(crate) fn add_hosts(names: Vec<Vec<u8>>) -> PvmResult<Vec<AddedHost>> {
-    let rt = session::runtime()?;
+    let rt = request_connection()?;
     rt.add_hosts(lossy_strings(names))
         .map_err(|error| error.code)
 }
@@ -192,7 +233,7 @@ pub(crate) fn add_hosts(names: Vec<Vec<u8>>) -> PvmResult<Vec<AddedHost>> {
 /// # Errors
 /// The whole request failed.
 pub(crate) fn delete_hosts(names: Vec<Vec<u8>>) -> PvmResult<Vec<PvmResult<()>>> {
-    let rt = session::runtime()?;
+    let rt = request_connection()?;
     rt.delete_hosts(lossy_strings(names))
         .map_err(|error| error.code)
 }
@@ -202,7 +243,7 @@ pub(crate) fn delete_hosts(names: Vec<Vec<u8>>) -> PvmResult<Vec<PvmResult<()>>>
 /// # Errors
 /// `NoHost`, `HostFail`; `BadParam` for an empty name.
 pub(crate) fn host_status(name: String) -> PvmResult<()> {
-    let rt = session::runtime()?;
+    let rt = request_connection()?;
     if name.is_empty() {
         return Err(PvmError::BadParam);
     }
@@ -214,7 +255,7 @@ pub(crate) fn host_status(name: String) -> PvmResult<()> {
 /// # Errors
 /// `NoTask`; `BadParam` if `tid` cannot be a task.
 pub(crate) fn task_status(tid: i32) -> PvmResult<()> {
-    let rt = session::runtime()?;
+    let rt = request_connection()?;
     expect_done(rt.request_and_wait(Request::TaskStatus {
         tid: checked_task_tid(tid)?,
     }))
@@ -225,7 +266,7 @@ pub(crate) fn task_status(tid: i32) -> PvmResult<()> {
 /// # Errors
 /// `BadParam` if `tid` cannot be a task.
 pub(crate) fn send_signal(tid: i32, signal: i32) -> PvmResult<()> {
-    let rt = session::runtime()?;
+    let rt = request_connection()?;
     match expect_done(rt.request_and_wait(Request::Signal {
         tid: checked_task_tid(tid)?,
         signal,
@@ -240,7 +281,7 @@ pub(crate) fn send_signal(tid: i32, signal: i32) -> PvmResult<()> {
 /// # Errors
 /// `NoHost`, `HostFail`.
 pub(crate) fn host_clock(host: i32) -> PvmResult<u64> {
-    let rt = session::runtime()?;
+    let rt = request_connection()?;
     match rt.request_and_wait(Request::HostSync {
         host: Tid::from_raw(host),
     }) {
@@ -258,7 +299,7 @@ pub(crate) fn host_clock(host: i32) -> PvmResult<u64> {
 /// # Errors
 /// An error of the daemon. The loss of the connection is the expected result, not an error.
 pub(crate) fn halt() -> PvmResult<()> {
-    let rt = session::runtime()?;
+    let rt = request_connection()?;
     let paths = RuntimePaths::from_env(process::real_uid() as u32, env::read_var)
         .ok()
         .filter(|_| rt.parent_tid() == Tid::NONE);
@@ -281,7 +322,7 @@ pub(crate) fn halt() -> PvmResult<()> {
 /// # Errors
 /// `OutOfRes` if no context is available.
 pub(crate) fn new_context() -> PvmResult<i32> {
-    match session::runtime()?.request_and_wait(Request::NewContext) {
+    match request_connection()?.request_and_wait(Request::NewContext) {
         Reply::Context(ctx) => Ok(ctx),
         other => Err(reply_error(&other)),
     }
@@ -292,7 +333,7 @@ pub(crate) fn new_context() -> PvmResult<i32> {
 /// # Errors
 /// `NotFound` if the context does not belong to this task.
 pub(crate) fn free_context(ctx: i32) -> PvmResult<()> {
-    expect_done(session::runtime()?.request_and_wait(Request::FreeContext { ctx }))
+    expect_done(request_connection()?.request_and_wait(Request::FreeContext { ctx }))
 }
 
 /// Sets the destination of this task's own output.
@@ -300,7 +341,7 @@ pub(crate) fn free_context(ctx: i32) -> PvmResult<()> {
 /// # Errors
 /// An error of the daemon.
 pub(crate) fn set_output(sink: Sink) -> PvmResult<()> {
-    expect_done(session::runtime()?.request_and_wait(Request::SetOutput(sink)))
+    expect_done(request_connection()?.request_and_wait(Request::SetOutput(sink)))
 }
 
 /// Sets the destination of this task's own trace records.
@@ -308,7 +349,7 @@ pub(crate) fn set_output(sink: Sink) -> PvmResult<()> {
 /// # Errors
 /// An error of the daemon.
 pub(crate) fn set_trace(sink: Sink) -> PvmResult<()> {
-    expect_done(session::runtime()?.request_and_wait(Request::SetTrace(sink)))
+    expect_done(request_connection()?.request_and_wait(Request::SetTrace(sink)))
 }
 
 /// Removes mailbox entries without an owner: all entries, the entries of the class `name`, or the
@@ -325,7 +366,7 @@ pub(crate) fn reset(kills_tasks: bool, name: String, index: Option<i32>) -> PvmR
     } else {
         Request::Mailbox(MailboxRequest::Clean { name, index })
     };
-    expect_done(session::runtime()?.request_and_wait(request))
+    expect_done(request_connection()?.request_and_wait(request))
 }
 
 /// Requests messages about an event. `vals` contains the tids of the watched tasks or hosts. For
@@ -350,7 +391,7 @@ pub(crate) fn notify(event: i32, tag: i32, count: i32, vals: &[i32]) -> PvmResul
         })
         .map_err(|error| error.code)
     };
-    match event & !NOTIFY_CANCEL {
+    let result = match event & !NOTIFY_CANCEL {
         1 if count < 1 || !tids.iter().all(|tid| tid.is_task()) => Err(PvmError::BadParam),
         1 => {
             let (own_tids, other_tids): (Vec<Tid>, Vec<Tid>) =
@@ -373,7 +414,10 @@ pub(crate) fn notify(event: i32, tag: i32, count: i32, vals: &[i32]) -> PvmResul
             .iter()
             .try_for_each(|tid| rt.notify_route_end(*tid, ctx, tag, is_cancellation)),
         _ => Err(PvmError::BadParam),
-    }
+    };
+    // In PVM the request is a message to the daemon, without an answer.
+    receive::take_in_after_send(session::lock());
+    result
 }
 
 /// Adds `request_count` requests for notices about this task's own exit, or cancels `request_count`
@@ -435,7 +479,7 @@ fn check_class_name(name: String) -> PvmResult<String> {
 /// # Errors
 /// `Denied`, `Exists`; `BadParam` for an empty name.
 pub(crate) fn mailbox_put(name: String, message: Message, flags: i32) -> PvmResult<i32> {
-    let rt = session::runtime()?;
+    let rt = request_connection()?;
     let name = check_class_name(name)?;
     match rt.request_and_wait(Request::Mailbox(MailboxRequest::Put {
         name,
@@ -452,7 +496,7 @@ pub(crate) fn mailbox_put(name: String, message: Message, flags: i32) -> PvmResu
 /// # Errors
 /// `NotFound`, `Denied`; `BadParam` for an empty name or a negative index.
 pub(crate) fn mailbox_take(name: String, index: i32, flags: i32) -> PvmResult<Message> {
-    let rt = session::runtime()?;
+    let rt = request_connection()?;
     let name = check_class_name(name)?;
     if index < 0 {
         return Err(PvmError::BadParam);
@@ -472,7 +516,7 @@ pub(crate) fn mailbox_take(name: String, index: i32, flags: i32) -> PvmResult<Me
 /// # Errors
 /// As [`mailbox_take`].
 pub(crate) fn mailbox_delete(name: String, index: i32) -> PvmResult<()> {
-    let rt = session::runtime()?;
+    let rt = request_connection()?;
     let name = check_class_name(name)?;
     if index < 0 {
         return Err(PvmError::BadParam);
@@ -485,7 +529,7 @@ pub(crate) fn mailbox_delete(name: String, index: i32) -> PvmResult<()> {
 /// # Errors
 /// An error of the daemon.
 pub(crate) fn mailbox_list(pattern: String) -> PvmResult<Vec<MailboxClass>> {
-    let rt = session::runtime()?;
+    let rt = request_connection()?;
     match rt.request_and_wait(Request::Mailbox(MailboxRequest::List { pattern })) {
         Reply::MailboxClasses(classes) => Ok(classes),
         other => Err(reply_error(&other)),
@@ -514,7 +558,7 @@ fn int_message(rt: &Runtime, value: i32) -> Message {
 /// # Errors
 /// `Denied` if the index is not free, `BadParam` if the index is out of range.
 pub(crate) fn mailbox_insert(name: String, index: i32, value: i32) -> PvmResult<i32> {
-    let rt = session::runtime()?;
+    let rt = request_connection()?;
     let message = int_message(&rt, value);
     if index == -1 {
         return mailbox_put(name, message, MBOX_PERSISTENT | MBOX_MULTI_INSTANCE);
@@ -571,7 +615,7 @@ pub(crate) fn mailbox_lookup(name: String, index: i32) -> PvmResult<(i32, i32)> 
 /// # Errors
 /// As [`mailbox_put`].
 pub(crate) fn put_own_tid(name: &str) -> PvmResult<i32> {
-    let rt = session::runtime()?;
+    let rt = request_connection()?;
     mailbox_put(
         name.to_string(),
         int_message(&rt, rt.tid().raw()),
@@ -605,7 +649,7 @@ pub(crate) fn no_reset_tasks() -> PvmResult<Vec<i32>> {
 /// # Errors
 /// `BadParam` if `query` is empty or too long.
 pub(crate) fn query_daemon_counters(query: Vec<i32>) -> PvmResult<Vec<i32>> {
-    match session::runtime()?.request_and_wait(Request::DebugQuery(query)) {
+    match request_connection()?.request_and_wait(Request::DebugQuery(query)) {
         Reply::DebugValues(counters) => Ok(counters),
         other => Err(reply_error(&other)),
     }
@@ -618,7 +662,7 @@ pub(crate) fn query_daemon_counters(query: Vec<i32>) -> PvmResult<Vec<i32>> {
 /// # Errors
 /// `Already` or `Denied` if another task is the resource manager.
 pub(crate) fn register_rm() -> PvmResult<(i32, Option<HostEntry>)> {
-    let rt = session::runtime()?;
+    let rt = request_connection()?;
     let (previous_rm, master) = rt
         .register_rm(RmServices {
             placement: true,
@@ -637,7 +681,7 @@ pub(crate) fn register_rm() -> PvmResult<(i32, Option<HostEntry>)> {
 /// `Already` if another task serves, `HosterNotMaster` for a hoster on another host than the
 /// master's.
 pub(crate) fn toggle_service(service: Service) -> PvmResult<()> {
-    let rt = session::runtime()?;
+    let rt = request_connection()?;
     let class = match service {
         Service::Hoster => sempa_proto::sm::HOSTER_CLASS,
         Service::Tasker => sempa_proto::sm::TASKER_CLASS,
@@ -658,7 +702,7 @@ pub(crate) fn toggle_service(service: Service) -> PvmResult<()> {
 /// # Errors
 /// `Already` if another task is the tracer.
 pub(crate) fn toggle_tracer(settings: TracerSettings) -> PvmResult<()> {
-    let rt = session::runtime()?;
+    let rt = request_connection()?;
     let TracerSettings {
         trace_ctx,
         trace_tag,

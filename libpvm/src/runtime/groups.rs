@@ -7,16 +7,16 @@ use sempa_proto::group::GroupRequest;
 use sempa_proto::task::{Reply, Request};
 use std::sync::atomic::Ordering::Relaxed;
 
-/// Event that ended a wait for a reply of the group service.
-enum GroupWaitEvent {
+/// Event that ended a wait for a reply.
+enum ReplyWaitEvent {
     ReplyArrived(Reply),
     MessagesArrived,
 }
 
 impl Runtime {
     /// Sends a request to the group service and waits for the reply, which may depend on other
-    /// members. `on_messages` is called whenever messages arrive during the wait; `on_messages`
-    /// must remove all messages from the inbox. With `None` the messages stay in the inbox.
+    /// members. For `on_messages` see [`Runtime::request_and_wait_with`]; with `None` the messages
+    /// stay in the inbox.
     pub fn group_request_and_wait(
         &self,
         request: GroupRequest,
@@ -24,9 +24,19 @@ impl Runtime {
     ) -> Reply {
         self.0.has_used_groups.store(true, Relaxed);
         let daemon_request = Request::Group(request);
-        let Some(on_messages) = on_messages else {
-            return self.request_and_wait(daemon_request);
-        };
+        match on_messages {
+            Some(on_messages) => self.request_and_wait_with(daemon_request, on_messages),
+            None => self.request_and_wait(daemon_request),
+        }
+    }
+
+    /// As [`Runtime::request_and_wait`], but `on_messages` is called whenever messages arrive
+    /// during the wait; `on_messages` must remove all messages from the inbox.
+    pub fn request_and_wait_with(
+        &self,
+        daemon_request: Request,
+        on_messages: &mut dyn FnMut(),
+    ) -> Reply {
         let connection_lost_reply = || Reply::Failed {
             error: PvmError::SysErr,
             reason: self.lost_reason(),
@@ -42,12 +52,12 @@ impl Runtime {
         drop(state);
         loop {
             let event = self.wait_for_core(None, &mut |core| match core.take_reply(id) {
-                Some(reply) => Some(GroupWaitEvent::ReplyArrived(reply)),
-                None => (!core.inbox.is_empty()).then_some(GroupWaitEvent::MessagesArrived),
+                Some(reply) => Some(ReplyWaitEvent::ReplyArrived(reply)),
+                None => (!core.inbox.is_empty()).then_some(ReplyWaitEvent::MessagesArrived),
             });
             match event {
-                Ok(Some(GroupWaitEvent::ReplyArrived(reply))) => return reply,
-                Ok(Some(GroupWaitEvent::MessagesArrived)) => on_messages(),
+                Ok(Some(ReplyWaitEvent::ReplyArrived(reply))) => return reply,
+                Ok(Some(ReplyWaitEvent::MessagesArrived)) => on_messages(),
                 // There is no deadline, so only the loss of the daemon ends the wait.
                 Ok(None) | Err(_) => return connection_lost_reply(),
             }

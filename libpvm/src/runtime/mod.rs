@@ -523,6 +523,26 @@ impl Runtime {
         state.core.inbox.drain_into(messages);
     }
 
+    /// As [`Runtime::drain_inbox_into`], but appends only one message if the program has
+    /// requested [`Runtime::ready_fd`].
+    pub fn take_arrivals(&self, messages: &mut VecDeque<Message>) {
+        let Some(mut state) = self.lock() else { return };
+        state.poll_incoming();
+        state.core.inbox.take_arrivals(messages);
+    }
+
+    /// Puts messages back that [`Runtime::take_arrivals`] has appended, so that
+    /// [`Runtime::ready_fd`] shows that there are messages. Does nothing if the program has not
+    /// requested this descriptor.
+    pub fn put_back_if_watched(&self, messages: &mut VecDeque<Message>) {
+        if messages.is_empty() || !self.0.shared_state.has_ready_fd() {
+            return;
+        }
+        if let Some(mut state) = self.lock() {
+            state.core.inbox.put_back(std::mem::take(messages));
+        }
+    }
+
     /// Calls `f` whenever a message arrives or the resource manager changes, until `f` returns a
     /// value. Returns `None` if the deadline expires first. `f` runs under the runtime's lock, so
     /// `f` must not call the runtime.
@@ -571,6 +591,14 @@ impl Runtime {
             if !state.spin_for_event(remaining_time) {
                 state.wait_for_event(remaining_time);
             }
+        }
+    }
+
+    /// Wakes the threads that wait in [`Runtime::wait_for_inbox`], so that each calls its closure
+    /// again.
+    pub fn wake_waiting_threads(&self) {
+        if let Some(mut state) = self.lock() {
+            state.core.bump_event_seq();
         }
     }
 

@@ -146,19 +146,19 @@ unsafe extern "C" fn pvmmcast(mid: c_int, tids: *const c_int, count: c_int, tag:
     value_or_report("pvmmcast", result)
 }
 
-/// Sends a buffer. If `mid` is 0 or negative, dispatches the messages that have arrived instead.
+/// Sends a buffer. If `mid` is 0 or negative, takes in the messages that have arrived instead.
 #[unsafe(no_mangle)]
 extern "C" fn mroute(mid: c_int, tid: c_int, tag: c_int, _time: *const c_void) -> c_int {
-    let send_or_dispatch = || {
+    let send_or_take_in = || {
         if mid <= 0 {
-            crate::receive::poll_incoming(&session::runtime()?);
+            crate::receive::take_in_all(&session::runtime()?);
             return Ok(0);
         }
         zero_on_success(send::with_send_buffer(mid, || {
             send::send_active_buffer(tid, tag)
         }))
     };
-    value_or_report("mroute", send_or_dispatch())
+    value_or_report("mroute", send_or_take_in())
 }
 
 /// Returns the names of the bits of a debug mask.

@@ -306,9 +306,10 @@ unsafe extern "C" fn pvm_notify(
 unsafe extern "C" fn pvm_catchout(stream: *mut libc::FILE) -> c_int {
     // SAFETY: by this function's contract.
     let stream = unsafe { Stream::new(stream) };
-    let result = session::runtime().map(|rt| {
-        output::set_stream(&mut lock(), stream);
-        receive::poll_incoming(&rt);
+    let result = session::runtime().map(|_| {
+        let mut session = lock();
+        output::set_stream(&mut session, stream);
+        receive::take_in_after_send(session);
         0
     });
     value_or_report("pvm_catchout", result)
@@ -329,7 +330,7 @@ unsafe extern "C" fn pvm_getfds(fds: *mut *mut c_int) -> c_int {
             // SAFETY: by this function's contract.
             let list = unsafe { OutParam::new(fds) };
             let store_fds = || {
-                let fd = session::runtime()?.ready_fd().ok_or(PvmError::SysErr)?;
+                let fd = receive::ready_fd(&session::runtime()?).ok_or(PvmError::SysErr)?;
                 if list.is_null() {
                     return Err(PvmError::BadParam);
                 }

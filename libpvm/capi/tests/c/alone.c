@@ -165,6 +165,8 @@ static void matching(void)
     send_int(5, 1);
     send_int(9, 1);
     send_int(9, 2);
+    /* A poll takes in one message only; a request takes in all. */
+    IS(0, pvm_pstat(me));
     IS(1, pvm_nrecv(-1, -1) > 0);
     IS(1, pvm_recvf(own) == rank_by_value);
     /* The first of the two messages with the highest rank was received. */

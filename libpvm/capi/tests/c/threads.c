@@ -29,6 +29,18 @@ static void *talk(void *argument)
     return 0;
 }
 
+/* Only receives: the other threads take in its messages, too, and must wake it. */
+static void *listen_only(void *argument)
+{
+    int tag = (int)(long)argument, i, number;
+
+    for (i = 0; i < ROUNDS; i++) {
+        IS(0, pvm_precv(me, tag, &number, 1, PVM_INT, 0, 0, 0));
+        IS(i, number);
+    }
+    return 0;
+}
+
 /* Meanwhile creates and frees buffers and queries the daemon. */
 static void *disturb(void *argument)
 {
@@ -63,11 +75,26 @@ int main(void)
     int i, *fds, status, number = 5;
     pid_t pid;
 
+    /* Ends a test that hangs. */
+    alarm(60);
     me = pvm_mytid();
     IS(1, me > 0);
     for (i = 0; i < 6; i++)
         IS(0, pthread_create(&threads[i], 0, i < 4 ? talk : disturb, (void *)(long)(i + 1)));
     for (i = 0; i < 6; i++)
+        IS(0, pthread_join(threads[i], 0));
+    IS(0, pvm_nrecv(-1, -1));
+
+    for (i = 0; i < 3; i++)
+        IS(0, pthread_create(&threads[i], 0, listen_only, (void *)(long)(100 + i)));
+    for (i = 0; i < 3 * ROUNDS; i++) {
+        int round = i / 3;
+
+        IS(0, pvm_psend(me, 100 + i % 3, &round, 1, PVM_INT));
+        if (i % 100 == 0)
+            usleep(300);
+    }
+    for (i = 0; i < 3; i++)
         IS(0, pthread_join(threads[i], 0));
     IS(0, pvm_nrecv(-1, -1));
 
@@ -77,6 +104,17 @@ int main(void)
     IS(1, ready(fds[0], 20000));
     IS(1, pvm_nrecv(me, 9) > 0);
     IS(0, ready(fds[0], 0));
+
+    /* A poll that finds nothing takes in one message, and the descriptor shows the other one. */
+    IS(0, pvm_psend(me, 9, &number, 1, PVM_INT));
+    IS(0, pvm_psend(me, 10, &number, 1, PVM_INT));
+    IS(1, ready(fds[0], 20000));
+    IS(0, pvm_nrecv(me, 11));
+    IS(1, ready(fds[0], 20000));
+    IS(0, pvm_nrecv(me, 11));
+    IS(0, ready(fds[0], 0));
+    IS(1, pvm_nrecv(me, 10) > 0);
+    IS(1, pvm_nrecv(me, 9) > 0);
 
     pid = fork();
     if (pid == 0)
