@@ -1,6 +1,6 @@
 //! Output and trace records of the jobs of a session: shows them, or writes them to files.
 
-use super::jobs::{TaskEvent, read_output_message};
+use super::jobs::{JobUpdate, TaskEvent, read_output_message};
 use super::options::{TRACE_BUFFER, TRACE_DETAIL};
 use super::records::{HostProperties, RecordFormatter, Timestamp, trace_header};
 use super::{Session, trace_events};
@@ -9,7 +9,7 @@ use crate::output::{tables, time};
 use libpvm::{Body, Error, Vm};
 use nix::errno::Errno;
 use sempa_proto::message::CTX_BASE;
-use sempa_proto::task::Sink;
+use sempa_proto::task::{NotifyRequest, NotifySubjects, Request, Sink};
 use sempa_proto::{HostId, Message, Tid};
 use std::fs::{File, OpenOptions};
 use std::io::Write;
@@ -27,6 +27,12 @@ pub(crate) const TAG_TRACE_BASE: i32 = 1 << 24;
 /// Base of the tags of close messages. To close the traced job n after its last records, the
 /// console sends itself a message with this tag plus n.
 pub(crate) const TAG_CLOSE_JOB_BASE: i32 = 1 << 25;
+
+/// Base of the tags of exit notifications: the exit of a task of job n has this tag plus n.
+pub(crate) const TAG_EXIT_BASE: i32 = 1 << 26;
+
+/// Line that is shown in place of the output that is missing.
+const LOST_TASK_LINE: &[u8] = b"lost with its host: the last lines may be missing";
 
 /// Output files are readable only by their owner, because tasks may write confidential data.
 const FILE_MODE: u32 = 0o600;
@@ -133,33 +139,28 @@ impl JobOutput {
             file,
         }) = &mut self.trace
         {
+            let text = match event {
+                TaskEvent::Created => Some("CREATION".into()),
+                TaskEvent::Spawned => Some("GOTSPAWN".into()),
+                TaskEvent::Ended => Some("GOTEOF".into()),
+                TaskEvent::Line(line) => Some(String::from_utf8_lossy(line)),
+                TaskEvent::FirstSeen | TaskEvent::Lost => None,
+            };
             if *event == TaskEvent::FirstSeen {
                 out.extend_from_slice(
                     format!("[{job}] libpvmtrc: Task TID=0x{tid:x} Connected to Console\n")
                         .as_bytes(),
                 );
-            } else {
-                let text = match event {
-                    TaskEvent::Created => "CREATION".into(),
-                    TaskEvent::Spawned => "GOTSPAWN".into(),
-                    TaskEvent::Ended => "GOTEOF".into(),
-                    TaskEvent::Line(line) => String::from_utf8_lossy(line),
-                    TaskEvent::FirstSeen => unreachable!("it was looked at above"),
-                };
-                out.extend(
-                    write_records(
-                        file,
-                        job,
-                        tid,
-                        &record_formatter.output_record(current_timestamp(), tid, &text),
-                    )
-                    .into_bytes(),
-                );
+            }
+            if let Some(text) = text {
+                let record = record_formatter.output_record(current_timestamp(), tid, &text);
+                out.extend(write_records(file, job, tid, &record).into_bytes());
             }
         }
         let line: &[u8] = match event {
             TaskEvent::Line(line) => line,
             TaskEvent::Ended => b"EOF",
+            TaskEvent::Lost => LOST_TASK_LINE,
             TaskEvent::FirstSeen | TaskEvent::Created | TaskEvent::Spawned => return out,
         };
         let prefix = format!("[{job}:{tid}] ").into_bytes();
@@ -245,6 +246,13 @@ impl Session {
                 .checked_sub(base)
                 .and_then(|job_from_base| u32::try_from(job_from_base).ok())
         };
+        if let Some(job) = job_from_base(TAG_EXIT_BASE) {
+            return if message.src.is_daemon() || message.src == self.vm.tid() {
+                self.handle_exit(job, message)
+            } else {
+                Vec::new()
+            };
+        }
         if let Some(job) = job_from_base(TAG_CLOSE_JOB_BASE) {
             return if message.src == self.vm.tid() {
                 self.end_job_output(job)
@@ -274,6 +282,53 @@ impl Session {
             return Vec::new();
         };
         let update = self.jobs.handle_output(job, tid, output);
+        self.watch_tasks(job);
+        self.show_update(job, tid, &update)
+    }
+
+    /// Handles the exit of a task of a job. The task's daemon sends the end of the output before
+    /// the exit becomes known, so usually the task has ended already. Otherwise this console sends
+    /// itself the message again after all daemons have answered a request. If the end is still
+    /// missing then, the task's host is lost.
+    fn handle_exit(&mut self, job: u32, message: &Message) -> Vec<u8> {
+        let Ok(Ok(tid)) = Vm::unpack(message).map(|mut body| body.read_int()) else {
+            return Vec::new();
+        };
+        let (tid, console) = (Tid::from_raw(tid), self.vm.tid());
+        if message.src != console && self.jobs.is_running(job, tid) {
+            let repeated_message = Message {
+                src: console,
+                dst: console,
+                ..message.clone()
+            };
+            if self.vm.tasks(Tid::NONE).is_ok() && self.vm.send(repeated_message).is_ok() {
+                return Vec::new();
+            }
+        }
+        let update = self.jobs.handle_exit(job, tid);
+        self.has_lost_tasks |= update.events.contains(&TaskEvent::Lost);
+        self.show_update(job, tid, &update)
+    }
+
+    /// Requests a notification of the exit of each task of the job, because a task that is lost
+    /// with its host does not end its output.
+    pub(crate) fn watch_tasks(&mut self, job: u32) {
+        let unwatched_tasks = self.jobs.take_unwatched(job);
+        if unwatched_tasks.is_empty() {
+            return;
+        }
+        // An error means that the console is waiting for too many notifications, or that the
+        // daemon has ended, which ends all waits.
+        let _ = self.vm.ask(Request::Notify(NotifyRequest {
+            subjects: NotifySubjects::TaskExit(unwatched_tasks),
+            ctx: CTX_BASE,
+            tag: TAG_EXIT_BASE + job.cast_signed(),
+            is_cancellation: false,
+        }));
+    }
+
+    /// Applies an update to the output of its job. Returns the bytes that the console must show.
+    fn show_update(&mut self, job: u32, tid: Tid, update: &JobUpdate) -> Vec<u8> {
         let mut shown_bytes = Vec::new();
         if let Some(job_output) = self.job_outputs.get_mut(&job) {
             for event in &update.events {

@@ -46,6 +46,8 @@ pub(crate) fn read_output_message(mut body: Unpacker) -> Option<(Tid, TaskOutput
 struct JobTask {
     was_seen: bool,
     has_ended: bool,
+    /// True if a notification of the task's exit was requested.
+    is_watched: bool,
     partial_line: Vec<u8>,
 }
 
@@ -63,6 +65,14 @@ impl JobTask {
                 out.push(TaskEvent::Line(line));
             }
         }
+    }
+
+    /// Ends the output. Appends the last line to `out` if it is unfinished.
+    fn end_output(&mut self, out: &mut Vec<TaskEvent>) {
+        if !self.partial_line.is_empty() {
+            out.push(TaskEvent::Line(std::mem::take(&mut self.partial_line)));
+        }
+        self.has_ended = true;
     }
 }
 
@@ -91,6 +101,8 @@ pub(crate) enum TaskEvent {
     Created,
     /// A line of output, without its newline.
     Line(Vec<u8>),
+    /// The task has exited without the end of its output.
+    Lost,
     /// The task writes no more output.
     Ended,
 }
@@ -164,10 +176,7 @@ impl Jobs {
             TaskOutput::Created => events.push(TaskEvent::Created),
             TaskOutput::Data(bytes) => task.add_output(&bytes, &mut events),
             TaskOutput::End if !task.has_ended => {
-                if !task.partial_line.is_empty() {
-                    events.push(TaskEvent::Line(std::mem::take(&mut task.partial_line)));
-                }
-                task.has_ended = true;
+                task.end_output(&mut events);
                 events.push(TaskEvent::Ended);
             }
             TaskOutput::End => {}
@@ -176,6 +185,48 @@ impl Jobs {
             events,
             is_finished: self.remove_if_finished(job_number),
         }
+    }
+
+    /// True if the task belongs to the job and its output has not ended.
+    pub(crate) fn is_running(&self, job_number: u32, tid: Tid) -> bool {
+        let job = self.jobs.get(&job_number);
+        job.and_then(|job| job.tasks.get(&tid))
+            .is_some_and(|task| !task.has_ended)
+    }
+
+    /// Ends the output of a task of a job that was lost with its host. Does nothing if its output
+    /// has ended.
+    pub(crate) fn handle_exit(&mut self, job_number: u32, tid: Tid) -> JobUpdate {
+        let mut events = Vec::new();
+        let job = self.jobs.get_mut(&job_number);
+        let Some(task) = job
+            .and_then(|job| job.tasks.get_mut(&tid))
+            .filter(|task| !task.has_ended)
+        else {
+            return JobUpdate::default();
+        };
+        task.end_output(&mut events);
+        events.extend([TaskEvent::Lost, TaskEvent::Ended]);
+        JobUpdate {
+            events,
+            is_finished: self.remove_if_finished(job_number),
+        }
+    }
+
+    /// Returns the tasks of a job that have not ended and for whose exit a notification must be
+    /// requested. Each task is returned once.
+    pub(crate) fn take_unwatched(&mut self, job_number: u32) -> Vec<Tid> {
+        let tasks = self.jobs.get_mut(&job_number).map(|job| &mut job.tasks);
+        let unwatched_tasks = tasks
+            .into_iter()
+            .flatten()
+            .filter(|(_, task)| !task.has_ended && !task.is_watched);
+        unwatched_tasks
+            .map(|(tid, task)| {
+                task.is_watched = true;
+                *tid
+            })
+            .collect()
     }
 
     /// If all tasks of the job have ended, removes the job and returns true.
@@ -277,6 +328,29 @@ mod tests {
             jobs.handle_output(job, TASK_B, data("late\n")).events,
             [TaskEvent::FirstSeen, line("late")]
         );
+    }
+
+    /// A task that exits without the end of its output ends as lost, and so does its job. A later
+    /// end, or an exit after the end, changes nothing.
+    #[test]
+    fn exit_without_end_of_output_ends_the_job() {
+        let mut jobs = Jobs::default();
+        let job = jobs.create_job();
+        jobs.record_spawn(job, [TASK_A, TASK_B].into_iter());
+        assert_eq!(jobs.take_unwatched(job), [TASK_A, TASK_B]);
+        assert!(jobs.take_unwatched(job).is_empty());
+        jobs.handle_output(job, TASK_B, TaskOutput::End);
+        assert_eq!(jobs.handle_exit(job, TASK_B), JobUpdate::default());
+        jobs.handle_output(job, TASK_A, data("half"));
+        assert_eq!(
+            jobs.handle_exit(job, TASK_A),
+            JobUpdate {
+                events: vec![line("half"), TaskEvent::Lost, TaskEvent::Ended],
+                is_finished: true
+            }
+        );
+        assert_eq!(jobs.handle_exit(job, TASK_A), JobUpdate::default());
+        assert!(jobs.is_empty());
     }
 
     /// A job whose tasks end before the reply to the spawn finishes with the reply.

@@ -1,13 +1,14 @@
 //! Leaves the virtual machine (`pvm_exit`).
 
+use crate::control;
 use crate::data::pvmmyctx;
 use crate::memory::flush_stdio;
+use crate::output;
 use crate::receive;
 use crate::requests;
 use crate::session::{self, Session};
 use crate::trace;
 use libpvm::Runtime;
-use sempa_proto::PvmResult;
 use std::sync::atomic::Ordering::Relaxed;
 
 /// Leaves the virtual machine. The process continues to run, and its next call enrols the process
@@ -43,10 +44,26 @@ fn wait_for_child_output(rt: &Runtime) {
         return;
     }
     session::log_stderr("child task(s) still running.  waiting...\n", false);
-    // An error means that the daemon has ended, so no more output can arrive.
-    let _: PvmResult<()> = receive::wait_until(rt, |session| {
-        (!session.output_catcher.has_running_children()).then_some(())
-    });
+    loop {
+        let unwatched_children = session::lock().output_catcher.take_unwatched();
+        if !unwatched_children.is_empty() {
+            // A child that is lost with its host does not end its output.
+            control::watch_exits(rt, control::TC_WRITER_EXIT, unwatched_children);
+        }
+        let wait_result = receive::wait_until(rt, |session| {
+            let catcher = &session.output_catcher;
+            let must_act = catcher.has_unwatched() || catcher.has_exited_writers();
+            let has_ended = !catcher.has_running_children();
+            (has_ended || must_act).then_some(has_ended)
+        });
+        // An error means that the daemon has ended, so no more output can arrive.
+        if wait_result != Ok(false) {
+            return;
+        }
+        if session::lock().output_catcher.has_exited_writers() {
+            output::end_lost_output(rt);
+        }
+    }
 }
 
 /// Delivers the exit notices that this task requested about itself.
@@ -61,7 +78,7 @@ fn deliver_own_exit_notices(rt: &Runtime) {
 /// is −1.
 fn discard_queued_messages(session: &mut Session) {
     let ctx = pvmmyctx.load(Relaxed);
-    let queued_mids: Vec<i32> = session.receivable_mids.iter().copied().collect();
+    let queued_mids: Vec<i32> = session.receivable.mids_since(0).collect();
     for mid in queued_mids {
         if session
             .buffers

@@ -5,11 +5,16 @@
 //! printed in whole lines.
 
 use crate::control::TC_OUTPUT;
+#[cfg(doc)]
+use crate::control::TC_WRITER_EXIT;
 use crate::data::{pvmctrc, pvmmytid, pvmshowtaskid, pvmtrc};
 use crate::memory::Stream;
+use crate::receive;
 use crate::session::{self, Session};
+use libpvm::Runtime;
 use sempa_proto::body::Unpacker;
 use sempa_proto::message::CTX_TASK_CONTROL;
+use sempa_proto::task::Request;
 use sempa_proto::{PvmResult, Tid};
 use std::collections::BTreeMap;
 use std::sync::atomic::Ordering::Relaxed;
@@ -23,10 +28,17 @@ const MARK_NEW: i32 = -2;
 /// Maximum length of an unfinished line of a task in bytes; a longer line is printed in pieces.
 pub(crate) const LINE_BYTES_MAX: usize = 64 << 10;
 
+/// Line that is printed in place of the output that is missing.
+const LOST_CHILD_LINE: &str = "lost with its host: the last lines may be missing";
+
 #[derive(Debug, Default)]
 struct ChildOutput {
     has_begun: bool,
     has_ended: bool,
+    /// True if a notification of the child's exit was requested.
+    is_watched: bool,
+    /// True if the child has exited, as a notification has told.
+    has_exited: bool,
     partial_line: Vec<u8>,
 }
 
@@ -45,6 +57,60 @@ impl OutputCatcher {
     /// still write.
     pub(crate) fn has_running_children(&self) -> bool {
         self.stream.is_some() && self.children.values().any(|child| !child.has_ended)
+    }
+
+    /// Returns the children that may still write and for whose exit [`TC_WRITER_EXIT`] must be
+    /// requested. Each child is returned once.
+    pub(crate) fn take_unwatched(&mut self) -> Vec<Tid> {
+        let unwatched_children = self
+            .children
+            .iter_mut()
+            .filter(|(_, child)| !child.has_ended && !child.is_watched);
+        unwatched_children
+            .map(|(tid, child)| {
+                child.is_watched = true;
+                Tid::from_raw(*tid)
+            })
+            .collect()
+    }
+
+    /// True if [`OutputCatcher::take_unwatched`] would return a child.
+    pub(crate) fn has_unwatched(&self) -> bool {
+        self.children
+            .values()
+            .any(|child| !child.has_ended && !child.is_watched)
+    }
+
+    /// True if the end of the output of a child that has exited is missing.
+    pub(crate) fn has_exited_writers(&self) -> bool {
+        self.children
+            .values()
+            .any(|child| child.has_exited && !child.has_ended)
+    }
+
+    /// Ends the output of the children that have exited, and returns the text to print.
+    fn end_exited_writers(&mut self, shows_tids: bool) -> String {
+        let mut text = String::new();
+        let exited_writers = self
+            .children
+            .iter_mut()
+            .filter(|(_, child)| child.has_exited && !child.has_ended);
+        for (tid, child) in exited_writers {
+            child.has_ended = true;
+            let prefix = if shows_tids {
+                format!("[t{tid:x}] ")
+            } else {
+                String::new()
+            };
+            if !child.partial_line.is_empty() {
+                let line = std::mem::take(&mut child.partial_line);
+                text += &format!("{prefix}{}\n", String::from_utf8_lossy(&line));
+            }
+            if shows_tids {
+                text += &format!("{prefix}{LOST_CHILD_LINE}\n{prefix}EOF\n");
+            }
+        }
+        text
     }
 
     /// True if this task prints the output of other tasks.
@@ -122,6 +188,35 @@ pub(crate) fn handle_output_message(body: Unpacker) {
     {
         drop(session);
         stream.write(&text);
+    }
+}
+
+/// Handles the notification that a child has exited.
+pub(crate) fn handle_child_exit(mut body: Unpacker) {
+    if let Ok(tid) = body.read_int()
+        && let Some(child) = session::lock().output_catcher.children.get_mut(&tid)
+    {
+        child.has_exited = true;
+    }
+}
+
+/// Ends the output of the children that have exited without the end of their output. The daemon of
+/// a child sends this end before the child's exit becomes known. So if the end is still missing
+/// after all daemons have answered a request, the child's host is lost.
+pub(crate) fn end_lost_output(rt: &Runtime) {
+    // An error means that this daemon has ended, too.
+    let _ = rt.request_and_wait(Request::Tasks {
+        selector: Tid::NONE,
+    });
+    receive::take_in_all(rt);
+    let mut session = session::lock();
+    let shows_tids = pvmshowtaskid.load(Relaxed) != 0;
+    let text = session.output_catcher.end_exited_writers(shows_tids);
+    if let Some(stream) = session.output_catcher.stream
+        && !text.is_empty()
+    {
+        drop(session);
+        stream.write(text.as_bytes());
     }
 }
 
@@ -212,6 +307,32 @@ mod tests {
             "a\n"
         );
         assert_eq!(printed_text(&mut catcher, &[0x800c2, 0], b"", false), "b\n");
+    }
+
+    /// A child that exits without the end of its output ends with a line that says so; the exit of
+    /// any other child prints nothing.
+    #[test]
+    fn exit_ends_output_that_has_no_end() {
+        let mut catcher = OutputCatcher::default();
+        let (lost_tid, other_tid) = (0x800c2, 0x40002);
+        catcher.register(&[Tid::from_raw(lost_tid), Tid::from_raw(other_tid)]);
+        assert_eq!(catcher.take_unwatched().len(), 2);
+        assert!(!catcher.has_unwatched());
+        printed_text(&mut catcher, &[0x800c2, -1, 0x40001], b"", true);
+        assert!(!catcher.has_unwatched(), "each child is watched once");
+        printed_text(&mut catcher, &[0x800c2, 4], b"half", true);
+        printed_text(&mut catcher, &[other_tid, 0], b"", true);
+        for child in catcher.children.values_mut() {
+            child.has_exited = true;
+        }
+        assert!(catcher.has_exited_writers());
+        assert_eq!(
+            catcher.end_exited_writers(true),
+            format!("[t800c2] half\n[t800c2] {LOST_CHILD_LINE}\n[t800c2] EOF\n")
+        );
+        assert_eq!(catcher.end_exited_writers(true), "");
+        assert!(!catcher.has_exited_writers());
+        assert!(catcher.children.values().all(|child| child.has_ended));
     }
 
     /// The marks of a task may arrive in any order; a malformed message is an error.

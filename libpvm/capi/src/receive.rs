@@ -157,7 +157,8 @@ pub(crate) fn take_in_after_send(session: MutexGuard<'static, Session>) {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Intake {
     OneMessage,
-    /// Nothing, but another thread has taken in a message.
+    /// Nothing that counts, but the list may have changed: another thread has taken in a message,
+    /// or this thread a message that PVM does not have.
     Uncounted,
     /// Nothing: no message has arrived, and the time for which the call waits is over.
     Nothing,
@@ -197,12 +198,17 @@ fn take_in_and_unlock(
     mut arrivals: ArrivalsGuard,
     message: Message,
 ) -> (MutexGuard<'static, Session>, Intake) {
+    let intake = if control::is_unknown_to_pvm(&message) {
+        Intake::Uncounted
+    } else {
+        Intake::OneMessage
+    };
     let session = take_in(rt, session, message);
     if !arrivals.is_empty() && session.has_intake_effects() {
         // A handler may have requested the descriptor.
         put_back_if_watched(rt, &mut arrivals);
     }
-    (session, Intake::OneMessage)
+    (session, intake)
 }
 
 /// Takes in a message and wakes the threads that wait. The session is unlocked while a handler

@@ -170,13 +170,23 @@ pub(crate) fn spawn(
 /// this task. For a task that was not spawned, returns only its own tid.
 ///
 /// # Errors
-/// `SysErr` if the connection to the daemon is lost.
+/// `NoParent` if the parent has exited, or was lost, without sending the list; `SysErr` if the
+/// connection to the daemon is lost.
 pub(crate) fn wait_for_siblings() -> PvmResult<Vec<Tid>> {
     let rt = session::runtime()?;
-    if rt.parent_tid() == Tid::NONE {
+    let parent = rt.parent_tid();
+    if parent == Tid::NONE {
         return Ok(vec![rt.tid()]);
     }
-    receive::wait_until(&rt, |session| session.siblings.clone())
+    if parent.is_task() && session::lock().siblings.is_none() {
+        control::watch_exits(&rt, control::TC_PARENT_EXIT, vec![parent]);
+    }
+    receive::wait_until(&rt, |session| match &session.siblings {
+        Some(siblings) => Some(Ok(siblings.clone())),
+        // The notification comes after everything that the parent has sent.
+        None if session.has_parent_exited => Some(Err(PvmError::NoParent)),
+        None => None,
+    })?
 }
 
 /// Requests the host table from the daemon or from the resource manager.

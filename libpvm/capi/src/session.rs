@@ -45,6 +45,8 @@ pub(crate) struct Session {
     pub(crate) output_catcher: OutputCatcher,
     /// Tids of all tasks of the spawn that started this task; `None` while the tids are unknown.
     pub(crate) siblings: Option<Vec<Tid>>,
+    /// True if the parent has exited, as far as a notification has told so.
+    pub(crate) has_parent_exited: bool,
     /// Context and tag of each notice that this task requested about its own exit.
     pub(crate) own_exit_notices: Vec<(i32, i32)>,
 }
@@ -300,6 +302,7 @@ impl Session {
         self.handlers.clear();
         self.own_exit_notices.clear();
         self.siblings = None;
+        self.has_parent_exited = false;
         self.output_catcher = OutputCatcher::default();
         self.runtime.take()
     }

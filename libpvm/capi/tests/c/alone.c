@@ -378,9 +378,15 @@ int main(int argc, char **argv)
     IS(0x40001, me);
     if (argc > 1 && strcmp(argv[1], "catch") == 0) {
         IS(0, pvm_catchout(stdout));
-        if (argc > 2)
+        if (argc > 2 && strcmp(argv[2], "bare") == 0)
             IS(1, pvm_setopt(PvmShowTids, 0));
-        IS(1, pvm_spawn("child", NULL, 0, NULL, 1, tids));
+        IS(1, pvm_spawn(argc > 2 && strcmp(argv[2], "lost") == 0 ? "lost" : "child", NULL, 0, NULL, 1, tids));
+        return pvm_exit();
+    }
+    if (argc > 1 && strcmp(argv[1], "orphan") == 0) {
+        IS(0x40008, pvm_parent());
+        pvm_setopt(PvmAutoErr, 0);
+        IS(PvmNoParent, pvm_siblings(&siblings));
         return pvm_exit();
     }
     if (argc > 1 && strcmp(argv[1], "siblings") == 0) {
