@@ -286,8 +286,8 @@ impl Session {
         self.show_update(job, tid, &update)
     }
 
-    /// Handles the exit of a task of a job. The task's daemon sends the end of the output before the
-    /// exit becomes known, so usually the task has ended already. Otherwise this console sends
+    /// Handles the exit of a task of a job. The task's daemon sends the end of the output before
+    /// the exit becomes known, so usually the task has ended already. Otherwise this console sends
     /// itself the message again after all daemons have answered a request. If the end is still
     /// missing then, the task's host is lost.
     fn handle_exit(&mut self, job: u32, message: &Message) -> Vec<u8> {
