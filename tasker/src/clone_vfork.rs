@@ -2,8 +2,8 @@
 //! shares the memory of the tasker, as after `vfork`.
 //!
 //! The C library's `clone` supports neither, and the kernel's `clone3` returns twice on the same
-//! stack if it is called like a function. Creating the process outside the group and adding it later
-//! costs many milliseconds, because the kernel then waits for all processors.
+//! stack if it is called like a function. Creating the process outside the group and adding it
+//! later costs many milliseconds, because the kernel then waits for all processors.
 #![allow(unsafe_code)] // A call that comes back twice, on two stacks, is beyond the language.
 
 use std::ffi::c_void;

@@ -390,8 +390,8 @@ impl SpareNamespaces {
 mod tests {
     use super::*;
 
-    /// The PID of the next process follows the one that was set. The kernel lets a tasker of root choose
-    /// PIDs.
+    /// The PID of the next process follows the one that was set. The kernel lets a tasker of root
+    /// choose PIDs.
     #[test]
     #[ignore = "system tier: needs root and process-id namespaces"]
     fn next_process_has_the_chosen_pid() {
