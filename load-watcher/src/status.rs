@@ -49,6 +49,10 @@ pub struct GuestStatus {
     pub since_us: u64,
     /// Processor time that the guest's process has used on this host, in seconds.
     pub cpu_s: f64,
+    /// Number of processes that the guest has left behind at its end; 0 if it has not ended. `pid`
+    /// is then one of these processes.
+    #[serde(default)]
+    pub leftover_processes: u32,
 }
 
 /// The status that a load watcher sends to users of its host.

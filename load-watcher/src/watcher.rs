@@ -826,5 +826,6 @@ fn guest_status(task: &TaskInfo, boot_s: Option<u64>) -> GuestStatus {
         user: user_name(task.uid),
         since_us: start_time.unwrap_or(0),
         cpu_s: cpu_ticks as f64 / ticks_per_second as f64,
+        leftover_processes: task.leftover_processes,
     }
 }

@@ -7,6 +7,7 @@
 //! kills all tasks and exits.
 
 mod binary_hashing;
+mod census;
 mod clone_into_cgroup;
 mod daemon_socket;
 mod dump_attempt;
@@ -15,6 +16,7 @@ mod feasibility;
 mod file_transfer;
 mod freezer;
 mod image_manifest;
+mod leftovers;
 mod memory_reservations;
 mod migrations;
 mod namespace;

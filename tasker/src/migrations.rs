@@ -15,7 +15,7 @@ use crate::namespace::Namespace;
 use crate::nice;
 use crate::post_copy::{self, PostCopies};
 use crate::pre_copy::PreCopies;
-use crate::stop::{self, TaskProcesses};
+use crate::stop::{self, TaskProcesses, VforkRule};
 use crate::supervisor::Supervisor;
 use crate::sys;
 use crate::target::{IncomingTask, TargetStage};
@@ -297,15 +297,8 @@ impl Supervisor {
                 stays_paused: must_stay_paused,
             } => self.run_restored_task(migration, used_resources, must_stay_paused),
             ToTasker::Discard { migration } => self.discard_incoming_task(migration),
-            ToTasker::Start(_)
-            | ToTasker::Signal { .. }
-            | ToTasker::RequestExit { .. }
-            | ToTasker::CheckSignal { .. }
-            | ToTasker::WithdrawExitRequest { .. }
-            | ToTasker::Kill { .. }
-            | ToTasker::Pause { .. }
-            | ToTasker::ResumeToQuiesce { .. }
-            | ToTasker::Resume { .. } => {}
+            // All other orders concern no migration, and the main loop handles them.
+            _ => {}
         }
     }
 
@@ -414,13 +407,15 @@ impl Supervisor {
                 continue;
             };
             let migration = *migration;
-            if stop::signal_and_check_stopped(&TaskProcesses::Namespace(namespace), signalled_pids)
-                && !stop::continue_unfinished_forks(
-                    &namespace.member_pids(),
-                    &task.already_stopped_pids,
-                    signalled_pids,
-                )
-            {
+            if stop::signal_and_check_stopped(
+                &TaskProcesses::Namespace(namespace),
+                signalled_pids,
+                VforkRule::ChildRuns,
+            ) && !stop::continue_unfinished_forks(
+                &namespace.member_pids(),
+                &task.already_stopped_pids,
+                signalled_pids,
+            ) {
                 let redirect_result = write_redirect(namespace, task.pending_redirect.take());
                 task.phase = TaskPhase::Stopped { migration };
                 stop_results.push((*tid, migration, redirect_result));
@@ -631,6 +626,7 @@ impl Supervisor {
                 stop::signal_and_check_stopped(
                     &TaskProcesses::Namespace(namespace),
                     &mut BTreeSet::new(),
+                    VforkRule::ChildRuns,
                 );
             }
             if let TaskPhase::Dumping {

@@ -5,14 +5,14 @@
 //! [`crate::workers`]) only control an engine or read files, and report through a channel.
 
 use crate::daemon_socket::DaemonSocket;
-use crate::freezer::{ControlGroup, Freezer, FreezerUnavailable};
+use crate::freezer::{Freezer, FreezerUnavailable};
+use crate::leftovers::Leftovers;
 use crate::migrations::{EngineStatus, Migrations};
 use crate::namespace::{Namespace, SpareNamespaces};
 use crate::signal_disposition;
 use crate::sys::{self, StartGuard, TaskStartState};
 use crate::task::{
-    self, DEFERRED_SIGNALS_MAX, EXEC_TIMEOUT, Output, StartTaskError, StartTaskFailure, Task,
-    TaskPhase,
+    self, DEFERRED_SIGNALS_MAX, EXEC_TIMEOUT, StartTaskError, StartTaskFailure, Task, TaskPhase,
 };
 use checkpoint::allocator;
 use nix::errno::Errno;
@@ -48,18 +48,6 @@ const HEAP_TRIM_DELAY: Duration = Duration::from_secs(1);
 /// has passed when poll(2) returns.
 const POLL_GRANULARITY: Duration = Duration::from_millis(1);
 
-/// A namespace whose task has ended. Processes of the task still run in the namespace, or were
-/// killed and are ending.
-#[derive(Debug)]
-struct OrphanedNamespace {
-    namespace: Namespace,
-    /// The task's output. The tasker reads and discards it, so that writers neither block nor
-    /// receive SIGPIPE.
-    output: Option<Output>,
-    /// Messages to send when the namespace is empty.
-    final_messages: Vec<FromTasker>,
-}
-
 /// The complete state of the tasker.
 pub(crate) struct Supervisor {
     pub(crate) daemon_socket: DaemonSocket,
@@ -71,7 +59,8 @@ pub(crate) struct Supervisor {
     pub(crate) spare_namespaces: SpareNamespaces,
     pub(crate) task_start_state: TaskStartState,
     start_guard: StartGuard,
-    orphaned_namespaces: Vec<OrphanedNamespace>,
+    /// What ended tasks have left behind.
+    pub(crate) leftovers: Leftovers,
     /// Time of the first or next probe of the engine; `None` if no probe is planned.
     pub(crate) probe_at: Option<Instant>,
     /// Time at which freed memory is returned to the kernel.
@@ -93,7 +82,7 @@ enum EventSource {
     TaskExit(Tid),
     TaskOutput(Tid),
     NamespaceEnded,
-    OrphanOutput(usize),
+    LeftoverOutput(usize),
     RestoredTaskExit(MigrationId),
 }
 
@@ -124,7 +113,7 @@ impl Supervisor {
             spare_namespaces: SpareNamespaces::new(),
             task_start_state: TaskStartState::prepare()?,
             start_guard: StartGuard::new(EXEC_TIMEOUT)?,
-            orphaned_namespaces: Vec::new(),
+            leftovers: Leftovers::default(),
             probe_at: Some(Instant::now() + PROBE_DELAY),
             heap_trim_at: None,
             signals,
@@ -181,11 +170,7 @@ impl Supervisor {
                     EventSource::TaskExit(tid) => self.on_task_exit(tid),
                     EventSource::TaskOutput(tid) => self.forward_output(tid),
                     EventSource::NamespaceEnded => {}
-                    EventSource::OrphanOutput(index) => {
-                        if let Some(output) = &mut self.orphaned_namespaces[index].output {
-                            output.read_chunks(drop);
-                        }
-                    }
+                    EventSource::LeftoverOutput(index) => self.leftovers.discard_output(index),
                     EventSource::RestoredTaskExit(migration) => {
                         self.on_restored_task_ended(migration)
                     }
@@ -213,7 +198,7 @@ impl Supervisor {
             {
                 allocator::trim_freed();
             }
-            self.remove_ended_namespaces();
+            self.check_leftovers();
             self.report_stopped_tasks();
             self.check_pauses();
         }
@@ -252,16 +237,10 @@ impl Supervisor {
             );
             sources.push((EventSource::TaskExit(task.tid), task.process.pidfd.as_fd()));
         }
-        for (index, orphan) in self.orphaned_namespaces.iter().enumerate() {
-            sources.push((EventSource::NamespaceEnded, orphan.namespace.init_pidfd()));
-            sources.extend(
-                orphan
-                    .output
-                    .iter()
-                    .filter_map(Output::fd)
-                    .map(|fd| (EventSource::OrphanOutput(index), fd)),
-            );
-        }
+        let namespace_ends = self.leftovers.namespace_ends();
+        sources.extend(namespace_ends.map(|fd| (EventSource::NamespaceEnded, fd)));
+        let outputs = self.leftovers.outputs();
+        sources.extend(outputs.map(|(index, fd)| (EventSource::LeftoverOutput(index), fd)));
         sources.extend(
             self.migrations
                 .restored_tasks()
@@ -313,6 +292,9 @@ impl Supervisor {
             probe_delay,
             heap_trim_delay,
             pause_check_delay,
+            self.leftovers
+                .check_delay()
+                .map(|delay| delay + POLL_GRANULARITY),
         ]
         .into_iter()
         .flatten()
@@ -357,6 +339,9 @@ impl Supervisor {
                 run_time: run_duration,
             } => self.resume_task_to_quiesce(tid, library_run_duration, run_duration),
             ToTasker::Resume { tid } => self.end_pause(tid),
+            ToTasker::StopLeftovers { tid } => self.stop_leftovers(tid),
+            ToTasker::ResumeLeftovers { tid } => self.resume_leftovers(tid),
+            ToTasker::KillLeftovers { tid } => self.kill_leftovers(tid),
             migration_order => {
                 // The order is deferred until the first probe has ended, so the probe is started
                 // immediately instead of after its delay.
@@ -509,8 +494,8 @@ impl Supervisor {
 
     /// Handles the exit of a task's first process: reaps the process and reports the exit. If the
     /// task has exited as its engine requires for a restart, all remaining processes are killed,
-    /// and the exit is reported when they have ended. Otherwise the remaining processes continue to
-    /// run until they end or the daemon disconnects.
+    /// and the exit is reported when they have ended. Otherwise the remaining processes stay
+    /// guests, as the module `leftovers` describes.
     fn on_task_exit(&mut self, tid: Tid) {
         let Some(task) = self.tasks.get(&tid) else {
             return;
@@ -533,7 +518,7 @@ impl Supervisor {
             return;
         };
         self.forward_all_output(tid);
-        let Some(mut task) = self.tasks.remove(&tid) else {
+        let Some(task) = self.tasks.remove(&tid) else {
             return;
         };
         let usage = task.usage_on_other_hosts.merged_with(usage);
@@ -546,21 +531,8 @@ impl Supervisor {
             let exit_message = FromTasker::Exited { tid, status, usage };
             return self.kill_remaining(task, exit_message);
         }
-        // Processes of a frozen group never end, so the group is thawed.
-        task.frozen_group().into_iter().for_each(ControlGroup::thaw);
+        self.take_over_leftovers(task);
         self.send(&FromTasker::Exited { tid, status, usage });
-        if let Some(namespace) = task
-            .namespace
-            .take()
-            .and_then(|namespace| self.spare_namespaces.recycle_namespace(namespace))
-        {
-            namespace.end_when_empty();
-            self.orphaned_namespaces.push(OrphanedNamespace {
-                namespace,
-                output: Some(task.output),
-                final_messages: Vec::new(),
-            });
-        }
     }
 
     /// Kills the remaining processes of a task, and sends the message `final_message` when they
@@ -572,36 +544,13 @@ impl Supervisor {
         }
     }
 
-    /// Kills all processes in a namespace. Sends `final_messages` when they have ended.
-    pub(crate) fn kill_namespace(&mut self, namespace: Namespace, final_messages: Vec<FromTasker>) {
-        namespace.kill_processes();
-        self.orphaned_namespaces.push(OrphanedNamespace {
-            namespace,
-            output: None,
-            final_messages,
-        });
-    }
-
-    fn remove_ended_namespaces(&mut self) {
-        let (ended_namespaces, remaining) = std::mem::take(&mut self.orphaned_namespaces)
-            .into_iter()
-            .partition(|remaining: &OrphanedNamespace| remaining.namespace.has_ended());
-        self.orphaned_namespaces = remaining;
-        let ended_namespaces: Vec<OrphanedNamespace> = ended_namespaces;
-        for message in ended_namespaces
-            .into_iter()
-            .flat_map(|remaining| remaining.final_messages)
-        {
-            self.send(&message);
-        }
-    }
-
     fn handle_signals(&mut self) {
         while let Ok(Some(signal)) = self.signals.read_signal() {
             if signal.ssi_signo == Signal::SIGTERM as u32 {
                 self.termination_requested = true;
             }
         }
+        self.leftovers.record_child_end();
         self.reap_unowned();
     }
 
@@ -622,6 +571,14 @@ impl Supervisor {
         }
     }
 
+    /// True if the tasker has a child that is neither a task's first process nor an engine.
+    pub(crate) fn has_unowned_child(&self) -> bool {
+        child_pids().iter().any(|pid| {
+            !self.tasks.values().any(|task| task.process.pid == *pid)
+                && !self.migrations.owns_process(*pid)
+        })
+    }
+
     fn reap_each_unowned(&self, is_owned: impl Fn(&i32) -> bool) {
         for pid in child_pids().into_iter().filter(|pid| !is_owned(pid)) {
             // A process that still runs, or was already reaped, needs no action.
@@ -635,9 +592,7 @@ impl Supervisor {
             task.kill_immediately();
         }
         self.migrations.cancel_all();
-        for remaining in &self.orphaned_namespaces {
-            remaining.namespace.kill_processes();
-        }
+        self.leftovers.kill_all();
         let deadline = Instant::now() + SHUTDOWN_TIMEOUT;
         while Instant::now() < deadline {
             // Workers end their engines and reap them.

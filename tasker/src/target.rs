@@ -1,6 +1,7 @@
 //! The target of a migration: reserves a namespace, restores the task or restarts its program, then
 //! runs or discards the task.
 
+use crate::census::ProcessTree;
 use crate::file_transfer::PlacedFiles;
 use crate::freezer;
 use crate::image_manifest::ImageManifest;
@@ -63,6 +64,8 @@ pub(crate) enum TargetStage {
         /// PIDs, in the task's namespace, of processes that were already stopped before the
         /// migration stopped the task.
         already_stopped_pids: Vec<i32>,
+        /// Describes the processes of a task without a namespace.
+        tree: ProcessTree,
         output: Output,
         /// True while the processes are being added to the control group.
         joining_group: bool,
@@ -246,6 +249,7 @@ impl Supervisor {
             (Ok((process, output)), Some(target)) => {
                 let pid = process.pid;
                 target.stage = TargetStage::Restored {
+                    tree: ProcessTree::new(pid, &order.env),
                     process,
                     already_stopped_pids: Vec::new(),
                     output,
@@ -389,6 +393,8 @@ impl Supervisor {
                 });
                 let initially_stopped_pids = manifest.already_stopped_pids;
                 target.stage = TargetStage::Restored {
+                    // A restored task always has a namespace.
+                    tree: ProcessTree::new(process.pid, &[]),
                     process,
                     already_stopped_pids: initially_stopped_pids,
                     output,
@@ -479,7 +485,7 @@ impl Supervisor {
             *pending_run = Some((usage, paused));
             return;
         }
-        let (tid, namespace, process, initially_stopped_pids, output) =
+        let (tid, namespace, process, tree, initially_stopped_pids, output) =
             match self.migrations.incoming_tasks.remove(&migration) {
                 Some(IncomingTask {
                     tid,
@@ -488,6 +494,7 @@ impl Supervisor {
                         TargetStage::Restored {
                             process,
                             already_stopped_pids: initially_stopped_pids,
+                            tree,
                             output,
                             ..
                         },
@@ -495,7 +502,14 @@ impl Supervisor {
                     ..
                 }) => {
                     placed_files.keep_files();
-                    (tid, namespace, process, initially_stopped_pids, output)
+                    (
+                        tid,
+                        namespace,
+                        process,
+                        tree,
+                        initially_stopped_pids,
+                        output,
+                    )
                 }
                 other => {
                     self.migrations
@@ -513,6 +527,7 @@ impl Supervisor {
             tid,
             process,
             namespace,
+            tree,
             output,
             usage_on_other_hosts: usage,
             phase: TaskPhase::Running,

@@ -25,6 +25,11 @@ pub(crate) fn plural_ending(count: usize) -> &'static str {
     if count == 1 { "" } else { "s" }
 }
 
+/// Formats a number of processes, such as "2 processes".
+pub(crate) fn process_count_text(count: u32) -> String {
+    format!("{count} process{}", if count == 1 { "" } else { "es" })
+}
+
 /// Returns the name of a host, or the number of the host if the table does not contain the host.
 pub(crate) fn host_name(table: &HostTable, host: HostId) -> String {
     table
@@ -87,12 +92,22 @@ pub(crate) fn ps_row(table: &HostTable, task: &TaskInfo, console: Tid, is_long: 
         &task.name
     };
     // This column does not exist in PVM. A task is paused while the owner of its host is present,
-    // and suspended until a user resumes it.
-    let state = match (task.paused, task.suspended) {
-        (false, false) => "",
-        (true, false) => " (stopped)",
-        (false, true) => " (suspended)",
-        (true, true) => " (stopped, suspended)",
+    // and suspended until a user resumes it. An ended task has a row while processes are left that
+    // it has started.
+    let left_text = format!(
+        "ended, left {}",
+        process_count_text(task.leftover_processes)
+    );
+    let states = [
+        (task.is_leftover(), left_text.as_str()),
+        (task.paused, "stopped"),
+        (task.suspended, "suspended"),
+    ];
+    let states = states.iter().filter(|(applies, _)| *applies);
+    let states: Vec<&str> = states.map(|(_, text)| *text).collect();
+    let state = match states[..] {
+        [] => String::new(),
+        _ => format!(" ({})", states.join(", ")),
     };
     out += &format!(" {:>9} {name:<12}{state}\n", flags_text(task.flags));
     out

@@ -252,6 +252,8 @@ pub enum HostMsg {
     /// To the master: the sender's host sends a task a signal that usually ends the task. This
     /// message precedes the notification of the task's exit.
     EndSignalSent { tid: Tid, signal: i32 },
+    /// Kill what this ended task has left behind on the receiver's host.
+    KillLeftovers { tid: Tid },
 }
 
 /// An item that a daemon retains until the item can be sent to its task.

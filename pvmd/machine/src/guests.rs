@@ -19,6 +19,7 @@
 //! A task has one quiesce timeout per pause. If the task was still reconnecting after an earlier
 //! pause or migration when the timeout expired, it quiesces when its next migration requires this.
 
+use super::leftovers::Leftovers;
 use super::owner_agent::OwnerAgents;
 use super::relocation::ArrivingTask;
 use super::tasks::{ConnectionPhase, Task};
@@ -104,6 +105,8 @@ pub(super) struct OwnerControl {
     /// Directive that pauses the guests; `None` while guests are welcome.
     active_directive: Option<ActiveDirective>,
     pub(super) owner_agents: OwnerAgents,
+    /// What ended tasks have left behind; also guests.
+    pub(super) leftovers: Leftovers,
     last_pause_number: u64,
 }
 
@@ -111,6 +114,20 @@ impl OwnerControl {
     /// True while guests must be paused.
     pub(super) fn pauses_guests(&self) -> bool {
         self.active_directive.is_some()
+    }
+
+    /// Returns what the directive that pauses the guests permits; `None` while guests are welcome.
+    pub(super) fn active_access(&self) -> Option<GuestAccess> {
+        self.active_directive
+            .as_ref()
+            .map(|directive| directive.directive.access)
+    }
+
+    /// True if the guest was ordered to stop and may still run.
+    pub(super) fn is_unstopped(&self, tid: Tid) -> bool {
+        self.active_directive
+            .as_ref()
+            .is_some_and(|directive| directive.running_guests.contains(&tid))
     }
 
     /// True if this task has sent the directive that pauses the guests.
@@ -273,6 +290,7 @@ impl Machine {
         for tid in arriving_guests {
             self.pause_arrival(tid, QUIESCE_TIMEOUT);
         }
+        self.stop_leftovers();
         self.cancel_pre_copies(&why);
         self.cancel_incoming_copy(&why);
         self.report_if_all_paused();
@@ -303,6 +321,7 @@ impl Machine {
         for tid in paused_arrivals.map(|a| a.tid).collect::<Vec<Tid>>() {
             self.resume_arrival(tid);
         }
+        self.resume_leftovers();
         let guests = ended_directive.guests.into_iter();
         let guests = guests
             .filter(|tid| self.tasks.get(*tid).is_some_and(|t| t.suspension.is_none()))
@@ -326,7 +345,7 @@ impl Machine {
         }
     }
 
-    fn report_if_all_paused(&mut self) {
+    pub(super) fn report_if_all_paused(&mut self) {
         let (host, now) = (self.config.host, self.now);
         let is_on_host = |tid: &Tid| {
             self.tasks.get(*tid).is_some() || self.migrations.arrivals.contains_key(tid)
@@ -334,12 +353,18 @@ impl Machine {
         if let Some(directive) = &mut self.owner_control.active_directive {
             directive.running_guests.retain(is_on_host);
         }
+        let (leftovers_have_stopped, leftovers) = (
+            self.owner_control.leftovers.have_stopped(),
+            self.owner_control.leftovers.counts(),
+        );
         let Some(directive) = self
             .owner_control
             .active_directive
             .as_mut()
             .filter(|directive| {
-                directive.running_guests.is_empty() && !directive.is_pause_reported
+                directive.running_guests.is_empty()
+                    && leftovers_have_stopped
+                    && !directive.is_pause_reported
             })
         else {
             return;
@@ -355,6 +380,7 @@ impl Machine {
             guests,
             duration,
             why,
+            leftovers,
         });
     }
 
@@ -375,6 +401,7 @@ impl Machine {
     /// are killed. If the directive requires that guests migrate, the resource manager migrates
     /// them.
     pub(super) fn evict_guests(&mut self) {
+        self.evict_leftovers();
         let unix_time = self.unix_time;
         let must_evict =
             |active_directive: &&mut ActiveDirective| match active_directive.directive.access {

@@ -72,6 +72,7 @@ impl Machine {
                 result,
             } => self.handle_copy_stored(host, migration, checkpoint, result),
             HostMsg::EndSignalSent { tid, signal } => self.record_end_signal(tid, signal),
+            HostMsg::KillLeftovers { tid } => self.kill_leftovers(tid),
         }
     }
 

@@ -48,6 +48,7 @@ mod host_table;
 mod hostfile;
 mod hosts;
 pub mod io;
+mod leftovers;
 mod mailbox;
 mod migrations;
 mod notify;
@@ -470,6 +471,13 @@ impl Machine {
             FromTasker::StartFailed { tid, reason: why } => self.handle_start_failure(tid, &why),
             FromTasker::Output { tid, bytes } => self.forward_task_output(tid, bytes),
             FromTasker::Paused { tid } => self.handle_guest_paused(tid),
+            FromTasker::LeftBehind {
+                tid,
+                process_count,
+                pids,
+            } => self.handle_left_behind(tid, process_count, pids),
+            FromTasker::LeftoversStopped { tid } => self.handle_leftovers_stopped(tid),
+            FromTasker::NotStopped { tid, pids } => self.handle_not_stopped(tid, pids),
             FromTasker::QueryInspected {
                 query: query_id,
                 result,
@@ -507,6 +515,7 @@ impl Machine {
         for (tid, usage) in dead_tasks.collect::<Vec<_>>() {
             self.end_task(tid, 9, usage);
         }
+        self.forget_leftovers();
         self.fail_incoming_migrations(why);
         self.fail_tasker_requests();
         self.advance_stop();

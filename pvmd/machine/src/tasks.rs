@@ -416,8 +416,11 @@ impl Machine {
                 pid: task.pid,
                 uid: self.config.uid,
                 migrating: is_migrating,
-                paused: is_stopped && self.owner_control.pauses_guests(),
+                paused: is_stopped
+                    && self.owner_control.pauses_guests()
+                    && !self.owner_control.is_unstopped(task.tid),
                 suspended: is_suspended,
+                leftover_processes: 0,
             };
         let is_selected = |tid: Tid| selected_tid.is_none_or(|selected_tid| selected_tid == tid);
         let local_tasks = self

@@ -507,6 +507,7 @@ pub(crate) fn task_info(tid: Tid, host: u16, flags: i32, name: &str) -> TaskInfo
         migrating: false,
         paused: false,
         suspended: false,
+        leftover_processes: 0,
     }
 }
 

@@ -362,6 +362,7 @@ impl TaskConnection {
                 migrating: false,
                 paused: false,
                 suspended: false,
+                leftover_processes: 0,
             }]),
             Request::Spawn(request_content) if request_content.program == "nowhere" => {
                 Reply::Spawned(vec![

@@ -7,6 +7,7 @@ mod group_members;
 mod guests;
 mod handoff_log;
 mod hosts;
+mod leftovers;
 mod migration;
 mod owner_agent;
 mod placement_query;

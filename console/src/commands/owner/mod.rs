@@ -9,6 +9,7 @@ use crate::arguments::parse_duration;
 use crate::clock::unix_micros;
 use crate::command::{CommandSpec, LocalCommand, LocalContext, ParsedCommand};
 use crate::outcome::Outcome;
+use crate::output::tables::process_count_text;
 use crate::parse_error::ParseError;
 use pvm_load_watcher::hours::WeeklyHours;
 use pvm_load_watcher::owner::format_utc_time;
@@ -414,14 +415,19 @@ fn status_text(status: &WatcherStatus) -> String {
                     user,
                     since_us,
                     cpu_s,
+                    leftover_processes,
                 }: &GuestStatus| {
         let since_text = if *since_us == 0 {
             "?".into()
         } else {
             format_utc_time(Micros(*since_us))
         };
+        let left_text = match leftover_processes {
+            0 => String::new(),
+            count => format!(" (ended), left {}", process_count_text(*count)),
+        };
         format!(
-            "  task      {tid} {program} of {user}, process {pid}, since {since_text}, {cpu_s:.1} s of processor\n"
+            "  task      {tid}{left_text} {program} of {user}, process {pid}, since {since_text}, {cpu_s:.1} s of processor\n"
         )
     };
     out.extend(status.tasks.iter().map(line));
