@@ -760,6 +760,7 @@ impl Watcher {
                 .take(STATUS_TASKS_MAX)
                 .map(|task| guest_status(task, boot_s))
                 .collect(),
+            read_files: self.host_policy.read_files().to_vec(),
         }
     }
 }
