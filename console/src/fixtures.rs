@@ -38,6 +38,7 @@ pub(crate) fn task(tid: i32, parent: i32, pid: i32, flags: i32, name: &str) -> T
         suspended: false,
         namespace_pid: pid,
         stopping: false,
+        leftover_processes: 0,
     }
 }
 

@@ -149,6 +149,17 @@ impl Runtime {
     /// # Errors
     /// Returns the error of the daemon or the resource manager.
     pub fn tasks(&self, selector: Tid) -> Result<Vec<TaskInfo>, Error> {
+        let mut tasks = self.tasks_and_leftovers(selector)?;
+        tasks.retain(|task| !task.is_leftover());
+        Ok(tasks)
+    }
+
+    /// As [`Runtime::tasks`], with an entry for each ended task that has left processes behind
+    /// ([`TaskInfo::is_leftover`]).
+    ///
+    /// # Errors
+    /// As [`Runtime::tasks`].
+    pub fn tasks_and_leftovers(&self, selector: Tid) -> Result<Vec<TaskInfo>, Error> {
         let operation = "listing tasks";
         let pack = || {
             let mut out = Packer::new(Encoding::Xdr);
@@ -525,6 +536,7 @@ fn unpack_tasks(body: Bytes) -> PvmResult<Vec<TaskInfo>> {
             suspended: false,
             namespace_pid: pid,
             stopping: false,
+            leftover_processes: 0,
         });
     }
     Ok(tasks)

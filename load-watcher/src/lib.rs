@@ -16,6 +16,7 @@
 //! - Enforcement: [`cpu_confinement`] confines guests to the processors that the owner allows.
 //! - Communication: [`file_watcher`] reports changes of files. [`report`] decides when to sample
 //!   and to send a report (pure). [`status`] answers queries of users of this host.
+//! - [`user_files`]: files of users in a directory that all users share.
 //! - [`system`]: clocks and nice levels.
 
 pub mod cgroup;
@@ -38,4 +39,5 @@ pub mod sampler;
 pub mod sessions;
 pub mod status;
 pub mod system;
+pub mod user_files;
 pub mod utmp;

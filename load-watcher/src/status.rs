@@ -5,23 +5,34 @@
 //! The value contains no more than `ps` shows. [`query_all`] is the client side.
 
 use crate::proc;
-use nix::sys::socket::{getsockopt, sockopt};
+use crate::user_files::ReadFile;
+use nix::errno::Errno;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::socket::{
+    AddressFamily, SockFlag, SockType, UnixAddr, connect, getsockopt, socket, sockopt,
+};
 use serde::{Deserialize, Serialize};
+use std::hash::{BuildHasher, RandomState};
 use std::io::{self, Read, Write};
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// Prefix of the abstract names of the load watchers' sockets.
 const SOCKET_NAME_PREFIX: &str = "sempa-owner/";
-/// Maximum number of load watchers of one virtual machine that can listen on one host.
-const LISTENERS_PER_VM_MAX: u32 = 16;
+/// Maximum number of names of one virtual machine that a load watcher tries. Anybody can take a
+/// name, so the load watcher then takes one that nobody can foresee.
+const NUMBERED_NAMES_MAX: u32 = 16;
+/// Maximum number of load watchers that a client queries.
+const QUERIED_WATCHERS_MAX: usize = 256;
+/// Maximum number of load watchers of one user that a client queries.
+const QUERIED_WATCHERS_PER_USER_MAX: usize = 32;
 /// Maximum number of clients that one call of [`StatusListener::answer_queries`] answers.
 const ANSWERS_PER_CALL_MAX: usize = 16;
 /// Maximum size of an answer in bytes.
 const STATUS_BYTES_MAX: u64 = 1 << 20;
-/// Time for which a client waits for an answer; a load watcher normally answers within
+/// Time for which a client waits for all answers; a load watcher normally answers within
 /// milliseconds.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 /// Maximum number of guests in an answer.
@@ -49,6 +60,10 @@ pub struct GuestStatus {
     pub since_us: u64,
     /// Processor time that the guest's process has used on this host, in seconds.
     pub cpu_s: f64,
+    /// Number of processes that the guest has left behind at its end; 0 if it has not ended. `pid`
+    /// is then one of these processes.
+    #[serde(default)]
+    pub leftover_processes: u32,
 }
 
 /// The status that a load watcher sends to users of its host.
@@ -89,6 +104,10 @@ pub struct WatcherStatus {
     pub wrong: Vec<String>,
     /// Guests on this host, without tasks that serve the virtual machine.
     pub tasks: Vec<GuestStatus>,
+    /// The overrides and published policies that are in force: their files were read, and the
+    /// daemon has received the resulting directive.
+    #[serde(default)]
+    pub read_files: Vec<ReadFile>,
 }
 
 /// The socket on which a load watcher answers queries.
@@ -102,9 +121,11 @@ impl StatusListener {
     /// All names are in use, or another error of the system.
     pub fn open(uid: u32, vm: &str) -> io::Result<Self> {
         let mut bind_result = Err(io::ErrorKind::AddrInUse.into());
-        for listener_number in 0..LISTENERS_PER_VM_MAX {
+        let numbers = (0..NUMBERED_NAMES_MAX).map(|number| number.to_string());
+        let random_name = format!("{:016x}", RandomState::new().hash_one(uid));
+        for last_part in numbers.chain([random_name]) {
             let name = SocketAddr::from_abstract_name(format!(
-                "{SOCKET_NAME_PREFIX}{uid}/{vm}/{listener_number}"
+                "{SOCKET_NAME_PREFIX}{uid}/{vm}/{last_part}"
             ))?;
             bind_result = UnixListener::bind_addr(&name);
             if !matches!(&bind_result, Err(e) if e.kind() == io::ErrorKind::AddrInUse) {
@@ -152,44 +173,159 @@ fn parse_socket_name(line: &str) -> Option<(&str, u32)> {
     Some((name, uid))
 }
 
-fn query_watcher(name: &str, uid: u32) -> io::Result<WatcherStatus> {
-    let stream = UnixStream::connect_addr(&SocketAddr::from_abstract_name(name)?)?;
-    // Any process may bind a free name. Therefore the answer is accepted only if the answering
-    // process runs as the user whose uid is in the name.
-    let server_credentials = getsockopt(&stream, sockopt::PeerCredentials)?;
-    if server_credentials.uid() != uid {
-        return Err(io::Error::new(
-            io::ErrorKind::PermissionDenied,
-            format!("it belongs to user {}", server_credentials.uid()),
-        ));
+/// A connection to a load watcher whose answer has not arrived completely.
+struct OpenQuery {
+    name: String,
+    stream: UnixStream,
+    answer: Vec<u8>,
+}
+
+impl OpenQuery {
+    /// Connects to a load watcher without waiting.
+    fn connect(name: &str, uid: u32) -> io::Result<Self> {
+        let socket = socket(
+            AddressFamily::Unix,
+            SockType::Stream,
+            SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK,
+            None,
+        )?;
+        // A listener with a full queue would block the client without a time limit.
+        connect(
+            socket.as_raw_fd(),
+            &UnixAddr::new_abstract(name.as_bytes())?,
+        )
+        .map_err(|errno| match errno {
+            Errno::EAGAIN => io::Error::other("it has too many unanswered queries"),
+            errno => errno.into(),
+        })?;
+        let stream = UnixStream::from(socket);
+        // Any process may bind a free name. Therefore the answer is accepted only if the answering
+        // process runs as the user whose uid is in the name.
+        let server_credentials = getsockopt(&stream, sockopt::PeerCredentials)?;
+        if server_credentials.uid() != uid {
+            return Err(io::Error::new(
+                io::ErrorKind::PermissionDenied,
+                format!("it belongs to user {}", server_credentials.uid()),
+            ));
+        }
+        Ok(Self {
+            name: name.to_string(),
+            stream,
+            answer: Vec::new(),
+        })
     }
-    stream.set_read_timeout(Some(ANSWER_TIMEOUT))?;
-    let mut answer = Vec::new();
-    stream.take(STATUS_BYTES_MAX).read_to_end(&mut answer)?;
-    serde_json::from_slice(&answer).map_err(io::Error::other)
+
+    /// Reads what has arrived. Returns the complete answer; `None` if more must arrive.
+    fn read(&mut self) -> Option<io::Result<WatcherStatus>> {
+        let mut bytes = [0; 16 << 10];
+        loop {
+            match self.stream.read(&mut bytes) {
+                Ok(0) => {
+                    return Some(serde_json::from_slice(&self.answer).map_err(io::Error::other));
+                }
+                Ok(count) => self.answer.extend_from_slice(&bytes[..count]),
+                Err(e) if e.kind() == io::ErrorKind::WouldBlock => return None,
+                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+                Err(e) => return Some(Err(e)),
+            }
+            if self.answer.len() as u64 > STATUS_BYTES_MAX {
+                return Some(Err(io::Error::other("its answer is too long")));
+            }
+        }
+    }
 }
 
 /// Queries all load watchers of this host. Returns their answers, and an error sentence for each
-/// load watcher that did not answer or whose answer was refused.
+/// load watcher that did not answer in time or whose answer was refused.
 ///
 /// # Errors
 /// The list of sockets cannot be read.
 pub fn query_all() -> io::Result<(Vec<WatcherStatus>, Vec<String>)> {
+    query_all_within(ANSWER_TIMEOUT)
+}
+
+/// As [`query_all`], with a time limit for all answers together.
+///
+/// # Errors
+/// As [`query_all`].
+pub fn query_all_within(timeout: Duration) -> io::Result<(Vec<WatcherStatus>, Vec<String>)> {
+    let deadline = Instant::now() + timeout;
     let socket_list = proc::read_unix_sockets()?;
-    // The list contains a listener and its accepted connections under the same name, so duplicate
-    // names are removed.
-    let mut names: Vec<(&str, u32)> = socket_list.lines().filter_map(parse_socket_name).collect();
-    names.sort_unstable();
-    names.dedup();
-    let (mut statuses, mut errors) = (Vec::new(), Vec::new());
-    for (name, uid) in names {
-        match query_watcher(name, uid) {
-            Ok(status) => statuses.push(status),
+    let (mut statuses, mut errors, mut open_queries) = (Vec::new(), Vec::new(), Vec::new());
+    let error_text = |name: &str, error: &dyn std::fmt::Display| {
+        format!("the load watcher at {name} does not answer: {error}")
+    };
+    for (name, uid) in queried_names(&socket_list) {
+        match OpenQuery::connect(name, uid) {
+            Ok(query) => open_queries.push(query),
+            // Another user has taken the name of another user.
+            Err(e) if e.kind() == io::ErrorKind::PermissionDenied => {}
             Err(e) if e.kind() == io::ErrorKind::ConnectionRefused => {}
-            Err(e) => errors.push(format!("the load watcher at {name} does not answer: {e}")),
+            Err(e) => errors.push(error_text(name, &e)),
         }
     }
+    while !open_queries.is_empty() {
+        open_queries.retain_mut(|query| match query.read() {
+            None => true,
+            Some(Ok(status)) => {
+                statuses.push(status);
+                false
+            }
+            Some(Err(error)) => {
+                errors.push(error_text(&query.name, &error));
+                false
+            }
+        });
+        let remaining_time = deadline.saturating_duration_since(Instant::now());
+        if remaining_time.is_zero() {
+            break;
+        }
+        let mut fds: Vec<PollFd<'_>> = open_queries
+            .iter()
+            .map(|query| PollFd::new(query.stream.as_fd(), PollFlags::POLLIN))
+            .collect();
+        let millis = remaining_time.as_millis() + 1;
+        // A failure has the effect of a wake-up without a reason.
+        let _ = poll(
+            &mut fds,
+            PollTimeout::try_from(millis).unwrap_or(PollTimeout::MAX),
+        );
+    }
+    let late_names = open_queries.iter().map(|query| query.name.as_str());
+    errors.extend(late_names.map(|name| {
+        let seconds = timeout.as_secs_f64();
+        error_text(name, &format!("nothing arrived within {seconds} s"))
+    }));
+    statuses.sort_by(|a: &WatcherStatus, b| (&a.vm, &a.user).cmp(&(&b.vm, &b.user)));
     Ok((statuses, errors))
+}
+
+/// Returns the names of the sockets to query, with the uids in the names. No user can displace
+/// others by many sockets.
+fn queried_names(socket_list: &str) -> Vec<(&str, u32)> {
+    // The list contains a listener and its accepted connections under the same name, so duplicate
+    // names are removed.
+    let mut names: Vec<(u32, &str)> = socket_list
+        .lines()
+        .filter_map(parse_socket_name)
+        .map(|(name, uid)| (uid, name))
+        .collect();
+    names.sort_unstable();
+    names.dedup();
+    let mut queried = Vec::new();
+    let (mut last_uid, mut user_count) = (None, 0);
+    for (uid, name) in names {
+        user_count = if last_uid == Some(uid) {
+            user_count + 1
+        } else {
+            1
+        };
+        last_uid = Some(uid);
+        if user_count <= QUERIED_WATCHERS_PER_USER_MAX && queried.len() < QUERIED_WATCHERS_MAX {
+            queried.push((name, uid));
+        }
+    }
+    queried
 }
 
 #[cfg(test)]
@@ -212,11 +348,8 @@ mod tests {
                     why: "because".into(),
                     ..WatcherStatus::default()
                 };
-                let mut fds = [nix::poll::PollFd::new(
-                    listener.fd(),
-                    nix::poll::PollFlags::POLLIN,
-                )];
-                nix::poll::poll(&mut fds, 20_000_u16).expect("somebody asks");
+                let mut fds = [PollFd::new(listener.fd(), PollFlags::POLLIN)];
+                poll(&mut fds, 20_000_u16).expect("somebody asks");
                 listener.answer_queries(status);
             }
             vm
@@ -233,6 +366,49 @@ mod tests {
                 && errors.iter().all(|line| !line.contains(&vm)),
             "{errors:?}"
         );
+    }
+
+    /// A load watcher listens even if other users have taken all names that they can foresee.
+    #[test]
+    fn taken_names_do_not_silence_a_watcher() {
+        let uid = nix::unistd::geteuid().as_raw();
+        let vm = format!("taken-{}", std::process::id());
+        let listeners: Vec<StatusListener> = (0..NUMBERED_NAMES_MAX + 2)
+            .map(|_| StatusListener::open(uid, &vm).expect("listens"))
+            .collect();
+        let socket_list = proc::read_unix_sockets().expect("the kernel has it");
+        let names: Vec<&str> = socket_list
+            .lines()
+            .filter_map(parse_socket_name)
+            .map(|n| n.0)
+            .collect();
+        let own_names = names.iter().filter(|name| name.contains(&vm));
+        assert_eq!(own_names.count(), listeners.len());
+    }
+
+    /// A load watcher that never answers does not delay the answers of others beyond the time
+    /// limit, and is named.
+    #[test]
+    fn silent_watcher_is_named_after_time_limit() {
+        let uid = nix::unistd::geteuid().as_raw();
+        let vm = format!("silent-{}", std::process::id());
+        let _listener = StatusListener::open(uid, &vm).expect("listens");
+        let (_, errors) = query_all_within(Duration::from_millis(50)).expect("there is a list");
+        let is_named = |line: &String| line.contains(&vm) && line.contains("0.05 s");
+        assert!(errors.iter().any(is_named), "{errors:?}");
+    }
+
+    /// The sockets of one user do not displace those of others.
+    #[test]
+    fn sockets_of_one_user_do_not_displace_others() {
+        let mut list = String::new();
+        for number in 0..1000 {
+            list.push_str(&format!("0: 2 0 10000 1 1 7 @sempa-owner/5/pvm/{number}\n"));
+        }
+        list.push_str("0: 2 0 10000 1 1 7 @sempa-owner/6/pvm/0\n");
+        let names = queried_names(&list);
+        assert_eq!(names.len(), QUERIED_WATCHERS_PER_USER_MAX + 1);
+        assert_eq!(names.last(), Some(&("sempa-owner/6/pvm/0", 6)));
     }
 
     /// Socket names with another prefix or without a uid are ignored.

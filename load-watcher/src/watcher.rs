@@ -780,6 +780,7 @@ impl Watcher {
                 .take(STATUS_TASKS_MAX)
                 .map(|task| guest_status(task, boot_s))
                 .collect(),
+            read_files: self.host_policy.read_files().to_vec(),
         }
     }
 }
@@ -846,5 +847,6 @@ fn guest_status(task: &TaskInfo, boot_s: Option<u64>) -> GuestStatus {
         user: user_name(task.uid),
         since_us: start_time.unwrap_or(0),
         cpu_s: cpu_ticks as f64 / ticks_per_second as f64,
+        leftover_processes: task.leftover_processes,
     }
 }

@@ -241,6 +241,7 @@ impl Supervisor {
                 task.is_held = false;
                 task.end_pause();
             }
+            self.leftovers.resume_held();
         }
         self.send(&FromTasker::LeaseRenewed { frozen_time });
     }
@@ -270,7 +271,9 @@ impl Supervisor {
                     self.lease.set_timers(now);
                 }
                 self.tasks.values_mut().for_each(Task::hold);
+                self.leftovers.hold_all();
                 self.check_pauses();
+                self.check_leftovers();
                 None
             }
             Permission::End => Some(format!(
@@ -284,7 +287,7 @@ impl Supervisor {
     /// True if a process of a task may exist.
     fn has_processes(&self) -> bool {
         !self.tasks.is_empty()
-            || self.has_orphaned_namespaces()
+            || !self.leftovers.is_empty()
             || !self.migrations.incoming_tasks.is_empty()
     }
 
@@ -293,6 +296,7 @@ impl Supervisor {
         for task in self.tasks.values() {
             task.kill_immediately();
         }
+        self.leftovers.kill_all();
         // The tasks are dead. The tasker may need more time to remove what they leave behind.
         self.lease.last_resort.disarm();
         self.send(&FromTasker::LeaseExpired { reason });

@@ -8,6 +8,7 @@
 
 mod binary_hashing;
 mod clone_vfork;
+mod census;
 mod daemon_socket;
 mod dump_attempt;
 mod engine_probe;
@@ -17,6 +18,7 @@ mod freezer;
 mod image_manifest;
 mod last_pid;
 mod lease;
+mod leftovers;
 mod memory_reservations;
 mod migrations;
 mod namespace;

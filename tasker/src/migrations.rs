@@ -16,7 +16,7 @@ use crate::nice;
 use crate::post_copy::{self, PostCopies};
 use crate::pre_copy::PreCopies;
 use crate::process_settings::ProcessSettings;
-use crate::stop::{self, TaskProcesses};
+use crate::stop::{self, TaskProcesses, VforkRule};
 use crate::supervisor::Supervisor;
 use crate::sys;
 use crate::target::{IncomingTask, TargetStage};
@@ -298,17 +298,8 @@ impl Supervisor {
                 stays_paused: must_stay_paused,
             } => self.run_restored_task(migration, used_resources, must_stay_paused),
             ToTasker::Discard { migration } => self.discard_incoming_task(migration),
-            ToTasker::Start(_)
-            | ToTasker::Signal { .. }
-            | ToTasker::RequestExit { .. }
-            | ToTasker::CheckSignal { .. }
-            | ToTasker::WithdrawExitRequest { .. }
-            | ToTasker::Kill { .. }
-            | ToTasker::Pause { .. }
-            | ToTasker::ResumeToQuiesce { .. }
-            | ToTasker::Resume { .. }
-            | ToTasker::RenewLease { .. }
-            | ToTasker::Ping => {}
+            // All other orders concern no migration, and the main loop handles them.
+            _ => {}
         }
     }
 
@@ -417,13 +408,15 @@ impl Supervisor {
                 continue;
             };
             let migration = *migration;
-            if stop::signal_and_check_stopped(&TaskProcesses::Namespace(namespace), signalled_pids)
-                && !stop::continue_unfinished_forks(
-                    &namespace.member_pids(),
-                    &task.already_stopped_pids,
-                    signalled_pids,
-                )
-            {
+            if stop::signal_and_check_stopped(
+                &TaskProcesses::Namespace(namespace),
+                signalled_pids,
+                VforkRule::ChildRuns,
+            ) && !stop::continue_unfinished_forks(
+                &namespace.member_pids(),
+                &task.already_stopped_pids,
+                signalled_pids,
+            ) {
                 let redirect_result = write_redirect(namespace, task.pending_redirect.take());
                 task.phase = TaskPhase::Stopped { migration };
                 stop_results.push((*tid, migration, redirect_result));
@@ -637,6 +630,7 @@ impl Supervisor {
                 stop::signal_and_check_stopped(
                     &TaskProcesses::Namespace(namespace),
                     &mut BTreeSet::new(),
+                    VforkRule::ChildRuns,
                 );
             }
             if let TaskPhase::Dumping {

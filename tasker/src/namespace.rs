@@ -4,19 +4,22 @@
 //! A task that is restored in a new namespace can have its previous PIDs on any host. Killing the
 //! init kills all processes in the namespace. Dumps do not include the init.
 //!
-//! If a freezer exists, each namespace has a control group that contains all its processes except
-//! the init.
+//! If a freezer exists, each namespace has a control group in which its processes except the init
+//! are created. A process with the right to do so can leave the group, but not the namespace.
 
+use crate::census::Census;
 use crate::freezer::{ControlGroup, Freezer};
 use crate::last_pid;
 use crate::namespace_init;
 use crate::pid_numbering::{FirstPid, PidNumbering};
+use crate::stop::{self, TaskProcesses, VforkRule};
 use crate::sys::{self, Child, ExecPlan, StartError, StartGuard};
 use checkpoint::proc;
 use nix::fcntl::OFlag;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sched::{CloneFlags, setns};
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
+use std::collections::BTreeSet;
 use std::ffi::CStr;
 use std::fs::File;
 use std::io;
@@ -48,10 +51,13 @@ pub(crate) struct Namespace {
     end_requested: Cell<bool>,
     /// The control group for the processes in the namespace, if one could be created.
     group: Option<ControlGroup>,
-    /// True if the processes in the namespace are members of the control group.
+    /// True if the processes in the namespace were created in the control group, or were added to
+    /// it.
     members_in_group: Cell<bool>,
     /// The PID, in the namespace, of the first process of the task. `None` if the kernel chose it.
     first_pid: Cell<Option<i32>>,
+    /// Processes outside the control group that received SIGSTOP because the group is frozen.
+    stopped_outside: RefCell<BTreeSet<i32>>,
 }
 
 impl Namespace {
@@ -73,6 +79,7 @@ impl Namespace {
                 group: freezer.and_then(|freezer| freezer.create_group().ok()),
                 members_in_group: Cell::new(false),
                 first_pid: Cell::new(None),
+                stopped_outside: RefCell::default(),
             }),
             Err(error) => {
                 sys::kill_pidfd(init.pidfd.as_fd());
@@ -210,17 +217,17 @@ impl Namespace {
         }
     }
 
-    /// Returns the control group if all processes in the namespace are members of the group;
-    /// otherwise `None`.
+    /// Returns the control group if the processes in the namespace were created in it or added to
+    /// it; otherwise `None`. Processes may have left the group.
     pub(crate) fn complete_control_group(&self) -> Option<&ControlGroup> {
         self.group.as_ref().filter(|_| self.members_in_group.get())
     }
 
-    /// Returns the PIDs of all processes in the namespace except the init.
+    /// Returns the PIDs of the processes in the namespace except the init.
     ///
-    /// With a control group, the PIDs are read from the group. [`Namespace::pids`] scans all
-    /// processes of the host; during such a scan, tasks that must be stopped immediately would
-    /// continue to run.
+    /// With a control group, the PIDs are read from the group, without the processes that have left
+    /// it. [`Namespace::pids`] scans all processes of the host; during such a scan, tasks that must
+    /// be stopped immediately would continue to run.
     pub(crate) fn member_pids(&self) -> Vec<i32> {
         self.complete_control_group()
             .and_then(|group| group.member_pids().ok())
@@ -263,12 +270,9 @@ impl Namespace {
         sys::kill_pidfd(self.init.pidfd.as_fd());
     }
 
-    /// True if the namespace of an ended task contains no process except the init. The init adopts
-    /// orphans, so a remaining process would be a child of the init.
+    /// True if the namespace of an ended task contains no process except the init.
     fn is_reusable(&self) -> bool {
-        !self.end_requested.get()
-            && !self.has_ended()
-            && proc::children(self.init.pid).is_some_and(|children| children.is_empty())
+        !self.end_requested.get() && !self.has_ended() && !self.has_left_processes()
     }
 
     /// Orders the init to end as soon as the namespace contains no other process.
@@ -279,23 +283,101 @@ impl Namespace {
         let _ = nix::unistd::write(&self.init_control, b"e");
     }
 
+    /// True if the namespace contains processes except the init. The init adopts orphans, so that
+    /// one of these processes is a child of the init after the first process was reaped.
+    pub(crate) fn has_left_processes(&self) -> bool {
+        !self.has_ended()
+            && proc::children(self.init.pid).is_none_or(|children| !children.is_empty())
+    }
+
     /// Returns the PIDs of all processes in the namespace except the init, in the tasker's PID
     /// namespace.
     pub(crate) fn pids(&self) -> Vec<i32> {
+        self.pids_in(&Census::default())
+    }
+
+    /// As [`Namespace::pids`], from a census of the host.
+    pub(crate) fn pids_in(&self, census: &Census) -> Vec<i32> {
         // After the init has ended, its PID may belong to another process.
         if !std::fs::metadata(namespace_path(&self.init))
             .is_ok_and(|namespace_metadata| namespace_metadata.st_ino() == self.inode)
         {
             return Vec::new();
         }
-        proc::process_ids()
+        let mut pids = census.namespace_pids(self.inode);
+        pids.retain(|&pid| pid != self.init.pid);
+        pids
+    }
+
+    /// Returns the PIDs of the processes in the namespace that are not in its control group.
+    pub(crate) fn pids_outside_group(&self, census: &Census) -> Vec<i32> {
+        let group_pids = self
+            .complete_control_group()
+            .and_then(|group| group.member_pids().ok())
+            .unwrap_or_default();
+        let group_pids: BTreeSet<i32> = group_pids.into_iter().collect();
+        let mut pids = self.pids_in(census);
+        pids.retain(|pid| !group_pids.contains(pid));
+        pids
+    }
+
+    /// Returns the control group if a freeze of the group has been requested; otherwise `None`.
+    pub(crate) fn frozen_group(&self) -> Option<&ControlGroup> {
+        self.complete_control_group()
+            .filter(|group| group.is_freeze_requested())
+    }
+
+    /// Stops the processes outside the control group, whose freeze was requested, by SIGSTOP.
+    /// Returns true if the group is frozen and no process outside runs. The caller must repeat the
+    /// call until then. `census` must be younger than the freeze.
+    pub(crate) fn check_frozen(&self, group: &ControlGroup, census: &Census) -> bool {
+        if !group.is_fully_frozen() {
+            return false;
+        }
+        let outside_pids = self.pids_outside_group(census);
+        if stop::running_pids(&outside_pids).is_empty() {
+            return true;
+        }
+        stop::signal_and_check_stopped(
+            &TaskProcesses::OutsideGroup(self),
+            &mut self.stopped_outside.borrow_mut(),
+            VforkRule::ChildStops,
+        ) && group.is_fully_frozen()
+    }
+
+    /// Returns the PIDs, in the namespace, of the processes outside the control group that were
+    /// stopped by a signal before [`Namespace::check_frozen`].
+    pub(crate) fn already_stopped_outside(&self, census: &Census) -> Vec<i32> {
+        let mut pids = self.pids_outside_group(census);
+        pids.retain(|pid| !self.stopped_outside.borrow().contains(pid));
+        stop::stopped_by_signal(&pids)
+    }
+
+    /// Lets [`Namespace::check_frozen`] stop these processes again.
+    pub(crate) fn forget_stopped_outside(&self, pids: &[i32]) {
+        self.stopped_outside
+            .borrow_mut()
+            .retain(|pid| !pids.contains(pid));
+    }
+
+    /// Ends the effect of [`Namespace::check_frozen`]: thaws the group, and continues the processes
+    /// outside it that received SIGSTOP.
+    pub(crate) fn thaw(&self) {
+        if let Some(group) = self.frozen_group() {
+            group.thaw();
+        }
+        let stopped_pids = std::mem::take(&mut *self.stopped_outside.borrow_mut());
+        if stopped_pids.is_empty() {
+            return;
+        }
+        // Another process may have the PID of a stopped process that was killed meanwhile.
+        for pid in self
+            .pids()
             .into_iter()
-            .filter(|&pid| pid != self.init.pid)
-            .filter(|pid| {
-                std::fs::metadata(format!("/proc/{pid}/ns/pid"))
-                    .is_ok_and(|m| m.st_ino() == self.inode)
-            })
-            .collect()
+            .filter(|pid| stopped_pids.contains(pid))
+        {
+            let _ = sys::send_signal(pid, libc::SIGCONT);
+        }
     }
 }
 

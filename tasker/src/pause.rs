@@ -3,7 +3,8 @@
 //! 1. The task runs for a short time so that its library can quiesce. During that time the
 //!    program's threads have the lowest priority, and those of the library a high one.
 //! 2. The task's control group is frozen. Without a control group, all its processes are stopped by
-//!    SIGSTOP.
+//!    SIGSTOP, and so are processes that have left the control group. The task counts as stopped
+//!    when all processes of its PID namespace were seen stopped.
 //! 3. The pause outlasts migrations: after a failed migration the task remains stopped.
 //!
 //! A task that had not quiesced when it was stopped runs once more before it migrates. In the first
@@ -13,12 +14,13 @@
 //! The engine cannot dump a frozen control group. For a migration all processes receive SIGSTOP
 //! while they are frozen, and are then thawed; none of them runs in between.
 
+use crate::census::Census;
 use crate::nice::{self, DeprioritizedThreads};
-use crate::stop;
+use crate::stop::{self, VforkRule};
 use crate::supervisor::Supervisor;
 use crate::task::{Task, TaskPhase};
 use checkpoint::criu::FrozenThreads;
-use sempa_proto::tasker::FromTasker;
+use sempa_proto::tasker::{FromTasker, REPORTED_PIDS_MAX};
 use sempa_proto::{Micros, Tid};
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
@@ -54,6 +56,8 @@ pub(crate) enum Pause {
         ordered_at: Instant,
         /// The previous priorities of the task's threads.
         deprioritized: DeprioritizedThreads,
+        /// True after a report that the task has not stopped.
+        is_delay_reported: bool,
     },
     /// The task is stopped, or is stopped by a migration and will remain stopped when that
     /// migration ends.
@@ -113,7 +117,7 @@ impl Pause {
 
     /// Restores the priorities of the task's threads. Returns the PIDs of the processes that have
     /// received SIGSTOP.
-    fn restore_priorities(self, task: &Task) -> BTreeSet<i32> {
+    pub(crate) fn restore_priorities(self, task: &Task) -> BTreeSet<i32> {
         let (deprioritized, signalled_pids) = match self {
             Self::NotPaused | Self::Paused => return BTreeSet::new(),
             Self::Quiescing { deprioritized, .. } => (deprioritized, BTreeSet::new()),
@@ -260,6 +264,7 @@ impl Task {
             signalled_pids,
             ordered_at: Instant::now(),
             deprioritized,
+            is_delay_reported: false,
         };
     }
 
@@ -299,6 +304,10 @@ impl Task {
                 program_freeze: ProgramThreadFreeze::Active { .. },
                 ..
             } => stop::send_stop_to_frozen(&self.processes()),
+            Pause::Stopping { .. } | Pause::Paused => {
+                stop::continue_vfork_children(&self.processes().pids());
+                BTreeSet::new()
+            }
             _ => BTreeSet::new(),
         };
         signalled_pids.extend(pause.restore_priorities(self));
@@ -323,9 +332,8 @@ impl Task {
         }
     }
 
-    /// Checks a task that is being paused. Stops it when its time to quiesce has passed. Returns
-    /// true when all its processes have stopped.
-    fn check_pause(&mut self) -> bool {
+    /// Stops a task that is being paused, if its time to quiesce has passed.
+    fn stop_if_due(&mut self) {
         let now = Instant::now();
         if let Pause::Quiescing {
             stop_at,
@@ -337,36 +345,122 @@ impl Task {
                 if program_freeze.has_expired(now) {
                     *program_freeze = ProgramThreadFreeze::Expired;
                 }
-                return false;
+                return;
             }
             self.stop_now();
         }
+    }
+
+    /// Checks whether a task that was ordered to stop has stopped: no process of its namespace
+    /// runs, whether or not it is in the control group. `census` must be younger than the order.
+    fn check_stopping(&mut self, census: &Census) -> StopProgress {
         let Pause::Stopping {
             mut signalled_pids,
-            ordered_at: stop_ordered_at,
+            ordered_at,
             deprioritized,
+            mut is_delay_reported,
         } = std::mem::take(&mut self.pause)
         else {
             unreachable!()
         };
-        let has_stopped = match self.frozen_group() {
-            Some(group) => group.is_fully_frozen(),
-            None => stop::signal_and_check_stopped(&self.processes(), &mut signalled_pids),
+        let has_stopped = match (&self.namespace, self.frozen_group()) {
+            (Some(namespace), Some(group)) => namespace.check_frozen(group, census),
+            _ => stop::signal_and_check_stopped(
+                &self.processes(),
+                &mut signalled_pids,
+                VforkRule::ChildStops,
+            ),
         };
         if has_stopped {
+            self.record_already_stopped_outside(census);
             // Images include the threads' priorities, so the priorities must be restored before a
             // dump.
             deprioritized.restore_priorities(&self.member_pids());
             self.pause = Pause::Paused;
+            return StopProgress::Stopped;
+        }
+        let is_late = !is_delay_reported && ordered_at.elapsed() >= FAST_POLL_DURATION;
+        is_delay_reported |= is_late;
+        self.pause = Pause::Stopping {
+            signalled_pids,
+            ordered_at,
+            deprioritized,
+            is_delay_reported,
+        };
+        if is_late {
+            StopProgress::Late(self.unstopped_pids(census))
         } else {
+            StopProgress::Unfinished
+        }
+    }
+
+    /// Records the processes outside the control group that were stopped for other reasons than the
+    /// pause.
+    fn record_already_stopped_outside(&mut self, census: &Census) {
+        let Some(namespace) = self
+            .namespace
+            .as_ref()
+            .filter(|n| n.frozen_group().is_some())
+        else {
+            return;
+        };
+        for pid in namespace.already_stopped_outside(census) {
+            if !self.already_stopped_pids.contains(&pid) {
+                self.already_stopped_pids.push(pid);
+            }
+        }
+    }
+
+    /// Returns the processes that still run although the task was ordered to stop. While the kernel
+    /// has not frozen the control group, these may be any of its processes.
+    fn unstopped_pids(&self, census: &Census) -> Vec<i32> {
+        let pids = match (&self.namespace, self.frozen_group()) {
+            (Some(namespace), Some(group)) if group.is_fully_frozen() => {
+                namespace.pids_outside_group(census)
+            }
+            _ => self.processes().pids_in(census),
+        };
+        stop::running_pids(&pids)
+    }
+
+    /// Stops a paused task again if one of its processes runs: a process that another program has
+    /// moved out of the frozen control group, or has continued by a signal. Returns true if the
+    /// task is being stopped.
+    fn stop_again_if_running(&mut self, census: &Census) -> bool {
+        let is_paused =
+            matches!(self.pause, Pause::Paused) && matches!(self.phase, TaskPhase::Running);
+        if !is_paused {
+            return false;
+        }
+        let running_pids = match (&self.namespace, self.frozen_group()) {
+            (Some(namespace), Some(_)) => {
+                let pids = stop::executing_pids(&namespace.pids_outside_group(census));
+                namespace.forget_stopped_outside(&pids);
+                pids
+            }
+            _ => stop::executing_pids(&self.processes().pids_in(census)),
+        };
+        let runs = !running_pids.is_empty();
+        if runs {
             self.pause = Pause::Stopping {
-                signalled_pids,
-                ordered_at: stop_ordered_at,
-                deprioritized,
+                signalled_pids: BTreeSet::new(),
+                ordered_at: Instant::now(),
+                deprioritized: DeprioritizedThreads::default(),
+                is_delay_reported: false,
             };
         }
-        has_stopped
+        runs
     }
+}
+
+/// What a check of a task that was ordered to stop has found.
+enum StopProgress {
+    /// No process of the task runs any more.
+    Stopped,
+    /// Some processes may run.
+    Unfinished,
+    /// These processes still run after [`FAST_POLL_DURATION`]. Reported once.
+    Late(Vec<i32>),
 }
 
 impl Supervisor {
@@ -447,13 +541,59 @@ impl Supervisor {
             .filter(|task| due_tids(task))
             .map(|task| task.tid)
             .collect();
+        // All tasks are frozen before the processes of the host are read for the first check.
+        for tid in &due_tids {
+            self.tasks
+                .get_mut(tid)
+                .into_iter()
+                .for_each(Task::stop_if_due);
+        }
+        let census = Census::default();
         for tid in due_tids {
-            let has_stopped = self.tasks.get_mut(&tid).is_some_and(Task::check_pause);
+            let Some(task) = self.tasks.get_mut(&tid) else {
+                continue;
+            };
+            if !matches!(task.pause, Pause::Stopping { .. }) {
+                continue;
+            }
+            let progress = task.check_stopping(&census);
             // The daemon has not ordered a stop of a held task, so it expects no report.
-            if has_stopped && self.tasks.get(&tid).is_some_and(|task| !task.is_held) {
-                self.forward_all_output(tid);
-                self.send(&FromTasker::Paused { tid });
+            if task.is_held {
+                continue;
+            }
+            match progress {
+                StopProgress::Stopped => {
+                    self.forward_all_output(tid);
+                    self.send(&FromTasker::Paused { tid });
+                }
+                StopProgress::Late(pids) => self.report_not_stopped(tid, pids),
+                StopProgress::Unfinished => {}
             }
         }
+    }
+
+    /// Reports processes that still run although they were ordered to stop.
+    pub(crate) fn report_not_stopped(&mut self, tid: Tid, mut pids: Vec<i32>) {
+        pids.truncate(REPORTED_PIDS_MAX);
+        self.send(&FromTasker::NotStopped { tid, pids });
+    }
+
+    /// Stops paused tasks again whose processes run.
+    pub(crate) fn verify_pauses(&mut self, census: &Census) {
+        for task in self.tasks.values_mut() {
+            if task.stop_again_if_running(census) {
+                tracing::warn!(
+                    "a process of {} ran although it was stopped; it is stopped again",
+                    task.tid
+                );
+            }
+        }
+    }
+
+    /// True if a task is paused, so that [`Supervisor::verify_pauses`] must be called periodically.
+    pub(crate) fn has_paused_task(&self) -> bool {
+        self.tasks
+            .values()
+            .any(|task| matches!(task.pause, Pause::Paused))
     }
 }

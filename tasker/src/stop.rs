@@ -1,5 +1,6 @@
 //! Stops and continues all processes of a task, and determines from /proc whether they are stopped.
 
+use crate::census::{Census, ProcessTree};
 use crate::namespace::Namespace;
 use crate::sys;
 use checkpoint::facts;
@@ -17,29 +18,43 @@ const STOP_AGAIN_TIMEOUT: Duration = Duration::from_millis(200);
 /// Poll interval of [`wait_until_stopped`].
 const STOP_AGAIN_POLL_INTERVAL: Duration = Duration::from_millis(1);
 
-/// The processes of a task, selected by namespace or by process group.
+/// The processes of a task, or of what a task has left behind.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum TaskProcesses<'a> {
     /// All processes of the task's PID namespace.
     Namespace(&'a Namespace),
-    /// The processes of the task's process group. Used if the tasker may not create namespaces.
-    Group(i32),
+    /// The processes of the task's PID namespace that have left its control group.
+    OutsideGroup(&'a Namespace),
+    /// The processes of a task without a PID namespace. Used if the tasker may not create
+    /// namespaces, and for tasks that must not have one.
+    Tree(&'a ProcessTree),
 }
 
 impl TaskProcesses<'_> {
+    /// Reads the processes of the host, and returns the PIDs of the selected ones.
     pub(crate) fn pids(&self) -> Vec<i32> {
+        self.pids_in(&Census::default())
+    }
+
+    /// Returns the PIDs of the selected processes of a census.
+    pub(crate) fn pids_in(&self, census: &Census) -> Vec<i32> {
         match self {
-            TaskProcesses::Namespace(namespace) => namespace.pids(),
-            TaskProcesses::Group(group) => group_pids(*group),
+            Self::Namespace(namespace) => namespace.pids_in(census),
+            Self::OutsideGroup(namespace) => namespace.pids_outside_group(census),
+            Self::Tree(tree) => census.tree_pids(tree),
         }
     }
 }
 
-/// Returns the PIDs of the processes in a process group.
-fn group_pids(process_group: i32) -> Vec<i32> {
-    let mut pids = proc::process_ids();
-    pids.retain(|pid| proc::stat(*pid).is_some_and(|stat| stat.pgrp == process_group));
-    pids
+/// What happens to a child that shares the memory of its parent, between vfork and exec. The parent
+/// waits in the kernel until the exec, and cannot be stopped by a signal before.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum VforkRule {
+    /// The child runs until its exec, so that the parent can stop, too. For a dump, which needs
+    /// stopped processes.
+    ChildRuns,
+    /// The child is stopped. The parent executes no instruction while it waits. For a pause.
+    ChildStops,
 }
 
 /// Combined state of all threads of a process, from /proc.
@@ -47,7 +62,10 @@ fn group_pids(process_group: i32) -> Vec<i32> {
 enum RunState {
     /// All threads are stopped or have ended.
     Stopped,
-    /// At least one thread is neither stopped nor ended.
+    /// At least one thread is neither stopped nor ended, and each such thread waits in the kernel
+    /// without being interruptible by a stop signal, as in vfork.
+    InKernel,
+    /// At least one thread executes instructions, or can.
     Running,
 }
 
@@ -88,26 +106,42 @@ pub(crate) fn continue_processes(processes: &TaskProcesses<'_>, already_stopped_
 ///
 /// Each call sends SIGSTOP to the running processes that are not in `signalled_pids`, and adds
 /// these processes to the set. Parents are stopped before their children: a parent that waits in
-/// vfork until its child's exec could never stop if the child were stopped first. A second SIGSTOP
-/// would stay pending and disturb a dump.
+/// vfork until its child's exec could never stop if the child were stopped first. `vfork_rule`
+/// decides about such a child. A second SIGSTOP would stay pending and disturb a dump.
 pub(crate) fn signal_and_check_stopped(
     processes: &TaskProcesses<'_>,
     signalled_pids: &mut BTreeSet<i32>,
+    vfork_rule: VforkRule,
 ) -> bool {
     let states: BTreeMap<i32, (RunState, Option<i32>)> = processes
         .pids()
         .into_iter()
         .map(|pid| (pid, (run_state(pid), parent_pid(pid))))
         .collect();
-    let is_running = |pid: &i32| {
-        states
-            .get(pid)
-            .is_some_and(|(state, _)| *state == RunState::Running)
+    let state_of = |pid: &i32| states.get(pid).map(|(state, _)| *state);
+    let is_running = |pid: &i32| state_of(pid).is_some_and(|state| state != RunState::Stopped);
+    // True if the parent waits in vfork for this child, and is to be stopped by stopping the child.
+    let is_waited_for = |child: i32, parent: i32| {
+        vfork_rule == VforkRule::ChildStops
+            && state_of(&parent) == Some(RunState::InKernel)
+            && sys::share_memory(child, parent)
+    };
+    let waits_for_stopped_child = |pid: i32| {
+        states.iter().any(|(child, (state, parent))| {
+            *parent == Some(pid) && *state == RunState::Stopped && is_waited_for(*child, pid)
+        })
     };
     let mut all_stopped = true;
     for (pid, (_, parent)) in states.iter().filter(|(pid, _)| is_running(pid)) {
+        if waits_for_stopped_child(*pid) {
+            continue;
+        }
         all_stopped = false;
-        if !parent.is_some_and(|parent| is_running(&parent)) && signalled_pids.insert(*pid) {
+        let must_wait_for_parent = parent.is_some_and(|parent| {
+            is_running(&parent)
+                && !(signalled_pids.contains(&parent) && is_waited_for(*pid, parent))
+        });
+        if !must_wait_for_parent && signalled_pids.insert(*pid) {
             // Fails only if the process has ended.
             let _ = sys::send_signal(*pid, libc::SIGSTOP);
         }
@@ -115,6 +149,41 @@ pub(crate) fn signal_and_check_stopped(
     // A process may have forked after the list of states was read and before it stopped. A second
     // list contains the child.
     all_stopped && processes.pids().iter().all(|pid| states.contains_key(pid))
+}
+
+/// Kills these processes by SIGKILL; those that have ended are skipped.
+pub(crate) fn kill(pids: &[i32]) {
+    for pid in pids {
+        // Fails if the process has ended.
+        let _ = sys::send_signal(*pid, libc::SIGKILL);
+    }
+}
+
+/// Returns those of these processes that execute instructions, or are ready to. A process that
+/// waits in the kernel without being interruptible is not one of them.
+pub(crate) fn executing_pids(pids: &[i32]) -> Vec<i32> {
+    let is_executing = |pid: &&i32| run_state(**pid) == RunState::Running;
+    pids.iter().filter(is_executing).copied().collect()
+}
+
+/// Continues the stopped children for which their parents wait in vfork, so that the parents can
+/// stop. See [`VforkRule`].
+pub(crate) fn continue_vfork_children(pids: &[i32]) {
+    for pid in pids.iter().filter(|pid| is_stopped_by_signal(**pid)) {
+        let is_waited_for = parent_pid(*pid).is_some_and(|parent| {
+            run_state(parent) == RunState::InKernel && sys::share_memory(*pid, parent)
+        });
+        if is_waited_for {
+            let _ = sys::send_signal(*pid, libc::SIGCONT);
+        }
+    }
+}
+
+/// Returns those of these processes that have not stopped: they execute instructions, or wait in
+/// the kernel without being interruptible.
+pub(crate) fn running_pids(pids: &[i32]) -> Vec<i32> {
+    let is_running = |pid: &&i32| run_state(**pid) != RunState::Stopped;
+    pids.iter().filter(is_running).copied().collect()
 }
 
 /// Continues each of these stopped processes that was stopped before it returned from fork(2): such
@@ -162,17 +231,22 @@ pub(crate) fn send_stop_to_frozen(processes: &TaskProcesses<'_>) -> BTreeSet<i32
 /// short time to stop after an engine has detached from them.
 pub(crate) fn wait_until_stopped(pids: &[i32]) {
     let deadline = Instant::now() + STOP_AGAIN_TIMEOUT;
-    while pids.iter().any(|pid| run_state(*pid) == RunState::Running) && Instant::now() < deadline {
+    while !running_pids(pids).is_empty() && Instant::now() < deadline {
         std::thread::sleep(STOP_AGAIN_POLL_INTERVAL);
     }
 }
 
 fn run_state(pid: i32) -> RunState {
-    let can_run = |state_letter| !matches!(state_letter, 'T' | 'Z' | 'X');
-    if thread_states(pid).into_iter().any(can_run) {
-        RunState::Running
-    } else {
+    let letters = thread_states(pid).into_iter();
+    let unstopped_letters: Vec<char> = letters
+        .filter(|letter| !matches!(letter, 'T' | 'Z' | 'X'))
+        .collect();
+    if unstopped_letters.is_empty() {
         RunState::Stopped
+    } else if unstopped_letters.iter().all(|letter| *letter == 'D') {
+        RunState::InKernel
+    } else {
+        RunState::Running
     }
 }
 

@@ -5,16 +5,16 @@
 //! [`crate::workers`]) only control an engine or read files, and report through a channel.
 
 use crate::daemon_socket::DaemonSocket;
-use crate::freezer::{ControlGroup, Freezer, FreezerUnavailable};
+use crate::freezer::{Freezer, FreezerUnavailable};
 use crate::lease::Lease;
+use crate::leftovers::Leftovers;
 use crate::migrations::{EngineStatus, Migrations};
 use crate::namespace::{Namespace, SpareNamespaces};
 use crate::pid_numbering::{FirstPid, PidNumbering};
 use crate::signal_disposition;
 use crate::sys::{self, StartGuard, TaskStartState};
 use crate::task::{
-    self, DEFERRED_SIGNALS_MAX, EXEC_TIMEOUT, Output, StartTaskError, StartTaskFailure, Task,
-    TaskPhase,
+    self, DEFERRED_SIGNALS_MAX, EXEC_TIMEOUT, StartTaskError, StartTaskFailure, Task, TaskPhase,
 };
 use checkpoint::allocator;
 use nix::errno::Errno;
@@ -51,18 +51,6 @@ const HEAP_TRIM_DELAY: Duration = Duration::from_secs(1);
 /// has passed when poll(2) returns.
 const POLL_GRANULARITY: Duration = Duration::from_millis(1);
 
-/// A namespace whose task has ended. Processes of the task still run in the namespace, or were
-/// killed and are ending.
-#[derive(Debug)]
-struct OrphanedNamespace {
-    namespace: Namespace,
-    /// The task's output. The tasker reads and discards it, so that writers neither block nor
-    /// receive SIGPIPE.
-    output: Option<Output>,
-    /// Messages to send when the namespace is empty.
-    final_messages: Vec<FromTasker>,
-}
-
 /// The daemon has not renewed its lease. All tasks are killed, and the tasker exits.
 #[derive(Debug, Error)]
 #[error("all tasks end: {0}")]
@@ -80,7 +68,8 @@ pub(crate) struct Supervisor {
     pub(crate) task_start_state: TaskStartState,
     start_guard: StartGuard,
     pub(crate) lease: Lease,
-    orphaned_namespaces: Vec<OrphanedNamespace>,
+    /// What ended tasks have left behind.
+    pub(crate) leftovers: Leftovers,
     /// Time of the first or next probe of the engine; `None` if no probe is planned.
     pub(crate) probe_at: Option<Instant>,
     /// Time at which freed memory is returned to the kernel.
@@ -103,7 +92,7 @@ enum EventSource {
     TaskExit(Tid),
     TaskOutput(Tid),
     NamespaceEnded,
-    OrphanOutput(usize),
+    LeftoverOutput(usize),
     RestoredTaskExit(MigrationId),
 }
 
@@ -136,7 +125,7 @@ impl Supervisor {
             task_start_state: TaskStartState::prepare()?,
             start_guard: StartGuard::new(EXEC_TIMEOUT)?,
             lease: Lease::new()?,
-            orphaned_namespaces: Vec::new(),
+            leftovers: Leftovers::default(),
             probe_at: Some(Instant::now() + PROBE_DELAY),
             heap_trim_at: None,
             signals,
@@ -205,11 +194,7 @@ impl Supervisor {
                     EventSource::TaskExit(tid) => self.on_task_exit(tid),
                     EventSource::TaskOutput(tid) => self.forward_output(tid),
                     EventSource::NamespaceEnded => {}
-                    EventSource::OrphanOutput(index) => {
-                        if let Some(output) = &mut self.orphaned_namespaces[index].output {
-                            output.read_chunks(drop);
-                        }
-                    }
+                    EventSource::LeftoverOutput(index) => self.leftovers.discard_output(index),
                     EventSource::RestoredTaskExit(migration) => {
                         self.on_restored_task_ended(migration)
                     }
@@ -237,7 +222,7 @@ impl Supervisor {
             {
                 allocator::trim_freed();
             }
-            self.remove_ended_namespaces();
+            self.check_leftovers();
             self.report_stopped_tasks();
             self.check_pauses();
             if self.lease.is_overdue() {
@@ -285,16 +270,10 @@ impl Supervisor {
             );
             sources.push((EventSource::TaskExit(task.tid), task.process.pidfd.as_fd()));
         }
-        for (index, orphan) in self.orphaned_namespaces.iter().enumerate() {
-            sources.push((EventSource::NamespaceEnded, orphan.namespace.init_pidfd()));
-            sources.extend(
-                orphan
-                    .output
-                    .iter()
-                    .filter_map(Output::fd)
-                    .map(|fd| (EventSource::OrphanOutput(index), fd)),
-            );
-        }
+        let namespace_ends = self.leftovers.namespace_ends();
+        sources.extend(namespace_ends.map(|fd| (EventSource::NamespaceEnded, fd)));
+        let outputs = self.leftovers.outputs();
+        sources.extend(outputs.map(|(index, fd)| (EventSource::LeftoverOutput(index), fd)));
         sources.extend(
             self.migrations
                 .restored_tasks()
@@ -346,6 +325,9 @@ impl Supervisor {
             probe_delay,
             heap_trim_delay,
             pause_check_delay,
+            self.leftovers
+                .check_delay()
+                .map(|delay| delay + POLL_GRANULARITY),
         ]
         .into_iter()
         .flatten()
@@ -392,6 +374,9 @@ impl Supervisor {
             ToTasker::Resume { tid } => self.end_pause(tid),
             ToTasker::RenewLease { freeze_at, kill_at } => self.renew_lease(freeze_at, kill_at),
             ToTasker::Ping => self.send(&FromTasker::Pong),
+            ToTasker::StopLeftovers { tid } => self.stop_leftovers(tid),
+            ToTasker::ResumeLeftovers { tid } => self.resume_leftovers(tid),
+            ToTasker::KillLeftovers { tid } => self.kill_leftovers(tid),
             migration_order => {
                 // The order is deferred until the first probe has ended, so the probe is started
                 // immediately instead of after its delay.
@@ -552,8 +537,8 @@ impl Supervisor {
 
     /// Handles the exit of a task's first process: reaps the process and reports the exit. If the
     /// task has exited as its engine requires for a restart, all remaining processes are killed,
-    /// and the exit is reported when they have ended. Otherwise the remaining processes continue to
-    /// run until they end or the daemon disconnects.
+    /// and the exit is reported when they have ended. Otherwise the remaining processes stay
+    /// guests, as the module `leftovers` describes.
     fn on_task_exit(&mut self, tid: Tid) {
         let Some(task) = self.tasks.get(&tid) else {
             return;
@@ -576,7 +561,7 @@ impl Supervisor {
             return;
         };
         self.forward_all_output(tid);
-        let Some(mut task) = self.tasks.remove(&tid) else {
+        let Some(task) = self.tasks.remove(&tid) else {
             return;
         };
         let usage = task.usage_on_other_hosts.merged_with(usage);
@@ -589,21 +574,8 @@ impl Supervisor {
             let exit_message = FromTasker::Exited { tid, status, usage };
             return self.kill_remaining(task, exit_message);
         }
-        // Processes of a frozen group never end, so the group is thawed.
-        task.frozen_group().into_iter().for_each(ControlGroup::thaw);
+        self.take_over_leftovers(task);
         self.send(&FromTasker::Exited { tid, status, usage });
-        if let Some(namespace) = task
-            .namespace
-            .take()
-            .and_then(|namespace| self.spare_namespaces.recycle_namespace(namespace))
-        {
-            namespace.end_when_empty();
-            self.orphaned_namespaces.push(OrphanedNamespace {
-                namespace,
-                output: Some(task.output),
-                final_messages: Vec::new(),
-            });
-        }
     }
 
     /// Kills the remaining processes of a task, and sends the message `final_message` when they
@@ -615,41 +587,13 @@ impl Supervisor {
         }
     }
 
-    /// Kills all processes in a namespace. Sends `final_messages` when they have ended.
-    pub(crate) fn kill_namespace(&mut self, namespace: Namespace, final_messages: Vec<FromTasker>) {
-        namespace.kill_processes();
-        self.orphaned_namespaces.push(OrphanedNamespace {
-            namespace,
-            output: None,
-            final_messages,
-        });
-    }
-
-    /// True if processes of ended tasks may exist.
-    pub(crate) fn has_orphaned_namespaces(&self) -> bool {
-        !self.orphaned_namespaces.is_empty()
-    }
-
-    fn remove_ended_namespaces(&mut self) {
-        let (ended_namespaces, remaining) = std::mem::take(&mut self.orphaned_namespaces)
-            .into_iter()
-            .partition(|remaining: &OrphanedNamespace| remaining.namespace.has_ended());
-        self.orphaned_namespaces = remaining;
-        let ended_namespaces: Vec<OrphanedNamespace> = ended_namespaces;
-        for message in ended_namespaces
-            .into_iter()
-            .flat_map(|remaining| remaining.final_messages)
-        {
-            self.send(&message);
-        }
-    }
-
     fn handle_signals(&mut self) {
         while let Ok(Some(signal)) = self.signals.read_signal() {
             if signal.ssi_signo == Signal::SIGTERM as u32 {
                 self.termination_requested = true;
             }
         }
+        self.leftovers.record_child_end();
         self.reap_unowned();
     }
 
@@ -670,6 +614,14 @@ impl Supervisor {
         }
     }
 
+    /// True if the tasker has a child that is neither a task's first process nor an engine.
+    pub(crate) fn has_unowned_child(&self) -> bool {
+        child_pids().iter().any(|pid| {
+            !self.tasks.values().any(|task| task.process.pid == *pid)
+                && !self.migrations.owns_process(*pid)
+        })
+    }
+
     fn reap_each_unowned(&self, is_owned: impl Fn(&i32) -> bool) {
         for pid in child_pids().into_iter().filter(|pid| !is_owned(pid)) {
             // A process that still runs, or was already reaped, needs no action.
@@ -683,9 +635,7 @@ impl Supervisor {
             task.kill_immediately();
         }
         self.migrations.cancel_all();
-        for remaining in &self.orphaned_namespaces {
-            remaining.namespace.kill_processes();
-        }
+        self.leftovers.kill_all();
         let deadline = Instant::now() + SHUTDOWN_TIMEOUT;
         while Instant::now() < deadline {
             // Workers end their engines and reap them.

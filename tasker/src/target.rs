@@ -1,6 +1,7 @@
 //! The target of a migration: reserves a namespace, restores the task or restarts its program, then
 //! runs or discards the task.
 
+use crate::census::ProcessTree;
 use crate::file_transfer::PlacedFiles;
 use crate::freezer;
 use crate::image_manifest::ImageManifest;
@@ -64,6 +65,8 @@ pub(crate) enum TargetStage {
         /// PIDs, in the task's namespace, of processes that were already stopped before the
         /// migration stopped the task.
         already_stopped_pids: Vec<i32>,
+        /// Describes the processes of a task without a namespace.
+        tree: ProcessTree,
         output: Output,
         /// True while the processes are being added to the control group.
         joining_group: bool,
@@ -249,6 +252,7 @@ impl Supervisor {
             (Ok((process, output)), Some(target)) => {
                 let pid = process.pid;
                 target.stage = TargetStage::Restored {
+                    tree: ProcessTree::new(pid, &order.env),
                     process,
                     already_stopped_pids: Vec::new(),
                     output,
@@ -410,6 +414,8 @@ impl Supervisor {
                 });
                 let initially_stopped_pids = manifest.already_stopped_pids;
                 target.stage = TargetStage::Restored {
+                    // A restored task always has a namespace.
+                    tree: ProcessTree::new(process.pid, &[]),
                     process,
                     already_stopped_pids: initially_stopped_pids,
                     output,
@@ -500,7 +506,7 @@ impl Supervisor {
             *pending_run = Some((usage, paused));
             return;
         }
-        let (tid, namespace, process, initially_stopped_pids, output) =
+        let (tid, namespace, process, tree, initially_stopped_pids, output) =
             match self.migrations.incoming_tasks.remove(&migration) {
                 Some(IncomingTask {
                     tid,
@@ -509,6 +515,7 @@ impl Supervisor {
                         TargetStage::Restored {
                             process,
                             already_stopped_pids: initially_stopped_pids,
+                            tree,
                             output,
                             ..
                         },
@@ -516,7 +523,14 @@ impl Supervisor {
                     ..
                 }) => {
                     placed_files.keep_files();
-                    (tid, namespace, process, initially_stopped_pids, output)
+                    (
+                        tid,
+                        namespace,
+                        process,
+                        tree,
+                        initially_stopped_pids,
+                        output,
+                    )
                 }
                 other => {
                     self.migrations
@@ -537,6 +551,7 @@ impl Supervisor {
             tid,
             process,
             namespace,
+            tree,
             output,
             usage_on_other_hosts: usage,
             phase: TaskPhase::Running,

@@ -1,11 +1,12 @@
 //! State of a task, and functions that start it and read its output.
 
+use crate::census::ProcessTree;
 use crate::dump_attempt::DumpAttempt;
 use crate::freezer::ControlGroup;
 use crate::namespace::Namespace;
 use crate::pause::Pause;
 use crate::pid_numbering::FirstPid;
-use crate::stop::{self, TaskProcesses};
+use crate::stop::{self, TaskProcesses, VforkRule};
 use crate::sys::{
     self, Child, ExecError, ExecPlan, ExecStage, Program, StartError, StartGuard, TaskStartState,
     ZeroByteError,
@@ -78,6 +79,8 @@ pub(crate) struct Task {
     pub(crate) process: Child,
     /// The task's PID namespace; `None` if the tasker may not create namespaces.
     pub(crate) namespace: Option<Namespace>,
+    /// Describes the processes of the task if it has no namespace.
+    pub(crate) tree: ProcessTree,
     pub(crate) output: Output,
     /// Resources that the task has used on other hosts.
     pub(crate) usage_on_other_hosts: Usage,
@@ -115,14 +118,13 @@ impl Task {
     }
 
     pub(crate) fn processes(&self) -> TaskProcesses<'_> {
-        self.namespace.as_ref().map_or(
-            TaskProcesses::Group(self.process.pid),
-            TaskProcesses::Namespace,
-        )
+        self.namespace
+            .as_ref()
+            .map_or(TaskProcesses::Tree(&self.tree), TaskProcesses::Namespace)
     }
 
     /// Returns the PIDs of the task's processes. They are read from the control group if possible,
-    /// because that is fastest.
+    /// because that is fastest; processes that have left the group are then missing.
     pub(crate) fn member_pids(&self) -> Vec<i32> {
         self.namespace
             .as_ref()
@@ -143,7 +145,8 @@ impl Task {
         }
     }
 
-    /// Returns the task's control group if all processes of the task are members; otherwise `None`.
+    /// Returns the control group in which the task's processes were created; `None` if there is
+    /// none.
     pub(crate) fn control_group(&self) -> Option<&ControlGroup> {
         self.namespace.as_ref()?.complete_control_group()
     }
@@ -151,26 +154,28 @@ impl Task {
     /// Returns the task's control group if a freeze of the group has been requested; otherwise
     /// `None`.
     pub(crate) fn frozen_group(&self) -> Option<&ControlGroup> {
-        self.control_group()
-            .filter(|group| group.is_freeze_requested())
+        self.namespace.as_ref()?.frozen_group()
     }
 
     /// Continues the task's processes, except those that were already stopped before the task was
     /// stopped.
     pub(crate) fn continue_processes(&self) {
-        match self.frozen_group() {
-            Some(group) => group.thaw(),
-            None => stop::continue_processes(&self.processes(), &self.already_stopped_pids),
+        if self.frozen_group().is_none() {
+            stop::continue_processes(&self.processes(), &self.already_stopped_pids);
+        }
+        if let Some(namespace) = &self.namespace {
+            namespace.thaw();
         }
     }
 
-    /// Kills all processes in the task's namespace. Without a namespace, kills only the process
-    /// group, which may miss processes.
+    /// Kills all processes in the task's namespace. Without a namespace, kills the process group
+    /// and the descendants, which may miss processes that are being created.
     pub(crate) fn kill_processes(&self) {
         match &self.namespace {
             Some(namespace) => namespace.kill_processes(),
             None => {
                 let _ = sys::send_signal(-self.process.pid, libc::SIGKILL);
+                stop::kill(&self.processes().pids());
             }
         }
         sys::kill_pidfd(self.process.pidfd.as_fd());
@@ -179,10 +184,7 @@ impl Task {
     /// Kills the task like [`Task::kill_processes`]. After the return, no process of the task
     /// executes another instruction, even if its exit takes long.
     pub(crate) fn kill_immediately(&self) {
-        for pid in self.processes().pids() {
-            // Fails if the process has ended.
-            let _ = sys::send_signal(pid, libc::SIGKILL);
-        }
+        stop::kill(&self.processes().pids());
         self.kill_processes();
     }
 
@@ -205,7 +207,11 @@ impl Task {
 
     /// Stops the processes that a dead engine has left running.
     pub(crate) fn stop_stragglers(&self) {
-        stop::signal_and_check_stopped(&self.processes(), &mut BTreeSet::new());
+        stop::signal_and_check_stopped(
+            &self.processes(),
+            &mut BTreeSet::new(),
+            VforkRule::ChildRuns,
+        );
     }
 }
 
@@ -318,6 +324,7 @@ pub(crate) fn start_task_process(
     let namespace = namespace.map(|(namespace, _)| namespace);
     Ok(Task {
         tid: order.tid,
+        tree: ProcessTree::new(process.pid, &order.env),
         process,
         namespace,
         output,

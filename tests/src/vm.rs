@@ -107,6 +107,9 @@ pub struct Task {
     pub stopped: bool,
     /// True if the task is suspended; it stays suspended until a user resumes it.
     pub suspended: bool,
+    /// Number of processes that the task has left behind at its end; 0 if it has not ended.
+    #[serde(default)]
+    pub left_processes: u32,
 }
 
 /// One line of `pvm events --json`.

@@ -24,7 +24,9 @@ pub(crate) const SPEC: CommandSpec = CommandSpec {
                  PID     process id on its host\n  FLAG    state\n  COMMAND program, or - when started by hand\n\
                  FLAG values:\n  f   started by the virtual machine\n  c   connected to its daemon\n  \
                  a   waiting for authorization\n  o   connection is being closed\n  s   deadlocked\n  \
-                 H   hoster\n  R   resource manager\n  T   tasker\n",
+                 H   hoster\n  R   resource manager\n  T   tasker\n\
+                 A task that has ended is listed while processes are left that it has started.\n\
+                 They stay guests of their host; 'kill' with the task's tid ends them.\n",
     parse: |args| parse(args).map(ParsedCommand::vm_command),
     completion: Completion::WordDependent(|_, word| match word.get(..2) {
         Some("-n") => (2, WordKind::Host),
@@ -99,7 +101,7 @@ impl VmCommand for PsCommand {
             },
         };
         let console = session.vm.tid();
-        let mut tasks = session.vm.tasks(selector)?;
+        let mut tasks = session.vm.tasks_and_leftovers(selector)?;
         // If no task is found and the birth host in the tid has left the virtual machine, an error
         // explains the empty table. A task may still run on another host after its birth host has
         // left.
@@ -147,6 +149,7 @@ fn tasks_json(table: &HostTable, tasks: &[TaskInfo]) -> Value {
             "stopped": task.paused,
             "suspended": task.suspended,
             "stopping": task.stopping,
+            "left_processes": task.leftover_processes,
         })
     };
     json!({ "tasks": tasks.iter().map(task).collect::<Vec<_>>() })
@@ -225,6 +228,22 @@ mod tests {
         assert_eq!(
             (&task["pid"], &task["host_pid"]),
             (&json!(3_211_264), &json!(4711))
+        );
+    }
+
+    /// An ended task is listed with the number of processes that it has left behind.
+    #[test]
+    fn row_of_ended_task_counts_left_processes() {
+        let mut left = task(0x40004, 0, 16853, 2, "sleeper");
+        (left.leftover_processes, left.paused) = (2, true);
+        let text = tasks_text(&table(), &[left.clone()], Tid::NONE, false);
+        assert!(
+            text.ends_with("sleeper      (ended, left 2 processes, stopped)\n"),
+            "{text}"
+        );
+        assert_eq!(
+            tasks_json(&table(), &[left])["tasks"][0]["left_processes"],
+            2
         );
     }
 

@@ -15,11 +15,15 @@ use serde_json::{Value, json};
 use std::str::FromStr;
 
 const SIGTERM: i32 = 15;
+/// Signals that end what an ended task has left behind.
+const ENDING_SIGNALS: [i32; 2] = [9, SIGTERM];
 
 pub(crate) const KILL: CommandSpec = CommandSpec {
     name: "kill",
     summary: "End tasks (SIGTERM)",
-    detail: "Syntax:  kill [ -c ] tid ...\nOptions:  -c   the children of tid instead\n",
+    detail: "Syntax:  kill [ -c ] tid ...\nOptions:  -c   the children of tid instead\n\
+                 Processes that a task leaves behind run on, as in PVM; 'ps' lists the ended task.\n\
+                 A second 'kill' with its tid ends them.\n",
     parse: |args| parse_kill(args).map(ParsedCommand::vm_command),
     completion: Completion::EveryWord(WordKind::Tid),
     ..CommandSpec::DEFAULT
@@ -149,11 +153,19 @@ fn send_signal(
     include_self: bool,
 ) -> Outcome {
     let (mut outcome, mut values) = (Outcome::default(), Vec::new());
+    let ended_tids = match ENDING_SIGNALS.contains(&signal) {
+        true => ended_tids_with_leftovers(machine, tids),
+        false => Vec::new(),
+    };
     for tid in tids {
+        let request = match ended_tids.contains(tid) {
+            true => Request::KillLeftovers { tid: *tid },
+            false => Request::Signal { tid: *tid, signal },
+        };
         if *tid == machine.tid() && !include_self {
             outcome.text.push_str(&format!("{tid}: that's me.\n"));
             values.push(signal_json(*tid, Some("that's me")));
-        } else if let Err(error) = machine.ask(Request::Signal { tid: *tid, signal }) {
+        } else if let Err(error) = machine.ask(request) {
             outcome.failed = true;
             outcome.errors.push(format!("{tid}: {error}"));
             values.push(signal_json(*tid, Some(&error.reason)));
@@ -163,6 +175,22 @@ fn send_signal(
     }
     outcome.json_values = vec![results(values)];
     outcome
+}
+
+/// Returns those of the tasks that have ended and have left processes behind. Empty if the tasks
+/// cannot be listed.
+fn ended_tids_with_leftovers(machine: &dyn VirtualMachine, tids: &[Tid]) -> Vec<Tid> {
+    let tasks = machine.tasks_and_leftovers(Tid::NONE).unwrap_or_default();
+    let is_live = |tid: Tid| {
+        tasks
+            .iter()
+            .any(|task| task.tid == tid && !task.is_leftover())
+    };
+    let leftovers = tasks.iter().filter(|task| task.is_leftover());
+    leftovers
+        .map(|task| task.tid)
+        .filter(|tid| tids.contains(tid) && !is_live(*tid))
+        .collect()
 }
 
 /// Returns the JSON result for one task. `failure_reason` is the reason why the signal was not

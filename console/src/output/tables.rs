@@ -25,6 +25,11 @@ pub(crate) fn plural_ending(count: usize) -> &'static str {
     if count == 1 { "" } else { "s" }
 }
 
+/// Formats a number of processes, such as "2 processes".
+pub(crate) fn process_count_text(count: u32) -> String {
+    format!("{count} process{}", if count == 1 { "" } else { "es" })
+}
+
 /// Returns the name of a host, or the number of the host if the table does not contain the host.
 pub(crate) fn host_name(table: &HostTable, host: HostId) -> String {
     table
@@ -88,11 +93,19 @@ pub(crate) fn ps_row(table: &HostTable, task: &TaskInfo, console: Tid, is_long: 
     };
     // This column does not exist in PVM. A task is paused while the owner of its host is present,
     // and suspended until a user resumes it. It is stopping until the tasker has confirmed that
-    // none of its processes runs. Programs of the host, such as a debugger, need the process id
-    // outside the task's PID namespace.
+    // none of its processes runs. An ended task has a row while processes are left that it has
+    // started. Programs of the host, such as a debugger, need the process id outside the task's PID
+    // namespace.
     let has_host_pid = is_long && task.pid > 0 && task.pid != task.namespace_pid;
     let pause_note = if task.stopping { "stopping" } else { "stopped" };
+    let left_note = || {
+        format!(
+            "ended, left {}",
+            process_count_text(task.leftover_processes)
+        )
+    };
     let notes: Vec<String> = [
+        task.is_leftover().then(left_note),
         (task.paused || task.stopping).then(|| pause_note.to_string()),
         task.suspended.then(|| "suspended".to_string()),
         has_host_pid.then(|| format!("on the host: process {}", task.pid)),

@@ -5,9 +5,9 @@ use crate::data::{pvmctrc, pvmmyctx, pvmrescode};
 use crate::session;
 use crate::{control, env, output, process, receive};
 use libpvm::Runtime;
+use libpvm::runtime::runtime_paths;
 use sempa_proto::body::{Encoding, Packer};
 use sempa_proto::message::{CTX_BASE, ENC_XDR};
-use sempa_proto::runtime_paths::RuntimePaths;
 use sempa_proto::table::{AddedHost, HostEntry, HostTable, TaskInfo};
 use sempa_proto::task::{
     MailboxClass, MailboxRequest, NotifyRequest, NotifySubjects, Reply, Request, RmServices,
@@ -310,7 +310,7 @@ pub(crate) fn host_clock(host: i32) -> PvmResult<u64> {
 /// An error of the daemon. The loss of the connection is the expected result, not an error.
 pub(crate) fn halt() -> PvmResult<()> {
     let rt = request_connection()?;
-    let paths = RuntimePaths::from_env(process::real_uid() as u32, env::read_var)
+    let paths = runtime_paths(process::real_uid() as u32, env::read_var)
         .ok()
         .filter(|_| rt.parent_tid() == Tid::NONE);
     // The lock file contains the daemon's pid and is the last file that the daemon removes.

@@ -166,6 +166,8 @@ pub enum EventKind {
         duration: Micros,
         /// The load watcher's reason, in one sentence.
         why: String,
+        /// Ended tasks whose leftover processes were stopped.
+        leftovers: Vec<LeftoverCount>,
     },
     /// The guests of a host were resumed.
     #[serde(rename = "GuestsContinued")]
@@ -350,6 +352,42 @@ pub enum EventKind {
         guests: Vec<Tid>,
         why: String,
     },
+    /// A task has ended and has left processes behind. These processes remain guests of the host.
+    ProcessesLeft {
+        host: HostId,
+        left: LeftoverCount,
+    },
+    /// The last process that a task had left behind has ended.
+    LeftProcessesEnded {
+        host: HostId,
+        tid: Tid,
+    },
+    /// Processes of guests still run, although they were ordered to stop some time ago.
+    GuestsStillRun {
+        host: HostId,
+        /// The task, which may have ended, to which the processes belong.
+        tid: Tid,
+        /// Process ids on the host.
+        pids: Vec<i32>,
+    },
+}
+
+/// Number of processes that an ended task has left behind on one host.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LeftoverCount {
+    pub tid: Tid,
+    pub processes: u32,
+}
+
+impl fmt::Display for LeftoverCount {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let ending = if self.processes == 1 { "" } else { "es" };
+        write!(
+            f,
+            "{} process{ending} left by {} (ended)",
+            self.processes, self.tid
+        )
+    }
 }
 
 impl EventKind {
@@ -446,12 +484,32 @@ impl fmt::Display for EventKind {
                 guests,
                 duration,
                 why,
+                leftovers,
             } => {
                 write!(
                     f,
                     "guests of {host} paused: {} within {:.1} ms: {why}",
-                    join_tids(guests),
+                    join_guests(guests, leftovers),
                     as_millis(*duration)
+                )
+            }
+            Self::ProcessesLeft { host, left } => {
+                let LeftoverCount { tid, processes } = left;
+                let ending = if *processes == 1 { "" } else { "es" };
+                write!(
+                    f,
+                    "{tid} (ended) left {processes} process{ending} on {host}, which remain guests"
+                )
+            }
+            Self::LeftProcessesEnded { host, tid } => {
+                write!(f, "the processes that {tid} left on {host} have ended")
+            }
+            Self::GuestsStillRun { host, tid, pids } => {
+                let pids: Vec<String> = pids.iter().map(i32::to_string).collect();
+                write!(
+                    f,
+                    "guests of {host} still run: processes {} of {tid} have not stopped yet",
+                    pids.join(" ")
                 )
             }
             Self::GuestsResumed { host, guests, why } => {
@@ -729,6 +787,21 @@ fn join_tids(tids: &[Tid]) -> String {
     }
 }
 
+/// Joins the tids of paused guests and what ended tasks have left behind; "no guests" if both lists
+/// are empty.
+fn join_guests(guests: &[Tid], leftovers: &[LeftoverCount]) -> String {
+    if leftovers.is_empty() {
+        return join_tids(guests);
+    }
+    let left_texts: Vec<String> = leftovers.iter().map(LeftoverCount::to_string).collect();
+    let left_text = left_texts.join(", ");
+    if guests.is_empty() {
+        left_text
+    } else {
+        format!("{}, {left_text}", join_tids(guests))
+    }
+}
+
 /// Describes a wait status by the exit status or the number of the signal.
 pub fn describe_status(status: i32) -> String {
     match (status & 0x7f, (status >> 8) & 0xff) {
@@ -826,6 +899,46 @@ mod tests {
         assert_eq!(
             unnamed_host.with_host_names(host_name),
             "host 1 is clean: no guest is left on it"
+        );
+    }
+
+    /// The event that guests are paused also names ended tasks whose processes were stopped.
+    #[test]
+    fn pause_event_names_leftover_processes() {
+        let (live, ended) = (Tid::from_raw(0x40002), Tid::from_raw(0x40003));
+        let pause_text = |guests: &[Tid], leftovers: &[LeftoverCount]| {
+            let event = EventKind::GuestsPaused {
+                host: host(2),
+                guests: guests.to_vec(),
+                duration: Micros(5200),
+                why: "olga is there".into(),
+                leftovers: leftovers.to_vec(),
+            };
+            event.with_host_names(host_name)
+        };
+        let left = |processes| LeftoverCount {
+            tid: ended,
+            processes,
+        };
+        assert_eq!(
+            pause_text(&[], &[]),
+            "guests of leo paused: no guests within 5.2 ms: olga is there"
+        );
+        assert_eq!(
+            pause_text(&[], &[left(1)]),
+            "guests of leo paused: 1 process left by t40003 (ended) within 5.2 ms: olga is there"
+        );
+        assert_eq!(
+            pause_text(&[live], &[left(2)]),
+            "guests of leo paused: t40002, 2 processes left by t40003 (ended) within 5.2 ms: olga is there"
+        );
+        let left_event = EventKind::ProcessesLeft {
+            host: host(2),
+            left: left(2),
+        };
+        assert_eq!(
+            left_event.with_host_names(host_name),
+            "t40003 (ended) left 2 processes on leo, which remain guests"
         );
     }
 

@@ -260,6 +260,8 @@ pub enum HostMsg {
     /// From the master: the heartbeat with this number has arrived. The tasks of the host may run
     /// for a part of the lease, counted from the sending of the heartbeat ([`crate::lease`]).
     HeartbeatAck { number: u64 },
+    /// Kill what this ended task has left behind on the receiver's host.
+    KillLeftovers { tid: Tid },
 }
 
 /// An item that a daemon retains until the item can be sent to its task.

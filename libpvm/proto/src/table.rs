@@ -111,6 +111,16 @@ pub struct TaskInfo {
     /// True while the task must stop, for the owner or because it is suspended, and the tasker has
     /// not confirmed that it has stopped.
     pub stopping: bool,
+    /// Number of processes that the task has left behind on `host` at its end; 0 for a task that
+    /// has not ended. `pid` is then one of these processes.
+    pub leftover_processes: u32,
+}
+
+impl TaskInfo {
+    /// True if the entry describes the leftover processes of a task that has ended.
+    pub fn is_leftover(&self) -> bool {
+        self.leftover_processes > 0
+    }
 }
 
 /// Outcome of adding one host.

@@ -408,6 +408,8 @@ pub enum Request {
         request: SpawnRequest,
         lease: LeasedSpawn,
     },
+    /// Kills the processes that an ended task has left behind, on all hosts. → [`Reply::Done`]
+    KillLeftovers { tid: Tid },
 }
 
 /// Results of a successful migration.

@@ -15,6 +15,8 @@ use std::path::PathBuf;
 /// Maximum size in bytes of the output in one [`FromTasker::Output`]. PVM's collectors expect
 /// chunks of at most this size.
 pub const OUTPUT_CHUNK_BYTES_MAX: usize = 3999;
+/// Maximum number of process ids in one [`FromTasker::LeftBehind`] or [`FromTasker::NotStopped`].
+pub const REPORTED_PIDS_MAX: usize = 16;
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TaskStart {
@@ -255,6 +257,13 @@ pub enum ToTasker {
     },
     /// Asks whether the tasker handles orders. → [`FromTasker::Pong`]
     Ping,
+    /// Stop the leftover processes of a task that has ended. → [`FromTasker::LeftoversStopped`]
+    StopLeftovers { tid: Tid },
+    /// Let the leftover processes of a task that has ended run. No answer.
+    ResumeLeftovers { tid: Tid },
+    /// Kill the leftover processes of a task that has ended. → [`FromTasker::LeftBehind`] with a
+    /// count of 0, when they have ended
+    KillLeftovers { tid: Tid },
 }
 
 /// A report of the tasker to its daemon.
@@ -402,4 +411,23 @@ pub enum FromTasker {
     },
     /// The tasker handles orders.
     Pong,
+    /// The number of processes that a task has left behind has changed. The first report of a task
+    /// precedes its [`FromTasker::Exited`]. Leftover processes stay stopped if the task was paused.
+    LeftBehind {
+        tid: Tid,
+        /// Number of processes; 0 when all have ended.
+        process_count: u32,
+        /// Process ids in the tasker's PID namespace, at most [`REPORTED_PIDS_MAX`].
+        pids: Vec<i32>,
+    },
+    /// The leftover processes of a task are stopped: none of them runs.
+    LeftoversStopped { tid: Tid },
+    /// Processes of a paused task, or leftover processes, still run some time after the order to
+    /// stop. [`FromTasker::Paused`] or [`FromTasker::LeftoversStopped`] follows when none of them
+    /// runs any more.
+    NotStopped {
+        tid: Tid,
+        /// Process ids in the tasker's PID namespace, at most [`REPORTED_PIDS_MAX`].
+        pids: Vec<i32>,
+    },
 }

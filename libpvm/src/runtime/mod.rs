@@ -29,7 +29,7 @@ mod tests;
 mod wake_delay_timer;
 mod zero_copy;
 
-pub use self::connect::{EnrollOptions, wait_for_daemon_answer};
+pub use self::connect::{EnrollOptions, runtime_paths, wait_for_daemon_answer};
 
 pub(crate) use self::core::Core;
 use self::core::OUTBOX_BACKLOG_BYTES_MAX;

@@ -20,9 +20,10 @@
 //! or removed.
 
 use crate::owner::UserOverride;
-use crate::owner_override;
+use crate::owner_override::{self, ReadOverrides};
 use crate::policy::{BlockedUser, MergedPolicy, Policy, PolicyError};
 use crate::published_policy::{self, PublishedPolicyError};
+use crate::user_files::{FileContent, ReadFile};
 use nix::errno::Errno;
 use nix::unistd::{Uid, User};
 use sempa_proto::load::Login;
@@ -68,6 +69,8 @@ pub struct HostPolicy {
     user_policy: Policy,
     admin_policy: Policy,
     overrides: Vec<UserOverride>,
+    /// The versions of the files with valid overrides and published policies.
+    read_files: Vec<ReadFile>,
     /// Valid published policies, by uid of the owner.
     published_policies: BTreeMap<u32, Policy>,
     /// Users who were last seen logged in at the machine itself, by name.
@@ -228,6 +231,7 @@ impl HostPolicy {
             user_policy: Policy::default(),
             admin_policy: Policy::default(),
             overrides: Vec::new(),
+            read_files: Vec::new(),
             published_policies: BTreeMap::new(),
             local_users: BTreeSet::new(),
             errors: BTreeMap::new(),
@@ -286,7 +290,15 @@ impl HostPolicy {
     /// Reads the owners' overrides and published policies again. Returns the errors in them as
     /// sentences.
     pub fn read_overrides(&mut self) -> Vec<String> {
-        let (overrides, mut error_sentences) = owner_override::read_all(&self.paths.overrides);
+        let ReadOverrides {
+            overrides,
+            versions,
+            errors: mut error_sentences,
+        } = owner_override::read_all(&self.paths.overrides);
+        self.read_files = versions
+            .into_iter()
+            .map(|(uid, version)| ReadFile::new(uid, FileContent::Override, version))
+            .collect();
         self.overrides = overrides
             .into_iter()
             .map(|(uid, declared_override)| UserOverride {
@@ -299,7 +311,11 @@ impl HostPolicy {
         self.invalid_published.clear();
         for (uid, policy_result) in published_policy::read_all(&self.paths.overrides) {
             let policy = match policy_result {
-                Ok(policy) => Some(policy),
+                Ok((policy, version)) => {
+                    let read_file = ReadFile::new(uid, FileContent::Policy, version);
+                    self.read_files.push(read_file);
+                    Some(policy)
+                }
                 Err(PublishedPolicyError::Untrusted(error)) => {
                     error_sentences.push(error.to_string());
                     None
@@ -473,6 +489,11 @@ impl HostPolicy {
     /// the policy is known.
     pub fn policy_unknown(&self) -> Option<&str> {
         self.policy_unknown.as_deref()
+    }
+
+    /// Returns the versions of the overrides and published policies that are in force.
+    pub fn read_files(&self) -> &[ReadFile] {
+        &self.read_files
     }
 
     pub fn overrides(&self) -> &[UserOverride] {

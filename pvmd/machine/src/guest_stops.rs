@@ -1,6 +1,8 @@
 //! Which tasks are known to be stopped. What is said about a stop is what the tasker has confirmed:
 //! the task list says that a task is stopped, and an event that all guests are, only afterwards. If
-//! a confirmation does not come in time, an event says which guests are not stopped.
+//! a confirmation does not come in time, an event says which guests are not stopped. Another event
+//! has their process ids, as soon as the tasker reports them. What ended tasks have left behind is
+//! treated like the guests.
 
 use super::Machine;
 use super::guests::ActiveDirective;
@@ -64,7 +66,9 @@ impl Machine {
 
     /// True if a guest, or an arriving guest, may run on this host.
     pub(super) fn has_guests(&self) -> bool {
-        !self.migrations.arrivals.is_empty() || self.tasks.live_tasks.values().any(Task::is_guest)
+        !self.migrations.arrivals.is_empty()
+            || self.tasks.live_tasks.values().any(Task::is_guest)
+            || !self.owner_control.leftovers.is_empty()
     }
 
     /// True if guests must stop and the tasker has not confirmed within [`GUEST_STOP_TIMEOUT`] that
@@ -72,12 +76,34 @@ impl Machine {
     pub(super) fn has_overdue_guests(&mut self) -> bool {
         self.forget_ended_guests();
         let now = self.now;
+        let may_guests_run = |directive: &ActiveDirective| {
+            !directive.running_guests.is_empty() || !self.owner_control.leftovers.have_stopped()
+        };
         let is_overdue = |directive: &ActiveDirective| {
-            !directive.running_guests.is_empty()
+            may_guests_run(directive)
                 && directive.received_at + GUEST_STOP_TIMEOUT <= now
         };
         let directive = self.owner_control.active_directive.as_ref();
         directive.is_some_and(is_overdue)
+    }
+
+    /// Handles the tasker's report that processes of a task, or what an ended task has left behind,
+    /// run although they were ordered to stop. They count as stopped when the tasker confirms it.
+    pub(super) fn handle_not_stopped(&mut self, tid: Tid, pids: Vec<i32>) {
+        self.owner_control.stopped_tasks.remove(tid);
+        let is_guest = self.tasks.get(tid).is_some_and(Task::is_guest);
+        let Some(directive) = &mut self.owner_control.active_directive else {
+            return;
+        };
+        if is_guest {
+            directive.running_guests.insert(tid);
+        }
+        self.owner_control.leftovers.record_unstopped(tid);
+        self.record_event(EventKind::GuestsStillRun {
+            host: self.config.host,
+            tid,
+            pids,
+        });
     }
 
     /// Reports the guests that have not stopped in time, if this was not reported before.
@@ -89,7 +115,9 @@ impl Machine {
         if let Some(directive) = &mut self.owner_control.active_directive
             && !std::mem::replace(&mut directive.is_delay_reported, true)
         {
-            let guests = directive.running_guests.iter().copied().collect();
+            let running_guests = directive.running_guests.iter().copied();
+            let unstopped_tids = self.owner_control.leftovers.unstopped_tids();
+            let guests = running_guests.chain(unstopped_tids).collect();
             let why = "the tasker has not confirmed within 2 s that they are stopped".to_string();
             self.log_warning(format!("guests are not stopped: {why}"));
             self.record_event(EventKind::GuestsNotPaused { host, guests, why });

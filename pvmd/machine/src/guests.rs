@@ -20,6 +20,7 @@
 //! pause or migration when the timeout expired, it quiesces when its next migration requires this.
 
 use super::guest_stops::StoppedTasks;
+use super::leftovers::Leftovers;
 use super::owner_agent::OwnerAgents;
 use super::relocation::ArrivingTask;
 use super::tasks::{ConnectionPhase, Task};
@@ -107,6 +108,8 @@ pub(super) struct OwnerControl {
     /// Directive that pauses the guests; `None` while guests are welcome.
     pub(super) active_directive: Option<ActiveDirective>,
     pub(super) owner_agents: OwnerAgents,
+    /// What ended tasks have left behind; also guests.
+    pub(super) leftovers: Leftovers,
     last_pause_number: u64,
     pub(super) stopped_tasks: StoppedTasks,
 }
@@ -115,6 +118,13 @@ impl OwnerControl {
     /// True while guests must be paused.
     pub(super) fn pauses_guests(&self) -> bool {
         self.active_directive.is_some()
+    }
+
+    /// Returns what the directive that pauses the guests permits; `None` while guests are welcome.
+    pub(super) fn active_access(&self) -> Option<GuestAccess> {
+        self.active_directive
+            .as_ref()
+            .map(|directive| directive.directive.access)
     }
 
     /// True if this task has sent the directive that pauses the guests.
@@ -278,6 +288,7 @@ impl Machine {
         for tid in arriving_guests {
             self.pause_arrival(tid, QUIESCE_TIMEOUT);
         }
+        self.stop_leftovers();
         self.cancel_pre_copies(&why);
         self.cancel_incoming_copy(&why);
         self.report_if_all_paused();
@@ -309,6 +320,7 @@ impl Machine {
         for tid in paused_arrivals.map(|a| a.tid).collect::<Vec<Tid>>() {
             self.resume_arrival(tid);
         }
+        self.resume_leftovers();
         let guests = ended_directive.guests.into_iter();
         let guests = guests
             .filter(|tid| self.tasks.get(*tid).is_some_and(|t| t.suspension.is_none()))
@@ -333,15 +345,21 @@ impl Machine {
         }
     }
 
-    fn report_if_all_paused(&mut self) {
+    pub(super) fn report_if_all_paused(&mut self) {
         let (host, now) = (self.config.host, self.now);
         self.forget_ended_guests();
+        let (leftovers_have_stopped, leftovers) = (
+            self.owner_control.leftovers.have_stopped(),
+            self.owner_control.leftovers.counts(),
+        );
         let Some(directive) = self
             .owner_control
             .active_directive
             .as_mut()
             .filter(|directive| {
-                directive.running_guests.is_empty() && !directive.is_pause_reported
+                directive.running_guests.is_empty()
+                    && leftovers_have_stopped
+                    && !directive.is_pause_reported
             })
         else {
             return;
@@ -357,6 +375,7 @@ impl Machine {
             guests,
             duration,
             why,
+            leftovers,
         });
     }
 
@@ -378,6 +397,7 @@ impl Machine {
     /// are killed. If the directive requires that guests migrate, the resource manager migrates
     /// them.
     pub(super) fn evict_guests(&mut self) {
+        self.evict_leftovers();
         let unix_time = self.unix_time;
         let must_evict =
             |active_directive: &&mut ActiveDirective| match active_directive.directive.access {

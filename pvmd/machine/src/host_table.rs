@@ -74,6 +74,7 @@ impl Machine {
             } => self.handle_copy_stored(host, migration, checkpoint, result),
             HostMsg::EndSignalSent { tid, signal } => self.record_end_signal(tid, signal),
             HostMsg::Heartbeat { number } => self.handle_heartbeat(host, number),
+            HostMsg::KillLeftovers { tid } => self.kill_leftovers(tid),
         }
     }
 

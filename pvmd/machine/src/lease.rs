@@ -128,6 +128,7 @@ impl Machine {
     pub(super) fn has_processes(&self) -> bool {
         self.tasks.live_tasks.values().any(|task| task.is_spawned())
             || !self.migrations.arrivals.is_empty()
+            || !self.owner_control.leftovers.is_empty()
     }
 
     /// True while the lease does not permit the tasks of this host to run.

@@ -51,6 +51,7 @@ mod hostfile;
 mod hosts;
 pub mod io;
 mod lease;
+mod leftovers;
 mod mailbox;
 mod migrations;
 mod notify;
@@ -512,6 +513,13 @@ impl Machine {
             // The shell adds the reason to the report that the tasker has ended.
             FromTasker::LeaseExpired { .. } => {}
             FromTasker::Pong => self.handle_pong(),
+            FromTasker::LeftBehind {
+                tid,
+                process_count,
+                pids,
+            } => self.handle_left_behind(tid, process_count, pids),
+            FromTasker::LeftoversStopped { tid } => self.handle_leftovers_stopped(tid),
+            FromTasker::NotStopped { tid, pids } => self.handle_not_stopped(tid, pids),
             FromTasker::QueryInspected {
                 query: query_id,
                 result,
@@ -550,6 +558,7 @@ impl Machine {
         for (tid, usage) in dead_tasks.collect::<Vec<_>>() {
             self.end_task(tid, 9, usage);
         }
+        self.forget_leftovers();
         self.fail_incoming_migrations(why);
         self.fail_tasker_requests();
         self.advance_stop();

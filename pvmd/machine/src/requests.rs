@@ -119,6 +119,7 @@ impl Machine {
             Request::QueryFreezer => {
                 self.reply(tid, id, Reply::Freezer(self.freezer_support.clone()))
             }
+            Request::KillLeftovers { tid: of } => self.handle_kill_leftovers(tid, id, of),
             task_request => self.forward_to_master(tid, id, task_request),
         }
     }

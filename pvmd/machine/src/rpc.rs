@@ -209,7 +209,11 @@ impl Machine {
                     },
                 );
             }
-            HostRequest::Tasks { task } => Reply::Tasks(self.list_tasks(task)),
+            HostRequest::Tasks { task } => {
+                let mut tasks = self.list_tasks(task);
+                tasks.extend(self.list_leftovers(task));
+                Reply::Tasks(tasks)
+            }
             HostRequest::Ping => Reply::Done,
             HostRequest::TaskStatus { tid } if self.is_alive(tid) => Reply::Done,
             HostRequest::TaskStatus { tid } => no_task_reply(tid),

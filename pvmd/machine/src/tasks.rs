@@ -427,6 +427,7 @@ impl Machine {
                     && self.owner_control.stopped_tasks.contains(task.tid),
                 suspended: is_suspended,
                 stopping: is_stopped && !self.owner_control.stopped_tasks.contains(task.tid),
+                leftover_processes: 0,
             };
         let is_selected = |tid: Tid| selected_tid.is_none_or(|selected_tid| selected_tid == tid);
         let local_tasks = self

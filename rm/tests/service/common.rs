@@ -509,6 +509,7 @@ pub(crate) fn task_info(tid: Tid, host: u16, flags: i32, name: &str) -> TaskInfo
         suspended: false,
         namespace_pid: pid,
         stopping: false,
+        leftover_processes: 0,
     }
 }
 

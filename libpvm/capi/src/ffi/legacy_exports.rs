@@ -11,7 +11,7 @@ use crate::memory::{ProgramStr, Strided, write_c_string};
 use crate::session::{self, lock, log_stderr, value_or_report};
 use crate::{control, env, names, process, send};
 use libpvm::Runtime;
-use sempa_proto::runtime_paths::RuntimePaths;
+use libpvm::runtime::runtime_paths;
 use sempa_proto::{PvmError, PvmResult};
 use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_void};
 use std::sync::Mutex;
@@ -371,7 +371,7 @@ extern "C" fn pvmgetpvmd() -> *const c_char {
 #[unsafe(no_mangle)]
 extern "C" fn pvmdsockfile() -> *const c_char {
     static TEXT: Mutex<Option<crate::memory::COwnedMemory<CString>>> = Mutex::new(None);
-    let paths = RuntimePaths::from_env(process::real_uid() as u32, env::read_var);
+    let paths = runtime_paths(process::real_uid() as u32, env::read_var);
     store_text(
         &TEXT,
         paths.map_or_else(

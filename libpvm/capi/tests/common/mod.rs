@@ -388,6 +388,7 @@ impl TaskConnection {
                 suspended: false,
                 namespace_pid: 77,
                 stopping: false,
+                leftover_processes: 0,
             }]),
             Request::Spawn(request_content) if request_content.program == "nowhere" => {
                 Reply::Spawned(vec![

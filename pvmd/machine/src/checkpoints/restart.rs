@@ -530,6 +530,11 @@ impl Machine {
                 has_ended: false,
                 protected_checkpoints: Vec::new(),
             });
+            // The restarted tasks have their children again. Those that the earlier processes left
+            // behind would be second copies.
+            for tid in &members {
+                self.order_leftovers_killed(*tid);
+            }
         }
         if result.is_err() && restart_id.is_some() {
             self.undo_restart(&members, assigned_contexts);

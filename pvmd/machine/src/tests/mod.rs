@@ -9,6 +9,7 @@ mod handoff_log;
 mod hosts;
 mod leases;
 mod lost_waits;
+mod leftovers;
 mod migration;
 mod owner_agent;
 mod placement_query;

@@ -167,6 +167,10 @@ pub(super) struct Sim {
     respawned_procs: BTreeMap<(HostId, MigrationId), (usize, Tid)>,
     /// Processes that ignored a request to exit, one entry for each request.
     pub(super) exit_ignoring_procs: Vec<usize>,
+    /// What ended tasks have left behind on each host; true if it is stopped.
+    pub(super) leftovers: BTreeMap<(HostId, Tid), bool>,
+    /// True if leftover processes do not stop, so that no tasker reports that they have stopped.
+    pub(super) leftovers_never_stop: bool,
 }
 
 fn host_pair(a: HostId, b: HostId) -> (HostId, HostId) {
@@ -235,6 +239,8 @@ impl Sim {
             image_store: image_store::ImageStore::default(),
             respawned_procs: BTreeMap::new(),
             exit_ignoring_procs: Vec::new(),
+            leftovers: BTreeMap::new(),
+            leftovers_never_stop: false,
         };
         let mut master_config = machine_config(HostId::MASTER, "h1");
         configure(&mut master_config);
@@ -322,7 +328,7 @@ impl Sim {
         self.schedule(at, event);
     }
 
-    fn send_from_tasker(&mut self, host_id: HostId, message: FromTasker) {
+    pub(in crate::tests) fn send_from_tasker(&mut self, host_id: HostId, message: FromTasker) {
         self.send_in_order(
             Channel::Tasker(host_id),
             SimEvent::Machine(host_id, Event::Tasker(message)),

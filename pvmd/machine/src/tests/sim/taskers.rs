@@ -38,6 +38,7 @@ impl Sim {
         self.injection.memory_lost_hosts.insert(host_id);
         self.pre_copy_targets
             .retain(|_, target_host| *target_host != host_id);
+        self.leftovers.retain(|(host, _), _| *host != host_id);
         // Messages that the dead tasker had sent arrive before the report of its death.
         self.nodes
             .get_mut(&host_id)
@@ -68,6 +69,51 @@ impl Sim {
         }
         self.close_connection(proc);
         self.report_exit(proc, status);
+    }
+
+    /// Ends the process of a task, which leaves processes behind. They are stopped if the task was.
+    pub(in crate::tests) fn exit_and_leave_processes(&mut self, proc: usize, process_count: u32) {
+        let host_id = self.procs[proc].host;
+        let tid = self.procs[proc].tid();
+        self.leftovers
+            .insert((host_id, tid), self.procs[proc].paused);
+        let pids = (0..process_count as i32).map(|n| 7000 + n).collect();
+        self.send_from_tasker(
+            host_id,
+            FromTasker::LeftBehind {
+                tid,
+                process_count,
+                pids,
+            },
+        );
+        self.exit_proc(proc, 0);
+    }
+
+    fn handle_leftover_order(&mut self, host_id: HostId, message: &ToTasker) {
+        let (tid, must_run) = match message {
+            ToTasker::StopLeftovers { tid } => (*tid, false),
+            ToTasker::ResumeLeftovers { tid } => (*tid, true),
+            ToTasker::KillLeftovers { tid } => {
+                if self.leftovers.remove(&(host_id, *tid)).is_some() {
+                    self.send_from_tasker(
+                        host_id,
+                        FromTasker::LeftBehind {
+                            tid: *tid,
+                            process_count: 0,
+                            pids: Vec::new(),
+                        },
+                    );
+                }
+                return;
+            }
+            _ => return,
+        };
+        if let Some(is_stopped) = self.leftovers.get_mut(&(host_id, tid)) {
+            *is_stopped = !must_run && !self.leftovers_never_stop;
+            if *is_stopped {
+                self.send_from_tasker(host_id, FromTasker::LeftoversStopped { tid });
+            }
+        }
     }
 
     /// Ends the process of a task while a child process holds the socket open: the connection is
@@ -186,6 +232,9 @@ impl Sim {
                     self.resume_proc(proc);
                 }
             }
+            ToTasker::StopLeftovers { .. }
+            | ToTasker::ResumeLeftovers { .. }
+            | ToTasker::KillLeftovers { .. } => self.handle_leftover_order(host_id, &message),
             message => self.handle_source_order(host_id, message),
         }
     }

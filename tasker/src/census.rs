@@ -1,0 +1,278 @@
+//! One reading of all processes of the host, and the processes of each task among them.
+//!
+//! A process belongs to a task by its PID namespace, which it cannot leave, and not by its control
+//! group or its process group, which it can leave. A process that has created a further PID
+//! namespace belongs to the task whose namespace surrounds it.
+//!
+//! Without PID namespaces (the tasker has no privileges), a process belongs to a task if one of its
+//! ancestors does. Orphans become children of the tasker; they are recognized by their process
+//! group, or by a variable of their environment that has another value in each task.
+
+use checkpoint::proc;
+use std::cell::OnceCell;
+use std::collections::{BTreeMap, BTreeSet};
+use std::os::linux::fs::MetadataExt;
+
+/// Environment variable whose value differs between tasks; the daemon sets it for each task.
+const TASK_VARIABLE: &[u8] = b"PVMEPID=";
+
+/// All processes of the host at one moment. Each part is read when it is first needed.
+#[derive(Debug, Default)]
+pub(crate) struct Census {
+    namespaces: OnceCell<Namespaces>,
+    parents_and_groups: OnceCell<BTreeMap<i32, (i32, i32)>>,
+}
+
+/// The PID namespaces of all processes, by their inode numbers.
+#[derive(Debug)]
+struct Namespaces {
+    /// The processes in each namespace.
+    pids: BTreeMap<u64, Vec<i32>>,
+    /// The namespace in which each namespace was created. Namespaces that were created in the
+    /// tasker's own namespace are missing.
+    outer: BTreeMap<u64, u64>,
+}
+
+/// A task without a PID namespace.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct ProcessTree {
+    /// PID of the task's first process, which leads a process group.
+    first_pid: i32,
+    /// True if the first process was reaped. Another process may have its PID then.
+    is_first_reaped: bool,
+    /// Entry of the environment that only processes of this task have; `None` if the task was
+    /// started without it.
+    mark: Option<Vec<u8>>,
+}
+
+impl ProcessTree {
+    /// Describes a task by its first process and the environment with which it was started.
+    pub(crate) fn new(first_pid: i32, environment: &[Vec<u8>]) -> Self {
+        let mark = environment.iter().find(|e| e.starts_with(TASK_VARIABLE));
+        Self {
+            first_pid,
+            is_first_reaped: false,
+            mark: mark.cloned(),
+        }
+    }
+
+    /// Records that the first process was reaped.
+    pub(crate) fn record_first_reaped(&mut self) {
+        self.is_first_reaped = true;
+    }
+
+    /// Selects the processes of the task. `processes` contains the parent and the process group of
+    /// each process of the host; `tasker_pid` is the process that adopts orphans, and
+    /// `environment` returns the environment of a process.
+    fn select(
+        &self,
+        processes: &BTreeMap<i32, (i32, i32)>,
+        tasker_pid: i32,
+        environment: impl Fn(i32) -> Vec<u8>,
+    ) -> Vec<i32> {
+        // If the PID of the first process is in use again, so may be the number of its group.
+        let group_is_known = !self.is_first_reaped || !processes.contains_key(&self.first_pid);
+        let has_mark = |pid: i32| {
+            let Some(mark) = &self.mark else {
+                return false;
+            };
+            environment(pid).split(|byte| *byte == 0).any(|e| e == mark)
+        };
+        let is_root = |(pid, (parent, group)): &(&i32, &(i32, i32))| {
+            let is_first = **pid == self.first_pid && !self.is_first_reaped;
+            is_first
+                || (*group == self.first_pid && group_is_known)
+                || (*parent == tasker_pid && has_mark(**pid))
+        };
+        let mut members: BTreeSet<i32> = processes
+            .iter()
+            .filter(is_root)
+            .map(|(pid, _)| *pid)
+            .collect();
+        loop {
+            let children = processes
+                .iter()
+                .filter(|(pid, (parent, _))| members.contains(parent) && !members.contains(pid));
+            let children: Vec<i32> = children.map(|(pid, _)| *pid).collect();
+            if children.is_empty() {
+                return members.into_iter().collect();
+            }
+            members.extend(children);
+        }
+    }
+}
+
+impl Census {
+    /// Returns the PIDs of the processes in the PID namespace with this inode number, and in
+    /// namespaces that were created in it. The tasker's own PID namespace numbers the processes.
+    pub(crate) fn namespace_pids(&self, inode: u64) -> Vec<i32> {
+        let namespaces = self.namespaces.get_or_init(Namespaces::read);
+        let is_member =
+            |(member_inode, _): &(&u64, &Vec<i32>)| namespaces.is_inside(**member_inode, inode);
+        let groups = namespaces.pids.iter().filter(is_member);
+        groups.flat_map(|(_, pids)| pids.iter().copied()).collect()
+    }
+
+    /// Returns the PIDs of the processes of a task without a PID namespace. Processes that have
+    /// ended are not included.
+    pub(crate) fn tree_pids(&self, tree: &ProcessTree) -> Vec<i32> {
+        let processes = self.parents_and_groups.get_or_init(read_parents_and_groups);
+        tree.select(processes, std::process::id().cast_signed(), |pid| {
+            std::fs::read(format!("/proc/{pid}/environ")).unwrap_or_default()
+        })
+    }
+}
+
+impl Namespaces {
+    fn read() -> Self {
+        let mut pids = BTreeMap::<u64, Vec<i32>>::new();
+        let mut namespace_of = BTreeMap::new();
+        for pid in proc::process_ids() {
+            if let Ok(metadata) = std::fs::metadata(format!("/proc/{pid}/ns/pid")) {
+                pids.entry(metadata.st_ino()).or_default().push(pid);
+                namespace_of.insert(pid, metadata.st_ino());
+            }
+        }
+        let own_inode = namespace_of.get(&std::process::id().cast_signed()).copied();
+        let outer = find_outer(&pids, &namespace_of, own_inode, |pid| {
+            Some(proc::stat(pid)?.ppid)
+        });
+        Self { pids, outer }
+    }
+
+    /// True if the namespace `inode` is `outer_inode`, or was created in it.
+    fn is_inside(&self, inode: u64, outer_inode: u64) -> bool {
+        let mut inode = Some(inode);
+        // Each step leads to a surrounding namespace. Processes that have ended between two steps
+        // of the reading could make a circle.
+        for _ in 0..=self.outer.len() {
+            match inode {
+                Some(inode) if inode == outer_inode => return true,
+                Some(known_inode) => inode = self.outer.get(&known_inode).copied(),
+                None => return false,
+            }
+        }
+        false
+    }
+}
+
+/// Returns the namespace in which each namespace was created, except for those that were created in
+/// the tasker's own namespace `own_inode`. `pids` contains the processes of each namespace,
+/// `namespace_of` the namespace of each process, and `parent_of` returns the parent of a process.
+fn find_outer(
+    pids: &BTreeMap<u64, Vec<i32>>,
+    namespace_of: &BTreeMap<i32, u64>,
+    own_inode: Option<u64>,
+    parent_of: impl Fn(i32) -> Option<i32>,
+) -> BTreeMap<u64, u64> {
+    let outer_of = |(inode, pids): (&u64, &Vec<i32>)| {
+        // The first ancestor in another namespace is in the surrounding one.
+        let (mut pid, mut visited_pids) = (*pids.first()?, BTreeSet::new());
+        loop {
+            let parent = parent_of(pid).filter(|_| visited_pids.insert(pid))?;
+            match namespace_of.get(&parent)? {
+                parent_inode if parent_inode == inode => pid = parent,
+                parent_inode => break Some((*inode, *parent_inode)),
+            }
+        }
+    };
+    let foreign = pids.iter().filter(|(inode, _)| Some(**inode) != own_inode);
+    foreign
+        .filter_map(outer_of)
+        .filter(|(_, outer)| Some(*outer) != own_inode)
+        .collect()
+}
+
+fn read_parents_and_groups() -> BTreeMap<i32, (i32, i32)> {
+    let processes = proc::process_ids().into_iter().filter_map(proc::stat);
+    let living = processes.filter(|stat| !matches!(stat.state, 'Z' | 'X'));
+    living
+        .map(|stat| (stat.pid, (stat.ppid, stat.pgrp)))
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const TASKER: i32 = 10;
+
+    fn tree(is_first_reaped: bool) -> ProcessTree {
+        let mut tree = ProcessTree::new(20, &[b"A=1".to_vec(), b"PVMEPID=77".to_vec()]);
+        if is_first_reaped {
+            tree.record_first_reaped();
+        }
+        tree
+    }
+
+    /// A task without a namespace consists of its process group, all descendants, and orphans with
+    /// its environment.
+    #[test]
+    fn tree_contains_descendants_and_marked_orphans() {
+        let processes = BTreeMap::from([
+            (20, (TASKER, 20)),
+            (21, (20, 20)),
+            // A child with a session of its own, and its child.
+            (22, (21, 22)),
+            (23, (22, 22)),
+            // An orphan with the task's environment, and its child.
+            (24, (TASKER, 24)),
+            (25, (24, 24)),
+            // Another task, and a process of another program.
+            (30, (TASKER, 30)),
+            (40, (1, 40)),
+        ]);
+        let environment = |pid| match pid {
+            24 => b"X=y\0PVMEPID=77\0".to_vec(),
+            30 => b"PVMEPID=78\0".to_vec(),
+            _ => b"PVMEPID=770\0".to_vec(),
+        };
+        let pids = tree(false).select(&processes, TASKER, environment);
+        assert_eq!(pids, [20, 21, 22, 23, 24, 25]);
+    }
+
+    /// After the first process was reaped, a new process with its PID is another task.
+    #[test]
+    fn reused_pid_does_not_join_ended_tree() {
+        let environment = |pid| match pid {
+            24 => b"PVMEPID=77\0".to_vec(),
+            _ => Vec::new(),
+        };
+        let mut processes = BTreeMap::from([(21, (TASKER, 20)), (24, (TASKER, 24))]);
+        let pids = tree(true).select(&processes, TASKER, environment);
+        assert_eq!(pids, [21, 24]);
+        processes.insert(20, (TASKER, 20));
+        let pids = tree(true).select(&processes, TASKER, environment);
+        assert_eq!(pids, [24]);
+    }
+
+    /// A process in a PID namespace that was created in a task's namespace belongs to the task.
+    #[test]
+    fn nested_namespace_is_inside_surrounding_one() {
+        let pids = BTreeMap::from([
+            (100, vec![1, 10]),
+            (200, vec![20]),
+            (300, vec![21, 23]),
+            (400, vec![22]),
+            (500, vec![50]),
+        ]);
+        let namespace_of = pids
+            .iter()
+            .flat_map(|(inode, pids)| pids.iter().map(|pid| (*pid, *inode)))
+            .collect();
+        let parents = BTreeMap::from([(20, 10), (21, 20), (23, 21), (22, 23), (50, 1), (10, 1)]);
+        let outer = find_outer(&pids, &namespace_of, Some(100), |pid| {
+            parents.get(&pid).copied()
+        });
+        let namespaces = Namespaces { pids, outer };
+        for (inode, expected) in [
+            (100, false),
+            (200, true),
+            (300, true),
+            (400, true),
+            (500, false),
+        ] {
+            assert_eq!(namespaces.is_inside(inode, 200), expected, "{inode}");
+        }
+    }
+}

@@ -1,0 +1,300 @@
+//! Tests that everything in a task's PID namespace stops: children of an ended task, processes that
+//! have left the control group, and children between vfork and exec.
+
+mod common;
+
+use checkpoint::proc;
+use common::migration_steps::{compile_program, count_lines};
+use common::{Tasker, can_make_namespaces, is_alive, shell_path, tid, wait_until};
+use sempa_proto::cgroup;
+use sempa_proto::tasker::{FromTasker, ToTasker};
+use sempa_proto::{Micros, Tid};
+use std::fs;
+use std::path::PathBuf;
+
+const FREEZER_OFF: (&str, &str) = ("SEMPA_FREEZER", "off");
+/// A task that starts a computing child, prints the word "ready" and waits.
+const PARENT_SCRIPT: &str = "(while :; do :; done) & echo ready; wait";
+
+fn cpu_ticks(pid: i32) -> u64 {
+    let stat = proc::stat(pid).expect("it is there");
+    stat.utime + stat.stime
+}
+
+/// Asserts that a process uses no processor time while the tasker has nothing to say for a moment.
+fn assert_stands_still(tasker: &mut Tasker, pid: i32) {
+    let previous_ticks = cpu_ticks(pid);
+    for _ in 0..5 {
+        let message = tasker.wait_briefly_for_message();
+        assert!(message.is_none(), "{message:?}");
+    }
+    assert_eq!(cpu_ticks(pid), previous_ticks, "process {pid} runs");
+}
+
+fn assert_runs(pid: i32) {
+    let previous_ticks = cpu_ticks(pid);
+    wait_until("the process runs", || cpu_ticks(pid) > previous_ticks);
+}
+
+/// Returns the only child of a process.
+fn child_of(pid: i32) -> i32 {
+    wait_until("there is a child", || {
+        proc::children(pid).is_some_and(|children| children.len() == 1)
+    });
+    proc::children(pid).expect("it is there")[0]
+}
+
+/// Starts [`PARENT_SCRIPT`]. Returns the PIDs of the task's first process and of its child.
+fn start_parent(tasker: &mut Tasker) -> (i32, i32) {
+    let pid = tasker.start_task_and_wait(tid(1), &shell_path(), &["-c", PARENT_SCRIPT]);
+    tasker.wait_for_output(tid(1), &mut Vec::new(), |text| count_lines(text) == 1);
+    (pid, child_of(pid))
+}
+
+fn pause_and_wait(tasker: &mut Tasker) {
+    tasker.send(ToTasker::Pause {
+        tid: tid(1),
+        run_time: Micros(0),
+    });
+    tasker.wait_for_value(&mut Vec::new(), |message| {
+        matches!(message, FromTasker::Paused { .. }).then_some(())
+    });
+}
+
+/// Sends SIGKILL to the task's first process. Waits for the reports of what is left and of the end,
+/// in this order. Returns the number of processes left and their PIDs.
+fn kill_first_process(tasker: &mut Tasker) -> (u32, Vec<i32>) {
+    tasker.send(ToTasker::Signal {
+        tid: tid(1),
+        signal: libc::SIGKILL,
+    });
+    let left = tasker.wait_for_value(&mut Vec::new(), |message| match message {
+        FromTasker::LeftBehind {
+            tid: left_tid,
+            process_count,
+            pids,
+        } => {
+            assert_eq!(*left_tid, tid(1));
+            Some((*process_count, pids.clone()))
+        }
+        FromTasker::Exited { .. } => panic!("the end was reported first"),
+        _ => None,
+    });
+    let (_, status, _) = tasker.wait_for_exit(tid(1));
+    assert_eq!(status, libc::SIGKILL);
+    left
+}
+
+fn wait_until_none_left(tasker: &mut Tasker, ended_tid: Tid) {
+    tasker.wait_for_value(&mut Vec::new(), |message| match message {
+        FromTasker::LeftBehind {
+            tid,
+            process_count: 0,
+            ..
+        } if *tid == ended_tid => Some(()),
+        _ => None,
+    });
+}
+
+fn stop_leftovers_and_wait(tasker: &mut Tasker) {
+    tasker.send(ToTasker::StopLeftovers { tid: tid(1) });
+    tasker.wait_for_value(&mut Vec::new(), |message| {
+        matches!(message, FromTasker::LeftoversStopped { .. }).then_some(())
+    });
+}
+
+/// Runs `test` with the mechanism of this host and with signals. Without the right to create
+/// namespaces both are the same.
+fn with_each_mechanism(test: impl Fn(&mut Tasker)) {
+    for env in [&[][..], &[FREEZER_OFF][..]] {
+        let mut tasker = Tasker::start_with_env(env);
+        test(&mut tasker);
+        tasker.stop_and_wait();
+    }
+}
+
+/// A child of a paused task that is killed stays stopped, is counted, runs when guests are welcome,
+/// and is killed on request.
+#[test]
+fn child_of_killed_task_stays_stopped() {
+    with_each_mechanism(|tasker| {
+        let (_, child) = start_parent(tasker);
+        pause_and_wait(tasker);
+        let left = kill_first_process(tasker);
+        assert_eq!(left, (1, vec![child]));
+        tasker.wait_for_value(&mut Vec::new(), |message| {
+            matches!(message, FromTasker::LeftoversStopped { .. }).then_some(())
+        });
+        assert_stands_still(tasker, child);
+        tasker.send(ToTasker::ResumeLeftovers { tid: tid(1) });
+        assert_runs(child);
+        tasker.send(ToTasker::KillLeftovers { tid: tid(1) });
+        wait_until_none_left(tasker, tid(1));
+        assert!(!is_alive(child));
+    });
+}
+
+/// A child that a task has left behind before the owner comes stops when the owner comes.
+#[test]
+fn child_left_before_a_pause_stops() {
+    with_each_mechanism(|tasker| {
+        let (_, child) = start_parent(tasker);
+        let left = kill_first_process(tasker);
+        assert_eq!(left, (1, vec![child]));
+        assert_runs(child);
+        stop_leftovers_and_wait(tasker);
+        assert_stands_still(tasker, child);
+        tasker.send(ToTasker::ResumeLeftovers { tid: tid(1) });
+        assert_runs(child);
+    });
+}
+
+/// A child with a session of its own belongs to the task, also after it has become an orphan.
+#[test]
+fn child_with_own_session_stops() {
+    let script = "setsid sh -c '(while :; do :; done) & echo ready; wait' & wait";
+    with_each_mechanism(|tasker| {
+        let pid = tasker.start_task_and_wait(tid(1), &shell_path(), &["-c", script]);
+        tasker.wait_for_output(tid(1), &mut Vec::new(), |text| count_lines(text) == 1);
+        let computing_child = child_of(child_of(pid));
+        pause_and_wait(tasker);
+        assert_stands_still(tasker, computing_child);
+        tasker.send(ToTasker::Resume { tid: tid(1) });
+        assert_runs(computing_child);
+    });
+}
+
+/// What a task has left behind ends with the tasker.
+#[test]
+fn leftovers_end_with_the_tasker() {
+    let mut tasker = Tasker::start();
+    let (_, child) = start_parent(&mut tasker);
+    kill_first_process(&mut tasker);
+    assert!(is_alive(child));
+    tasker.stop_and_wait();
+    wait_until("the child has ended", || !is_alive(child));
+}
+
+/// A task that leaves nothing behind is not reported, and the last process that ends is.
+#[test]
+fn end_of_last_leftover_is_reported() {
+    let mut tasker = Tasker::start();
+    let script = "(read x < \"$1\") & echo ready; wait";
+    let dir = tempfile::tempdir().expect("a directory");
+    let fifo = dir.path().join("fifo");
+    nix::unistd::mkfifo(&fifo, nix::sys::stat::Mode::S_IRWXU).expect("a fifo");
+    let fifo_text = fifo.to_str().expect("text");
+    tasker.start_task_and_wait(tid(1), &shell_path(), &["-c", script, "sh", fifo_text]);
+    tasker.wait_for_output(tid(1), &mut Vec::new(), |text| count_lines(text) == 1);
+    assert_eq!(kill_first_process(&mut tasker).0, 1);
+    fs::write(&fifo, "go\n").expect("the child reads");
+    wait_until_none_left(&mut tasker, tid(1));
+    tasker.start_task_and_wait(tid(2), &shell_path(), &["-c", "true"]);
+    let mut messages = Vec::new();
+    tasker.wait_for_value(&mut messages, |message| {
+        matches!(message, FromTasker::Exited { .. }).then_some(())
+    });
+    let is_left = |message: &FromTasker| matches!(message, FromTasker::LeftBehind { .. });
+    assert!(!messages.iter().any(is_left), "{messages:?}");
+    tasker.stop_and_wait();
+}
+
+/// Returns the directory of the outermost control group of version 2.
+fn outermost_group() -> PathBuf {
+    let mounts = fs::read("/proc/self/mountinfo").expect("the kernel has it");
+    cgroup::find_mount_point(&mounts, None)
+        .unwrap_or_else(|| panic!("cannot run here: control groups of version 2 are not mounted"))
+}
+
+/// A task, or a child of it, that has left the control group is stopped and resumed like the
+/// others. A process that was already stopped stays so.
+#[test]
+#[ignore = "system tier: needs root and control groups"]
+fn process_outside_its_control_group_stops() {
+    assert!(can_make_namespaces(), "cannot run here: needs root");
+    for leaves_child in [false, true] {
+        let mut tasker = Tasker::start();
+        let freezer = &tasker.capabilities.freezer;
+        assert!(freezer.is_ok(), "cannot run here: {freezer:?}");
+        let (pid, child) = start_parent(&mut tasker);
+        let script = "while :; do :; done";
+        let stopped_pid = tasker.start_task_and_wait(tid(2), &shell_path(), &["-c", script]);
+        let leaving_pids = if leaves_child {
+            vec![child]
+        } else {
+            vec![pid, child]
+        };
+        for leaving_pid in leaving_pids {
+            fs::write(
+                outermost_group().join("cgroup.procs"),
+                leaving_pid.to_string(),
+            )
+            .expect("it moves");
+        }
+        assert_runs(child);
+        pause_and_wait(&mut tasker);
+        assert_stands_still(&mut tasker, child);
+        assert_runs(stopped_pid);
+        tasker.send(ToTasker::Resume { tid: tid(1) });
+        assert_runs(child);
+        // The processes stay members of the task, also after its end.
+        pause_and_wait(&mut tasker);
+        assert_eq!(kill_first_process(&mut tasker), (1, vec![child]));
+        assert_stands_still_after_reports(&mut tasker, child);
+        tasker.send(ToTasker::ResumeLeftovers { tid: tid(1) });
+        assert_runs(child);
+        tasker.stop_and_wait();
+        assert!(!is_alive(child));
+    }
+}
+
+fn assert_stands_still_after_reports(tasker: &mut Tasker, pid: i32) {
+    tasker.wait_for_value(&mut Vec::new(), |message| {
+        matches!(message, FromTasker::LeftoversStopped { .. }).then_some(())
+    });
+    assert_stands_still(tasker, pid);
+}
+
+/// A process that leaves the frozen control group is stopped again.
+#[test]
+#[ignore = "system tier: needs root and control groups"]
+fn process_that_leaves_a_frozen_group_is_stopped_again() {
+    assert!(can_make_namespaces(), "cannot run here: needs root");
+    let mut tasker = Tasker::start();
+    let freezer = &tasker.capabilities.freezer;
+    assert!(freezer.is_ok(), "cannot run here: {freezer:?}");
+    let (_, child) = start_parent(&mut tasker);
+    pause_and_wait(&mut tasker);
+    fs::write(outermost_group().join("cgroup.procs"), child.to_string()).expect("it moves");
+    tasker.wait_for_value(&mut Vec::new(), |message| {
+        matches!(message, FromTasker::Paused { .. }).then_some(())
+    });
+    assert_stands_still(&mut tasker, child);
+    tasker.send(ToTasker::Resume { tid: tid(1) });
+    assert_runs(child);
+    tasker.stop_and_wait();
+}
+
+/// A child between vfork and exec is stopped for a pause, and what remains of a killed task in
+/// vfork is its child.
+#[test]
+#[ignore = "system tier: needs gcc"]
+fn vfork_child_stops_and_is_left_behind() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let program = compile_program(dir.path(), "vfork_child");
+    with_each_mechanism(|tasker| {
+        let pid = tasker.start_task_and_wait(tid(1), &program, &[]);
+        tasker.wait_for_output(tid(1), &mut Vec::new(), |text| count_lines(text) == 1);
+        let child = child_of(pid);
+        assert_runs(child);
+        pause_and_wait(tasker);
+        assert_stands_still(tasker, child);
+        tasker.send(ToTasker::Resume { tid: tid(1) });
+        assert_runs(child);
+        pause_and_wait(tasker);
+        assert_eq!(kill_first_process(tasker), (1, vec![child]));
+        assert_stands_still_after_reports(tasker, child);
+        tasker.send(ToTasker::KillLeftovers { tid: tid(1) });
+        wait_until_none_left(tasker, tid(1));
+    });
+}
