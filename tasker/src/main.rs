@@ -7,8 +7,8 @@
 //! kills all tasks and exits.
 
 mod binary_hashing;
-mod clone_vfork;
 mod census;
+mod clone_vfork;
 mod daemon_socket;
 mod dump_attempt;
 mod engine_probe;

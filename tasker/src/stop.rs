@@ -124,7 +124,7 @@ pub(crate) fn signal_and_check_stopped(
     let is_waited_for = |child: i32, parent: i32| {
         vfork_rule == VforkRule::ChildStops
             && state_of(&parent) == Some(RunState::InKernel)
-            && sys::share_memory(child, parent)
+            && facts::share_memory(child, parent)
     };
     let waits_for_stopped_child = |pid: i32| {
         states.iter().any(|(child, (state, parent))| {
@@ -171,7 +171,7 @@ pub(crate) fn executing_pids(pids: &[i32]) -> Vec<i32> {
 pub(crate) fn continue_vfork_children(pids: &[i32]) {
     for pid in pids.iter().filter(|pid| is_stopped_by_signal(**pid)) {
         let is_waited_for = parent_pid(*pid).is_some_and(|parent| {
-            run_state(parent) == RunState::InKernel && sys::share_memory(*pid, parent)
+            run_state(parent) == RunState::InKernel && facts::share_memory(*pid, parent)
         });
         if is_waited_for {
             let _ = sys::send_signal(*pid, libc::SIGCONT);

@@ -213,5 +213,15 @@ Console: 2 new hosts added
         assert_eq!(row_end(false, true, true), "(stopping, suspended)");
         assert_eq!(row_end(false, true, false), "(suspended)");
         assert_eq!(row_end(true, true, false), "(stopped, suspended)");
+        let left = TaskInfo {
+            stopping: true,
+            leftover_processes: 1,
+            ..task(0x80001, 0, 7, 6, "worker")
+        };
+        let row = ps_row(&table(), &left, Tid::NONE, false);
+        assert!(
+            row.ends_with(" (ended, left 1 process, stopping)\n"),
+            "{row}"
+        );
     }
 }

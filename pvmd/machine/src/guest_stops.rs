@@ -80,8 +80,7 @@ impl Machine {
             !directive.running_guests.is_empty() || !self.owner_control.leftovers.have_stopped()
         };
         let is_overdue = |directive: &ActiveDirective| {
-            may_guests_run(directive)
-                && directive.received_at + GUEST_STOP_TIMEOUT <= now
+            may_guests_run(directive) && directive.received_at + GUEST_STOP_TIMEOUT <= now
         };
         let directive = self.owner_control.active_directive.as_ref();
         directive.is_some_and(is_overdue)

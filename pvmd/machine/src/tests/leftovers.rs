@@ -110,7 +110,8 @@ fn unstopped_leftovers_are_not_called_stopped() {
     scenario.send_directive(1, stop_guests_request());
     scenario.sim.advance(SETTLE_TIME);
     assert!(pause_events(&mut scenario).is_empty());
-    assert!(!leftovers_of(&mut scenario)[0].paused);
+    let left = &leftovers_of(&mut scenario)[0];
+    assert_eq!((left.paused, left.stopping), (false, true));
     let pids = vec![7000];
     let report = FromTasker::NotStopped {
         tid,
@@ -130,6 +131,42 @@ fn unstopped_leftovers_are_not_called_stopped() {
     scenario.sim.send_from_tasker(host(2), report);
     scenario.sim.advance(SETTLE_TIME);
     assert_eq!(pause_events(&mut scenario).len(), 1);
+}
+
+/// A guest that runs again after it was confirmed as stopped is listed as stopping, and an event has
+/// its processes, until its stop is confirmed again.
+#[test]
+fn guest_that_runs_again_is_not_called_stopped() {
+    let mut scenario = Scenario::new(10);
+    let tid = scenario.tids[2];
+    let states = |scenario: &mut Scenario| {
+        let console = scenario.console;
+        let tasks = list_tasks(&mut scenario.sim, console);
+        let task = tasks.iter().find(|task| task.tid == tid).expect("alive");
+        (task.paused, task.stopping)
+    };
+    scenario.send_directive(1, stop_guests_request());
+    scenario.sim.advance(SETTLE_TIME);
+    assert_eq!(states(&mut scenario), (true, false));
+    let pids = vec![7000];
+    let report = FromTasker::NotStopped {
+        tid,
+        pids: pids.clone(),
+    };
+    scenario.sim.send_from_tasker(host(2), report);
+    scenario.sim.advance(SETTLE_TIME);
+    assert_eq!(states(&mut scenario), (false, true));
+    let event = EventKind::GuestsStillRun {
+        host: host(2),
+        tid,
+        pids,
+    };
+    let console = scenario.console;
+    assert!(list_events(&mut scenario.sim, console).contains(&event));
+    let report = FromTasker::Paused { tid };
+    scenario.sim.send_from_tasker(host(2), report);
+    scenario.sim.advance(SETTLE_TIME);
+    assert_eq!(states(&mut scenario), (true, false));
 }
 
 /// When guests are evicted, leftover processes are killed if the owner's policy ends guests or
