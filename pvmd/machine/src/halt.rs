@@ -117,7 +117,6 @@ impl Machine {
         }
     }
 
-    /// Returns the tasks whose processes this daemon's tasker has started.
     /// True if this daemon has only to exit.
     fn is_shutdown_done(&self) -> bool {
         self.shutdown.as_ref().is_some_and(|s| s.is_done)
@@ -130,6 +129,7 @@ impl Machine {
             .is_some_and(|s| s.is_done || s.has_reported_end)
     }
 
+    /// Returns the tasks whose processes this daemon's tasker has started.
     fn spawned_processes(&self) -> Vec<Tid> {
         self.tasks
             .live_tasks

@@ -21,7 +21,7 @@ use sempa_proto::link::{LinkFrame, is_later_incarnation};
 use sempa_proto::migration::{Failure, FileRequirement, RestartGroup, TaskFacts};
 use sempa_proto::task::{Redirect, Reply, RestartInfo, ToTask};
 use sempa_proto::tasker::{MemoryWrite, ToTasker};
-use sempa_proto::{HostId, MigrationId, RequestId, Tid, WIRE_VERSION};
+use sempa_proto::{HostId, Micros, MigrationId, RequestId, Tid, WIRE_VERSION};
 use std::collections::{BTreeMap, BTreeSet};
 
 impl CheckpointedJob {
