@@ -28,8 +28,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 /// Divisor of the time from `freeze_at` to `kill_at`. The quotient is the time that the main thread
-/// has after `kill_at` to kill the tasks: half of that time, so that the tasks have ended after nine
-/// tenths of the lease.
+/// has after `kill_at` to kill the tasks: half of that time, so that the tasks have ended after
+/// nine tenths of the lease.
 const LAST_RESORT_DIVISOR: u64 = 2;
 /// Time of a kill that is not planned.
 const NEVER: u64 = u64::MAX;
@@ -71,7 +71,7 @@ impl Deadlines {
 /// The part of the lease that the second thread reads.
 #[derive(Debug)]
 struct LastResort {
-    /// Fires at `kill_at`.
+    /// Fires at `kill_at`, and wakes the second thread.
     timer: TimerFd,
     /// The deadline `kill_at` in microseconds, or [`NEVER`].
     kill_at_us: AtomicU64,

@@ -297,9 +297,9 @@ pub(crate) unsafe fn clone3(
         set_tid_size: set_tid.count(),
         cgroup: group.map_or(0, |group_dir| group_dir.as_raw_fd() as u64),
     };
-    // SAFETY: without CLONE_VM and without a stack this behaves like fork; `args` and `set_tid` live
-    // through the call and the kernel may write to `pidfd`. The caller guarantees what the child
-    // does.
+    // SAFETY: without CLONE_VM and without a stack this behaves like fork; `args` and `set_tid`
+    // live through the call and the kernel may write to `pidfd`. The caller guarantees what the
+    // child does.
     let pid = unsafe {
         libc::syscall(
             libc::SYS_clone3,

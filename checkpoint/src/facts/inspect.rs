@@ -253,29 +253,6 @@ pub fn inspect(
     })
 }
 
-/// Maximum size in bytes of a file that is hashed in advance. Larger files are mostly data, not
-/// libraries.
-const PREHASHED_BYTES_MAX: u64 = 128 << 20;
-
-/// Hashes the program and the libraries of a process in advance, so that a later inspection need
-/// not wait for the disk. Read errors are ignored; the inspection reports them.
-pub fn hash_program_files(pid: i32, hashes: &HashCache) {
-    let Ok(text) = proc::mappings(pid, "maps") else {
-        return;
-    };
-    for mapping in memory_map::parse_maps(&text) {
-        let memory_map::Mapping::Private(path) = mapping else {
-            continue;
-        };
-        if path
-            .metadata()
-            .is_ok_and(|meta| meta.len() <= PREHASHED_BYTES_MAX)
-        {
-            let _ = hashes.hash(&path);
-        }
-    }
-}
-
 /// Returns the memory of a process in bytes, resident or swapped out; `None` if the process does
 /// not exist.
 pub fn process_memory_bytes(pid: i32) -> Option<u64> {

@@ -26,10 +26,10 @@ mod verdict;
 
 pub use available_resources::memory_available_bytes;
 pub use files::{COPIED_BYTES_MAX, COPIED_FILES_MAX, OpenFile, files_to_copy, open_parent_dir};
-pub use hash::{CACHED_HASHES_MAX, HashCache};
+pub use hash::{CACHED_HASHES_MAX, HashCache, hash_program_files};
 pub use inspect::{
-    FILE_LIST_BYTES_MAX, TaskProcesses, has_library_sockets, hash_program_files, inspect,
-    process_memory_bytes, written_files,
+    FILE_LIST_BYTES_MAX, TaskProcesses, has_library_sockets, inspect, process_memory_bytes,
+    written_files,
 };
 pub use kcmp::share_memory;
 pub use this_host::ThisHost;

@@ -369,8 +369,8 @@ mod tests {
         );
     }
 
-    /// The verdict lists missing processor features, kernel features, memory, threads and process ids
-    /// together.
+    /// The verdict lists missing processor features, kernel features, memory, threads and process
+    /// ids together.
     #[test]
     fn lacking_host_reports_all_reasons() {
         let lacking_host = FakeHost {

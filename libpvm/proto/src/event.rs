@@ -779,11 +779,13 @@ fn as_millis(time: Micros) -> f64 {
 
 /// Joins the tids with spaces; "no guests" for an empty list.
 fn join_tids(tids: &[Tid]) -> String {
-    let names: Vec<String> = tids.iter().map(Tid::to_string).collect();
-    if names.is_empty() {
-        "no guests".into()
-    } else {
-        names.join(" ")
+    match tids {
+        [] => "no guests".into(),
+        _ => tids
+            .iter()
+            .map(Tid::to_string)
+            .collect::<Vec<_>>()
+            .join(" "),
     }
 }
 
@@ -793,12 +795,10 @@ fn join_guests(guests: &[Tid], leftovers: &[LeftoverCount]) -> String {
     if leftovers.is_empty() {
         return join_tids(guests);
     }
-    let left_texts: Vec<String> = leftovers.iter().map(LeftoverCount::to_string).collect();
-    let left_text = left_texts.join(", ");
-    if guests.is_empty() {
-        left_text
-    } else {
-        format!("{}, {left_text}", join_tids(guests))
+    let texts: Vec<String> = leftovers.iter().map(LeftoverCount::to_string).collect();
+    match guests.is_empty() {
+        true => texts.join(", "),
+        false => format!("{}, {}", join_tids(guests), texts.join(", ")),
     }
 }
 

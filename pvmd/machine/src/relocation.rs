@@ -580,15 +580,9 @@ impl Machine {
         (task.pid, task.suspension) = (arrival.pid, arrival.suspension);
         task.namespace_pid = arrival.namespace_pid.unwrap_or(task.namespace_pid);
         if arrival.restarts_program {
-            (
-                task.connection_phase,
-                task.spawn_token,
-                task.awaits_restarted_process,
-            ) = (
-                ConnectionPhase::Expected,
-                arrival.spawn_token,
-                arrival.conn.is_none(),
-            );
+            task.connection_phase = ConnectionPhase::Expected;
+            task.spawn_token = arrival.spawn_token;
+            task.awaits_restarted_process = arrival.conn.is_none();
         }
         for item in arrival
             .forwarded_items

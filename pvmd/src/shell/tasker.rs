@@ -199,8 +199,8 @@ impl TaskerProcess {
     }
 
     /// Makes the tasker and all of its tasks end, and waits until the tasker has ended. Kills a
-    /// tasker that has not ended after [`EXIT_TIMEOUT`]. If `is_lease_binding` is true, kills it when
-    /// the lease has run out, because the master may then start copies of its tasks.
+    /// tasker that has not ended after [`EXIT_TIMEOUT`]. If `is_lease_binding` is true, kills it
+    /// when the lease has run out, because the master may then start copies of its tasks.
     pub(crate) async fn shut_down(&mut self, is_lease_binding: bool) {
         let exit_time = match &self.lease {
             Some(ToTasker::RenewLease { kill_at, .. }) if is_lease_binding => {

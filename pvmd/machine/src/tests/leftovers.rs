@@ -133,8 +133,8 @@ fn unstopped_leftovers_are_not_called_stopped() {
     assert_eq!(pause_events(&mut scenario).len(), 1);
 }
 
-/// A guest that runs again after it was confirmed as stopped is listed as stopping, and an event has
-/// its processes, until its stop is confirmed again.
+/// A guest that runs again after it was confirmed as stopped is listed as stopping, and an event
+/// has its processes, until its stop is confirmed again.
 #[test]
 fn guest_that_runs_again_is_not_called_stopped() {
     let mut scenario = Scenario::new(10);
