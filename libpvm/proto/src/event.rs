@@ -779,26 +779,21 @@ fn as_millis(time: Micros) -> f64 {
 
 /// Joins the tids with spaces; "no guests" for an empty list.
 fn join_tids(tids: &[Tid]) -> String {
+    let names: Vec<String> = tids.iter().map(Tid::to_string).collect();
     match tids {
         [] => "no guests".into(),
-        _ => tids
-            .iter()
-            .map(Tid::to_string)
-            .collect::<Vec<_>>()
-            .join(" "),
+        _ => names.join(" "),
     }
 }
 
 /// Joins the tids of paused guests and what ended tasks have left behind; "no guests" if both lists
 /// are empty.
 fn join_guests(guests: &[Tid], leftovers: &[LeftoverCount]) -> String {
-    if leftovers.is_empty() {
-        return join_tids(guests);
-    }
     let texts: Vec<String> = leftovers.iter().map(LeftoverCount::to_string).collect();
-    match guests.is_empty() {
-        true => texts.join(", "),
-        false => format!("{}, {}", join_tids(guests), texts.join(", ")),
+    match (guests, leftovers) {
+        (_, []) => join_tids(guests),
+        ([], _) => texts.join(", "),
+        _ => format!("{}, {}", join_tids(guests), texts.join(", ")),
     }
 }
 
