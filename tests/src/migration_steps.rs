@@ -380,8 +380,8 @@ impl<'a> MigrationFaults<'a> {
         Ok(held_migrations)
     }
 
-    /// Waits until a task can migrate to a host. After a fault the taskers may still be trying their
-    /// engines.
+    /// Waits until a task can migrate to a host. After a fault the taskers may still be trying
+    /// their engines.
     fn wait_until_migratable(&self, tid: &str, target: usize) -> Result<()> {
         wait_for(WAIT_TIMEOUT, || {
             let query = self
