@@ -355,7 +355,9 @@ impl<'a> MigrationFaults<'a> {
         let names: Vec<(String, String)> = points.iter().enumerate().map(host_and_name).collect();
         let tids = self.oracle.spawn_and_wait(&names)?;
         for (i, tid) in tids.iter().enumerate() {
-            self.wait_until_migratable(tid, source_and_target(i).1)?;
+            // After a fault the taskers may still be trying their engines.
+            let target = format!("h{}", source_and_target(i).1);
+            self.vm.wait_until_migratable(tid, &target, WAIT_TIMEOUT)?;
         }
         let mut held_migrations = Vec::new();
         for (i, (tid, (_, name))) in tids.into_iter().zip(names).enumerate() {
@@ -378,22 +380,6 @@ impl<'a> MigrationFaults<'a> {
             .iter_mut()
             .try_for_each(|migration| self.wait_until_held(migration))?;
         Ok(held_migrations)
-    }
-
-    /// Waits until a task can migrate to a host. After a fault the taskers may still be trying
-    /// their engines.
-    fn wait_until_migratable(&self, tid: &str, target: usize) -> Result<()> {
-        wait_for(WAIT_TIMEOUT, || {
-            let query = self
-                .vm
-                .run_pvm(&["can-migrate", tid, &format!("h{target}")]);
-            let query = query.map_err(|error| error.to_string())?;
-            if query.succeeded() {
-                Ok(())
-            } else {
-                Err(query.stdout + &query.stderr)
-            }
-        })
     }
 
     fn wait_until_held(&self, migration: &mut HeldMigration) -> Result<()> {
