@@ -52,7 +52,7 @@ fn first_error(log: impl BufRead) -> Option<(String, LineEnd)> {
     None
 }
 
-/// Returns the byte offset at which another log line begins within `text`; `None` if there is none.
+/// Returns the byte offset in `text` at which another log line begins; `None` if there is none.
 ///
 /// A log line begins with a time stamp like `(00.060959)`. CRIU writes the time stamp and the rest
 /// of a line separately, so a full disk may also cut off the time stamp. A line about CRIU's code in
