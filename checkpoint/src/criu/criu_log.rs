@@ -55,8 +55,8 @@ fn first_error(log: impl BufRead) -> Option<(String, LineEnd)> {
 /// Returns the byte offset in `text` at which another log line begins; `None` if there is none.
 ///
 /// A log line begins with a time stamp like `(00.060959)`. CRIU writes the time stamp and the rest
-/// of a line separately, so a full disk may also cut off the time stamp. A line about CRIU's code in
-/// the task then begins with [`TASK_CODE_PREFIX`].
+/// of a line separately, so a full disk may also cut off the time stamp. A line about CRIU's code
+/// in the task then begins with [`TASK_CODE_PREFIX`].
 fn find_next_line(text: &str) -> Option<usize> {
     let is_stamp = |rest: &str| {
         let stamp_text = rest
