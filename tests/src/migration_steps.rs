@@ -354,6 +354,11 @@ impl<'a> MigrationFaults<'a> {
         };
         let names: Vec<(String, String)> = points.iter().enumerate().map(host_and_name).collect();
         let tids = self.oracle.spawn_and_wait(&names)?;
+        for (i, tid) in tids.iter().enumerate() {
+            // After a fault the taskers may still be trying their engines.
+            let target = format!("h{}", source_and_target(i).1);
+            self.vm.wait_until_migratable(tid, &target, WAIT_TIMEOUT)?;
+        }
         let mut held_migrations = Vec::new();
         for (i, (tid, (_, name))) in tids.into_iter().zip(names).enumerate() {
             let (source, target) = source_and_target(i);

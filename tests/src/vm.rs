@@ -424,6 +424,23 @@ impl<'a> Vm<'a> {
         }
     }
 
+    /// Waits until a task can migrate to a host.
+    ///
+    /// # Errors
+    /// The migration is still refused after `timeout`.
+    pub fn wait_until_migratable(&self, tid: &str, host: &str, timeout: Duration) -> Result<()> {
+        wait_for(timeout, || {
+            let query_output = self
+                .run_pvm(&["can-migrate", tid, host])
+                .map_err(|error| error.to_string())?;
+            if query_output.succeeded() {
+                Ok(())
+            } else {
+                Err(query_output.stdout + &query_output.stderr)
+            }
+        })
+    }
+
     /// Starts a migration with the console, and returns without waiting for its end.
     pub fn start_migration(&self, tid: &str, host: &str) -> Result<RunningCommand> {
         self.start_pvm(&["migrate", tid, host])

@@ -336,8 +336,7 @@ fn a_full_disk_leaves_the_task_at_the_source() {
             resize_tmp(bed.host(host_number), "20m");
             let output = vm.migrate_when_ready(&tid, "h3").expect("ends");
             assert!(
-                // Another thread of CRIU may write into the line in CRIU's log.
-                !output.succeeded() && output.stderr.contains("No space left"),
+                !output.succeeded() && output.stderr.contains("No space left on device"),
                 "{output:?}"
             );
             vm.wait_for_event(

@@ -85,17 +85,11 @@ fn spawn_ready_task_with(vm: &Vm<'_>, extra_args: &[&str]) -> String {
         vm.spawn_connected(&[&["-h2", "hold", TASK_MIB], extra_args].concat()),
     );
     check_task_on(vm, &tid, "h2", "at the beginning");
-    let wait_result = wait_for(TIMEOUT, || {
-        let query_output = vm
-            .run_pvm(&["can-migrate", &tid, "h3"])
-            .map_err(|error| error.to_string())?;
-        if query_output.succeeded() {
-            Ok(())
-        } else {
-            Err(query_output.stdout + &query_output.stderr)
-        }
-    });
-    ok_or_panic(vm, "the engines work", wait_result);
+    ok_or_panic(
+        vm,
+        "the engines work",
+        vm.wait_until_migratable(&tid, "h3", TIMEOUT),
+    );
     tid
 }
 

@@ -8,6 +8,8 @@ use std::path::Path;
 const LOG_BYTES_MAX: u64 = 64 << 20;
 /// Maximum length in bytes of a log line that is quoted in an error message. A longer line is cut.
 const QUOTED_LINE_BYTES_MAX: usize = 400;
+/// Begin of a line about CRIU's code in the task, after the time stamp.
+const TASK_CODE_PREFIX: &str = "pie: ";
 
 /// What an error of the engine means for the task: a part of the error's text, and an explanation.
 const EXPLANATIONS: [(&str, &str); 7] = [
@@ -66,8 +68,8 @@ fn first_error(log: impl BufRead) -> Option<(String, LineEnd)> {
         let text = String::from_utf8_lossy(&line);
         if let Some(error_start) = text.find("Error").filter(|_| !text.contains("rlimit")) {
             let text = &text[error_start..];
-            return Some(match find_time_stamp(text) {
-                Some(next_stamp) => (truncate_line(text[..next_stamp].trim()), LineEnd::CutOff),
+            return Some(match find_next_line(text) {
+                Some(next_line) => (truncate_line(text[..next_line].trim()), LineEnd::CutOff),
                 None => (
                     truncate_line(text.trim()),
                     if text.ends_with('\n') {
@@ -83,9 +85,12 @@ fn first_error(log: impl BufRead) -> Option<(String, LineEnd)> {
     None
 }
 
-/// Returns the byte offset of the first time stamp like `(00.060959)` in `text`; `None` if `text`
-/// contains no time stamp. A log line begins with such a time stamp.
-fn find_time_stamp(text: &str) -> Option<usize> {
+/// Returns the byte offset in `text` at which another log line begins; `None` if there is none.
+///
+/// A log line begins with a time stamp like `(00.060959)`. CRIU writes the time stamp and the rest
+/// of a line separately, so a full disk may also cut off the time stamp. A line about CRIU's code
+/// in the task then begins with [`TASK_CODE_PREFIX`].
+fn find_next_line(text: &str) -> Option<usize> {
     let is_stamp = |rest: &str| {
         let stamp_text = rest
             .strip_prefix('(')
@@ -98,9 +103,12 @@ fn find_time_stamp(text: &str) -> Option<usize> {
             is_decimal(seconds) && is_decimal(micros) && micros.len() == 6
         })
     };
-    text.match_indices('(')
+    let time_stamp = text
+        .match_indices('(')
         .map(|(offset, _)| offset)
-        .find(|offset| is_stamp(&text[*offset..]))
+        .find(|offset| is_stamp(&text[*offset..]));
+    let offsets = [time_stamp, text.find(TASK_CODE_PREFIX)];
+    offsets.into_iter().flatten().min()
 }
 
 /// Returns the error that prevents writing to the log at the moment; `None` if the log can be
@@ -213,14 +221,23 @@ mod tests {
     #[test]
     fn line_cut_in_the_middle_means_full_disk() {
         let log = tempfile::NamedTempFile::new().expect("a file");
-        let text = "(00.060958) Error (criu/page-xfer.c:26(00.060959) ----------------------------------------\n";
-        std::fs::write(log.path(), text).expect("written");
-        let reason = first_error_in_file(log.path()).expect("an error");
-        assert!(
-            reason.starts_with("Error (criu/page-xfer.c:26… (")
-                && reason.contains("No space left on device"),
-            "{reason}"
-        );
+        for (text, readable_part) in [
+            (
+                "(00.060958) Error (criu/page-xfer.c:26(00.060959) ----------------------------------------\n",
+                "Error (criu/page-xfer.c:26… (",
+            ),
+            (
+                "(00.060958) Error (criu/page-xfer.c:263): No space leftpie: 2: __fetched msg: 3 0 0\n",
+                "Error (criu/page-xfer.c:263): No space left… (",
+            ),
+        ] {
+            std::fs::write(log.path(), text).expect("written");
+            let reason = first_error_in_file(log.path()).expect("an error");
+            assert!(
+                reason.starts_with(readable_part) && reason.contains("No space left on device"),
+                "{reason}"
+            );
+        }
         for complete_log in [
             "Error (criu/x.c:1): size (12.5) of (3)\n",
             "Error (criu/x.c:1): (.123456) (1.)\n",

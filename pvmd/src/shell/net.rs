@@ -249,8 +249,7 @@ impl PendingSession {
     /// during the wait.
     ///
     /// # Errors
-    /// No session was established within [`SESSION_WAIT_TIMEOUT`], or there is no state for the
-    /// host.
+    /// No session was established within [`SESSION_WAIT_TIMEOUT`], or the host is expelled.
     pub(crate) async fn wait_for_session(self) -> Result<(SessionContext, Connection), Failure> {
         let timeout_failure = || {
             Failure::Images(format!(
@@ -505,8 +504,9 @@ impl Net {
             Some(session) => {
                 let _ = session_sender.send(session);
             }
+            // A host that has just joined may have no state here yet.
             None => {
-                if let Some(peer) = self.peers.get_mut(&host) {
+                if let Some(peer) = self.peer_unless_expelled(host) {
                     peer.waiting_transfers.retain(|sender| !sender.is_closed());
                     peer.waiting_transfers.push(session_sender);
                 }

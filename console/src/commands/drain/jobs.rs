@@ -26,8 +26,8 @@ pub(super) enum DepartureState {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct RemainingJob {
     pub(super) job: Tid,
-    /// Number of tasks of the job on the host.
-    pub(super) task_count: usize,
+    /// Tasks of the job on the host.
+    pub(super) tasks_on_host: Vec<Tid>,
     /// Work that the job would lose: the sum of the times that its tasks, on all hosts, have run
     /// since its newest checkpoint.
     pub(super) unsaved_work: Micros,
@@ -98,7 +98,7 @@ pub(super) fn select_job(
                 .get(&remaining_job.job)
                 .map_or(0, |attempts| attempts.count),
             remaining_job.state,
-            Reverse((priority, remaining_job.task_count)),
+            Reverse((priority, remaining_job.tasks_on_host.len())),
             remaining_job.job,
         )
     })
@@ -192,7 +192,7 @@ mod tests {
         let tid = |n: i32| Tid::from_raw(0x40000 + n);
         let remaining_job = |n, tasks, bytes, state| RemainingJob {
             job: tid(n),
-            task_count: tasks,
+            tasks_on_host: vec![tid(n); tasks],
             unsaved_work: Micros(9),
             memory_bytes: bytes,
             state,
@@ -272,7 +272,7 @@ mod tests {
             let lost_work = Micros::from_secs(3600 * hours);
             RemainingJob {
                 job: tid(n),
-                task_count: tasks,
+                tasks_on_host: vec![tid(n); tasks],
                 unsaved_work: lost_work,
                 memory_bytes: bytes,
                 state: DepartureState::Stuck,

@@ -217,19 +217,20 @@ impl DrainRun<'_> {
         };
         for job in jobs {
             let job_tasks = tasks_by_job.remove(&job).unwrap_or_default();
-            let states = job_tasks
+            let (tasks_on_host, states): (Vec<Tid>, Vec<DepartureState>) = job_tasks
                 .iter()
-                .filter_map(|tid| Some((*tid, self.remaining_tasks.get(tid)?)));
-            let states: Vec<DepartureState> = states
-                .map(|(tid, reason)| self.progress.departure_state(tid, reason.as_ref()))
-                .collect();
+                .filter_map(|tid| {
+                    let reason = self.remaining_tasks.get(tid)?.as_ref();
+                    Some((*tid, self.progress.departure_state(*tid, reason)))
+                })
+                .unzip();
             let (bytes, lost_work) = (
                 self.estimate.total_bytes(&job_tasks, query_bytes),
                 self.progress.unsaved_work(unix_micros(), job, &job_tasks),
             );
             remaining_jobs.push(RemainingJob {
                 job,
-                task_count: states.len(),
+                tasks_on_host,
                 unsaved_work: lost_work,
                 memory_bytes: bytes,
                 state: job_state(&states),
@@ -305,9 +306,6 @@ impl DrainRun<'_> {
         if !ends_job && self.progress.drain_checkpoints.contains_key(&job) {
             return Ok(());
         }
-        let is_first_attempt = !self.attempts.contains_key(&job);
-        // The last tasks of the job may have migrated during the estimate.
-        let is_on_host = self.is_on_host(job)?;
         let attempts = CheckpointAttempts {
             count: 0,
             last_attempt_at: self.started_at,
@@ -316,10 +314,11 @@ impl DrainRun<'_> {
         };
         let attempts = self.attempts.entry(job).or_insert(attempts);
         (attempts.count, attempts.last_attempt_at) = (attempts.count + 1, Instant::now());
-        if !is_on_host {
+        // The last tasks of the job may have migrated during the estimate.
+        if (remaining_job.tasks_on_host.iter()).all(|tid| self.progress.has_migrated(*tid)) {
             return Ok(());
         }
-        if is_first_attempt {
+        if attempts.count == 1 {
             (self.print_line)(&format!(
                 "job {job} is being checkpointed, {}\n",
                 megabytes_text(remaining_job.memory_bytes)
@@ -370,18 +369,6 @@ impl DrainRun<'_> {
             }
         }
         Ok(())
-    }
-
-    /// True if the job has a task on the host that has not migrated.
-    fn is_on_host(&self, job: Tid) -> Result<bool, Error> {
-        let tasks_on_host = self
-            .remaining_tasks
-            .iter()
-            .filter(|(tid, _)| !self.progress.has_migrated(**tid))
-            .map(|(tid, reason)| (*tid, reason.clone()))
-            .collect();
-        let jobs = find_jobs(self.console, &task_parents(self.machine)?, &tasks_on_host);
-        Ok(jobs.contains(&job))
     }
 
     /// Checkpoints and ends all remaining jobs. Jobs with failed attempts get one more attempt,

@@ -144,7 +144,7 @@ async fn unexpected_bulk_stream_is_refused() {
     );
 }
 
-/// Images wait for a session that is being established. For an unknown host they fail immediately.
+/// Images wait for a session that is being established. For an expelled host they fail immediately.
 #[tokio::test(flavor = "multi_thread")]
 async fn images_wait_for_pending_session() {
     let authority = Authority::new("pvm").expect("a key");
@@ -165,7 +165,8 @@ async fn images_wait_for_pending_session() {
     std::fs::create_dir(&source_dir).expect("writable");
     std::fs::write(source_dir.join("core-1.img"), b"core").expect("writable");
     let Daemon { images, net, .. } = &mut source;
-    images.send_images(migration, host(2), net);
+    net.expel_host(host(3));
+    images.send_images(migration, host(3), net);
     let refusal = timeout(STEP_TIMEOUT, source.wait_for_input())
         .await
         .expect("in time");
@@ -180,8 +181,9 @@ async fn images_wait_for_pending_session() {
     target.images.expect_images(migration, host(1));
     let address = target.address();
     let Daemon { images, net, .. } = &mut source;
-    net.keep_connected(host(2), vec![address]);
+    // The host has just joined: the transfer begins before this daemon knows its address.
     images.send_images(migration, host(2), net);
+    net.keep_connected(host(2), vec![address]);
     target
         .net
         .keep_connected(source.own_host, vec![source.address()]);
