@@ -4,9 +4,11 @@ mod common;
 use checkpoint::proc;
 
 use common::migration_steps::*;
-use common::{Tasker, is_alive, migration_id, shell_path, tid, wait_until};
+use common::{Tasker, is_alive, migration_id, shell_path, start_order, tid, wait_until};
+use nix::sys::inotify::{AddWatchFlags, InitFlags, Inotify};
 use sempa_proto::migration::Failure;
-use sempa_proto::tasker::ToTasker;
+use sempa_proto::tasker::{FromTasker, TaskStart, ToTasker};
+use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -79,6 +81,95 @@ fn hanging_dump_is_attempted_twice() {
             > 0
     );
     assert_counter_continues(&mut source, &mut output);
+    source.stop_and_wait();
+}
+
+/// Kills the process `engine_pid` when the task has created CRIU's temporary directory
+/// `proc.crtools` in its working directory, which `watch` observes, for the `count`th time.
+fn kill_at_nth_creation(watch: &Inotify, engine_pid: i32, count: usize) {
+    let mut creation_count = 0;
+    while creation_count < count && is_alive(engine_pid) {
+        let events = watch.read_events().unwrap_or_default();
+        creation_count += events
+            .iter()
+            .filter(|event| event.name.as_deref() == Some(OsStr::new("proc.crtools")))
+            .count();
+    }
+    // The kill fails if the engine has already ended.
+    let _ = nix::sys::signal::kill(
+        nix::unistd::Pid::from_raw(engine_pid),
+        nix::sys::signal::SIGKILL,
+    );
+}
+
+/// If the engine is killed while the task executes the engine's code, another dump of the stopped
+/// task succeeds: the engine's code leaves no file descriptor and no directory behind.
+#[test]
+#[ignore = "system tier: needs CRIU and gcc"]
+fn dump_succeeds_after_kill_in_engine_code() {
+    require_migration();
+    let dir = tempfile::tempdir().expect("dir");
+    let dir_text = dir.path().display().to_string();
+    let engine = write_engine_wrapper(
+        dir.path(),
+        &format!("echo $$ > {dir_text}/pid.new; mv {dir_text}/pid.new {dir_text}/pid"),
+    );
+    let mut source = start_with_engine(&engine);
+    let mut output = Vec::new();
+    // Dumps of other tests do not use this working directory.
+    source.send(ToTasker::Start(TaskStart {
+        working_dir: dir.path().into(),
+        ..start_order(tid(1), &compile_program(dir.path(), "counter"), &[])
+    }));
+    let pid = source.wait_for_value(&mut Vec::new(), |message| match message {
+        FromTasker::Started { pid, .. } => Some(*pid),
+        _ => None,
+    });
+    source.wait_for_output(tid(1), &mut output, |text| count_lines(text) > 10);
+    let descriptor_count = || {
+        std::fs::read_dir(format!("/proc/{pid}/fd"))
+            .expect("it lives")
+            .count()
+    };
+    let (initial_descriptor_count, mut kill_count) = (descriptor_count(), 0);
+    // The engine creates the directory once at the beginning, and once per thread.
+    for creation in 1..=4 {
+        let id = migration_id(creation as u64);
+        let mut messages = Vec::new();
+        stop_and_wait(&mut source, tid(1), id, &mut messages);
+        let watch = Inotify::init(InitFlags::IN_CLOEXEC | InitFlags::IN_NONBLOCK).expect("inotify");
+        watch
+            .add_watch(dir.path(), AddWatchFlags::IN_CREATE)
+            .expect("the directory exists");
+        std::fs::remove_file(dir.path().join("pid")).expect("an engine ran before");
+        source.send(ToTasker::Dump {
+            migration: id,
+            tid: tid(1),
+            image_dir: dir.path().join(format!("killed-{creation}")),
+            memory_socket_path: None,
+        });
+        let engine = wait_for_pid_file(&dir.path().join("pid"));
+        kill_at_nth_creation(&watch, engine, creation);
+        // On a loaded host the engine may end before the kill.
+        match wait_until_dumped(&mut source, &mut messages) {
+            Ok(_) => {}
+            result => {
+                assert_eq!(result, Err(Failure::Killed { signal: 9 }));
+                kill_count += 1;
+            }
+        }
+        assert_eq!(descriptor_count(), initial_descriptor_count);
+        assert!(!dir.path().join("proc.crtools").exists());
+        let images = dir.path().join(format!("images-{creation}"));
+        dump_and_wait(&mut source, tid(1), id, &images, &mut messages)
+            .expect("the next dump works");
+        continue_and_wait(&mut source, tid(1), id, &mut messages);
+        output.extend(output_of(&messages, tid(1)));
+        let line_count = count_lines(&output) + 20;
+        source.wait_for_output(tid(1), &mut output, |text| count_lines(text) > line_count);
+        assert_no_line_lost(&output);
+    }
+    assert!(kill_count > 0, "every engine ended before the kill");
     source.stop_and_wait();
 }
 

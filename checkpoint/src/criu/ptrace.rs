@@ -11,6 +11,12 @@ const GENERAL_REGISTERS_BYTES_MAX: usize = 1024;
 const VECTOR_REGISTERS_BYTES_MAX: usize = 32 << 10;
 /// Timeout for a stopped thread to report its stop to a new tracer.
 const ATTACH_TIMEOUT: Duration = Duration::from_millis(500);
+/// Pause between checks whether a running thread has stopped.
+const STOP_POLL_INTERVAL: Duration = Duration::from_micros(50);
+/// Number of checks without a pause. Most threads stop within microseconds.
+const SPIN_POLLS: u32 = 100;
+/// Code of the SIGTRAP that reports the begin or end of a system call (PTRACE_O_TRACESYSGOOD).
+const SYSCALL_TRAP_CODE: i32 = libc::SIGTRAP | 0x80;
 /// PTRACE_EVENT_STOP: a stop by PTRACE_INTERRUPT, or the group stop of a stopped process.
 const PTRACE_EVENT_STOP: i32 = 128;
 
@@ -50,16 +56,47 @@ pub(super) struct TracedThread {
 impl TracedThread {
     /// Attaches to a thread of a stopped process. Waits until the thread reports its stop.
     pub(super) fn attach(tid: i32) -> io::Result<Self> {
+        Self::attach_until(tid, Instant::now() + ATTACH_TIMEOUT)
+    }
+
+    /// Attaches to a thread like [`attach`](Self::attach), and waits until `deadline`. A thread in
+    /// a system call that cannot be interrupted stops late.
+    pub(super) fn attach_until(tid: i32, deadline: Instant) -> io::Result<Self> {
         seize(tid)?;
         let thread = Self { tid };
         interrupt(tid)?;
-        let deadline = Instant::now() + ATTACH_TIMEOUT;
-        loop {
-            match consume_stop(tid) {
-                Ok(Some(_)) => return Ok(thread),
-                Ok(None) if Instant::now() < deadline => std::thread::yield_now(),
-                Ok(None) => return Err(io::Error::from(io::ErrorKind::TimedOut)),
-                Err(error) => return Err(error),
+        thread.wait_until_stopped(deadline)?;
+        Ok(thread)
+    }
+
+    fn wait_until_stopped(&self, deadline: Instant) -> io::Result<()> {
+        for poll_count in 0u32.. {
+            match consume_stop(self.tid)? {
+                Some(_) => return Ok(()),
+                None if Instant::now() >= deadline => break,
+                None if poll_count < SPIN_POLLS => std::thread::yield_now(),
+                None => std::thread::sleep(STOP_POLL_INTERVAL),
+            }
+        }
+        Err(io::Error::from(io::ErrorKind::TimedOut))
+    }
+
+    /// Continues the thread until its next system call begins or ends, or until it stops for
+    /// another reason. Returns the reason. The other threads of the process do not run.
+    ///
+    /// # Errors
+    /// The thread has exited, or still runs at `deadline`. In the second case the thread is stopped
+    /// again if it can be interrupted.
+    pub(super) fn run_to_system_call(&self, deadline: Instant) -> io::Result<StopCause> {
+        let options = std::ptr::without_provenance_mut(libc::PTRACE_O_TRACESYSGOOD as usize);
+        ptrace_request(libc::PTRACE_SETOPTIONS, self.tid, 0, options)?;
+        ptrace_request(libc::PTRACE_SYSCALL, self.tid, 0, std::ptr::null_mut())?;
+        match self.wait_until_stopped(deadline) {
+            Ok(()) => stop_cause(self.tid),
+            Err(error) => {
+                interrupt(self.tid)?;
+                self.wait_until_stopped(Instant::now() + ATTACH_TIMEOUT)?;
+                Err(error)
             }
         }
     }
@@ -140,7 +177,7 @@ impl TracedThread {
             iov_base: bytes.as_mut_ptr().cast(),
             iov_len: bytes.len(),
         };
-        ask(
+        ptrace_request(
             libc::PTRACE_SETREGSET,
             self.tid,
             BREAKPOINT_SET,
@@ -202,6 +239,8 @@ pub(super) fn detach(tid: i32, signal: i32) -> io::Result<()> {
 pub(super) enum StopCause {
     /// The tracer has interrupted the thread, or the process of the thread is stopped.
     Interrupt,
+    /// A system call begins or ends ([`TracedThread::run_to_system_call`]).
+    SystemCall,
     /// SIGTRAP from the kernel: the thread has executed a trap instruction or ended a system call.
     Trap,
     /// A signal from another process is about to be delivered.
@@ -218,6 +257,7 @@ pub(super) fn stop_cause(tid: i32) -> io::Result<StopCause> {
     ptrace_request(libc::PTRACE_GETSIGINFO, tid, 0, (&raw mut siginfo).cast())?;
     Ok(match (siginfo.si_signo, siginfo.si_code) {
         (_, code) if code >> 8 == PTRACE_EVENT_STOP => StopCause::Interrupt,
+        (libc::SIGTRAP, SYSCALL_TRAP_CODE) => StopCause::SystemCall,
         (libc::SIGTRAP, code) if code > 0 => StopCause::Trap,
         (signal, _) => StopCause::Signal(signal),
     })

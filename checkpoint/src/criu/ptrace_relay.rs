@@ -504,7 +504,9 @@ fn try_detach(tid: i32) -> bool {
         // A trap is still pending although the thread has stopped on request. The thread must
         // consume the trap before it is detached.
         Ok(StopCause::Interrupt) if has_trap_pending(tid) => ptrace::resume(tid).is_err(),
-        Ok(StopCause::Interrupt | StopCause::Trap) => ptrace::detach(tid, 0).is_ok(),
+        Ok(StopCause::Interrupt | StopCause::SystemCall | StopCause::Trap) => {
+            ptrace::detach(tid, 0).is_ok()
+        }
         // The signal comes from another process and must be delivered.
         Ok(StopCause::Signal(signal)) => ptrace::detach(tid, signal).is_ok(),
         // The thread is running or has exited.

@@ -6,16 +6,22 @@
 //! continues. Therefore the state that CRIU may change is recorded while the task is stopped before
 //! the dump, and restored if CRIU ends without restoring it.
 //!
+//! A thread may also be in the middle of CRIU's own code (the parasite) and may have a file open
+//! there. If the task were dumped again in this state, that dump would fail. Therefore such a
+//! thread first runs to the end of CRIU's code: there the code closes its files and either restores
+//! the thread by itself or ends in a trap.
+//!
 //! [`ptrace_relay`](super::ptrace_relay) ensures that the task is still stopped after CRIU has
 //! ended, and that no trap is pending.
 
-use super::ptrace::{RegisterSet, TracedThread};
+use super::ptrace::{RegisterSet, StopCause, TracedThread};
 use crate::proc;
 use sempa_proto::migration::Failure;
 use std::fs::File;
 use std::io;
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
+use std::time::{Duration, Instant};
 
 /// Number of bytes that are recorded at the beginning of each code mapping. CRIU overwrites fewer
 /// bytes: at most two machine words.
@@ -25,6 +31,9 @@ const RECORDED_CODE_BYTES: usize = 32;
 const CRIU_SIGNAL_MASK: u64 = !(1 << 8 | 1 << 18);
 /// The bit of SIGTRAP in a signal mask. The kernel unblocks SIGTRAP when it forces a trap.
 const SIGTRAP_BIT: u64 = 1 << 4;
+/// Time limit for the threads of a task to run to the end of CRIU's code. Most of the time is spent
+/// in mount and unmount, which are slow on a loaded host.
+const PARASITE_TIMEOUT: Duration = Duration::from_secs(5);
 /// Maximum number of threads whose state is recorded. If a task has more threads, nothing is
 /// recorded, and a killed CRIU may damage the task.
 const THREADS_MAX: usize = 4096;
@@ -87,8 +96,9 @@ impl SavedTaskState {
     /// registers of threads that CRIU has stopped in overwritten code or in its own code. Processes
     /// that have exited are skipped.
     pub(super) fn restore(&self) {
+        let deadline = Instant::now() + PARASITE_TIMEOUT;
         for process in &self.processes {
-            process.restore();
+            process.restore(deadline);
         }
     }
 }
@@ -144,43 +154,10 @@ impl ProcessState {
         }
     }
 
-    fn restore(&self) {
+    fn restore(&self, deadline: Instant) {
         for thread in &self.threads {
-            let Ok(traced_thread) = TracedThread::attach(thread.tid) else {
-                continue;
-            };
-            let (Ok(current_bytes), Ok(blocked_signals)) = (
-                traced_thread.registers(RegisterSet::General),
-                traced_thread.blocked_signals(),
-            ) else {
-                continue;
-            };
-            // Fails only if the thread was killed since it was attached.
-            let _ = traced_thread.clear_breakpoint();
-            let location = instruction_pointer(&current_bytes)
-                .map_or(CodeLocation::OwnCode, |pointer_address| {
-                    self.code_location(pointer_address)
-                });
-            // Registers are restored only at addresses where CRIU stops a thread: a thread in its
-            // own code may have continued since.
-            let must_restore_registers = match location {
-                CodeLocation::Overwritten => true,
-                // CRIU's code in the main thread detects that CRIU has ended and restores the
-                // thread; in other threads it does not.
-                CodeLocation::Parasite => thread.tid != self.pid,
-                CodeLocation::OwnCode => false,
-            };
-            if must_restore_registers {
-                let _ =
-                    traced_thread.set_registers(RegisterSet::General, &thread.general_registers);
-                let _ = traced_thread.set_registers(RegisterSet::Vector, &thread.vector_registers);
-            }
-            if must_restore_registers
-                || (location == CodeLocation::OwnCode
-                    && blocked_signals | SIGTRAP_BIT == CRIU_SIGNAL_MASK)
-            {
-                let _ = traced_thread.set_blocked_signals(thread.blocked_signals);
-            }
+            // Fails only if the thread has exited or does not stop in time.
+            let _ = self.restore_thread(thread, deadline);
         }
         let Ok(memory_file) = File::options()
             .read(true)
@@ -200,6 +177,72 @@ impl ProcessState {
             }
         }
     }
+
+    /// Restores one thread. CRIU's code in the thread must end until `deadline`.
+    ///
+    /// # Errors
+    /// The thread has exited or does not stop.
+    fn restore_thread(&self, saved: &ThreadState, deadline: Instant) -> io::Result<()> {
+        let thread = TracedThread::attach_until(saved.tid, deadline)?;
+        // Fails only if the thread was killed since it was attached.
+        let _ = thread.clear_breakpoint();
+        // Registers are restored only at addresses where CRIU stops a thread: a thread in its own
+        // code may have continued since.
+        let must_restore_registers = match self.thread_location(&thread)? {
+            CodeLocation::Overwritten => true,
+            CodeLocation::Parasite => match self.run_to_end_of_parasite(&thread, deadline) {
+                Ok(ParasiteEnd::Trap) => true,
+                Ok(ParasiteEnd::OwnCode) => return Ok(()),
+                // CRIU's code in the main thread detects that CRIU has ended, and restores the
+                // thread when the task continues. In other threads the code does not.
+                Err(error) if saved.tid == self.pid => return Err(error),
+                Err(_) => true,
+            },
+            CodeLocation::OwnCode => false,
+        };
+        if must_restore_registers {
+            thread.set_registers(RegisterSet::General, &saved.general_registers)?;
+            thread.set_registers(RegisterSet::Vector, &saved.vector_registers)?;
+        }
+        if must_restore_registers || thread.blocked_signals()? | SIGTRAP_BIT == CRIU_SIGNAL_MASK {
+            thread.set_blocked_signals(saved.blocked_signals)?;
+        }
+        Ok(())
+    }
+
+    /// Runs a thread that executes CRIU's code to the end of that code.
+    ///
+    /// # Errors
+    /// The code does not end until `deadline`, or the thread has exited.
+    fn run_to_end_of_parasite(
+        &self,
+        thread: &TracedThread,
+        deadline: Instant,
+    ) -> io::Result<ParasiteEnd> {
+        loop {
+            let stop_cause = thread.run_to_system_call(deadline)?;
+            if self.thread_location(thread)? != CodeLocation::Parasite {
+                return Ok(ParasiteEnd::OwnCode);
+            }
+            if matches!(stop_cause, StopCause::Trap | StopCause::Signal(_)) {
+                return Ok(ParasiteEnd::Trap);
+            }
+        }
+    }
+
+    fn thread_location(&self, thread: &TracedThread) -> io::Result<CodeLocation> {
+        let registers = thread.registers(RegisterSet::General)?;
+        Ok(instruction_pointer(&registers)
+            .map_or(CodeLocation::OwnCode, |address| self.code_location(address)))
+    }
+}
+
+/// How CRIU's code in a thread has ended.
+enum ParasiteEnd {
+    /// CRIU's code has restored the registers and the signal mask of the thread.
+    OwnCode,
+    /// CRIU's code has executed the trap at its end. The registers are still those of CRIU's code.
+    Trap,
 }
 
 /// The kind of code at an instruction pointer.
