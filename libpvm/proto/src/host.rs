@@ -54,8 +54,9 @@ pub enum HostRequest {
     Signal { tid: Tid, signal: i32 },
     /// Suspends or resumes a task. → [`Reply::Done`] or [`Reply::Failed`]
     Suspend(suspend::SuspendOrder),
-    /// Asks whether a task is alive. If the task has ended, the reply contains the position up to
-    /// which the task had sent to `watcher`. → [`HostReply::Watched`]
+    /// Asks whether a task is alive. If the task has ended, a [`DataMsg::TaskEnded`] follows all
+    /// that was sent for the task; only a reply within one host reports the end itself. →
+    /// [`HostReply::Watched`]
     Watch {
         tid: Tid,
         /// The task that requested the notification.
@@ -101,7 +102,7 @@ pub enum HostReply {
     MigratedTo(HostId),
     /// The reply to [`HostRequest::Watch`].
     Watched {
-        /// True if the task has ended or never existed.
+        /// True if the task has ended or never existed, and no [`DataMsg::TaskEnded`] reports it.
         has_ended: bool,
         /// Position up to which the task had sent to the watcher; `None` if the task sent nothing.
         watermark: Option<SendWatermark>,

@@ -376,6 +376,7 @@ impl Machine {
     /// is not being added.
     pub(super) fn handle_host_connected(&mut self, host: HostId) {
         self.resend_requests_to(host);
+        self.recheck_watches_on(host);
         self.repeat_forwarded_items(host);
         if self.master.is_some() && self.shutdown.is_some() && self.table.get(host).is_none() {
             return self.send_to_host(host, HostMsg::Shutdown);

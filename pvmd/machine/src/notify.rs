@@ -325,6 +325,26 @@ impl Machine {
         }
     }
 
+    /// Asks again whether the watched tasks on a host are alive, after a new session with the host:
+    /// an exit notice may be lost with the previous session. Questions without a reply were sent
+    /// again already.
+    pub(super) fn recheck_watches_on(&mut self, host: HostId) {
+        let open_watches = self.rpcs.open_watches();
+        let mut watches: Vec<(Tid, PendingNotification)> = Vec::new();
+        for task in self.tasks.live_tasks.values() {
+            let is_there = |w: &&PendingNotification| {
+                exit_subject(w).is_some_and(|tid| {
+                    self.location(tid) == Some(host) && !open_watches.contains(&(tid, task.tid))
+                })
+            };
+            let watches_there = task.notifications.iter().filter(is_there).cloned();
+            watches.extend(watches_there.map(|watch| (task.tid, watch)));
+        }
+        for (watcher, watch) in watches {
+            self.check_watched_task(watcher, &watch);
+        }
+    }
+
     /// Checks the pending notifications of a task that has arrived from another host. Sends those
     /// whose event happened during the migration.
     pub(super) fn recheck_notifications(&mut self, tid: Tid, known_hosts: &[HostId], epoch: Epoch) {

@@ -378,16 +378,13 @@ impl Tasks {
         self.exited_watermarks.push_back((tid, watermarks));
     }
 
-    /// Returns the watermark of an ended task's link to a peer; `None` if the watermark is not
-    /// remembered.
-    pub(super) fn exited_watermark(&self, tid: Tid, peer: Tid) -> Option<SendWatermark> {
-        let watermarks = &self
-            .exited_watermarks
-            .iter()
-            .rev()
-            .find(|(exited_tid, _)| *exited_tid == tid)?
-            .1;
-        watermark_for(tid, watermarks, peer)
+    /// Returns the watermarks of an ended task's links; empty if they are not remembered.
+    pub(super) fn exited_watermarks(&self, tid: Tid) -> Vec<SendWatermark> {
+        let mut newest_first = self.exited_watermarks.iter().rev();
+        newest_first
+            .find(|(exited_tid, _)| *exited_tid == tid)
+            .map(|(_, watermarks)| watermarks.clone())
+            .unwrap_or_default()
     }
 }
 

@@ -615,8 +615,6 @@ fn mailbox_is_shared_by_all_hosts() {
     );
 }
 
-/// The host concerned answers requests for task lists, clocks, and the status of hosts and tasks,
-/// and receives signals. Requests about unknown hosts and ended tasks return errors.
 /// `pvm_tasks` lists the process id of the process that makes the PVM calls, as that process has
 /// it. Before a task connects, the process that the tasker has started counts.
 #[test]
@@ -649,6 +647,8 @@ fn listed_pid_is_what_getpid_returns() {
     assert_eq!(tasks.len(), 5);
 }
 
+/// The host concerned answers requests for task lists, clocks, and the status of hosts and tasks,
+/// and receives signals. Requests about unknown hosts and ended tasks return errors.
 #[test]
 fn host_wide_requests_reach_every_host() {
     let (mut sim, console) = Sim::cluster(11, 3);
