@@ -365,7 +365,7 @@ impl Runtime {
                     }),
             )
         };
-        match self.wait_for_core(None, &mut check_answer) {
+        match self.wait_with_intake(None, &mut check_answer) {
             Ok(Some(outcome)) => Ok(outcome),
             Ok(None) => Ok(RmOutcome::UseDaemon),
             Err(e) => Err(Error::new(e, self.lost_reason())),
@@ -378,7 +378,8 @@ impl Runtime {
         let mut find_next_rm = |core: &mut Core| core.rm().filter(|rm| rm.tid != dead_rm).map(drop);
         // If no resource manager registers or the daemon is lost, the next request fails with the
         // reason.
-        let _ = self.wait_for_core(Some(Instant::now() + NEXT_RM_TIMEOUT), &mut find_next_rm);
+        let next_rm_deadline = Instant::now() + NEXT_RM_TIMEOUT;
+        let _ = self.wait_with_intake(Some(next_rm_deadline), &mut find_next_rm);
     }
 }
 

@@ -3,7 +3,6 @@
 use crate::control;
 use crate::data::pvmmyctx;
 use crate::memory::flush_stdio;
-use crate::output;
 use crate::receive;
 use crate::requests;
 use crate::session::{self, Session};
@@ -52,16 +51,12 @@ fn wait_for_child_output(rt: &Runtime) {
         }
         let wait_result = receive::wait_until(rt, |session| {
             let catcher = &session.output_catcher;
-            let must_act = catcher.has_unwatched() || catcher.has_exited_writers();
             let has_ended = !catcher.has_running_children();
-            (has_ended || must_act).then_some(has_ended)
+            (has_ended || catcher.has_unwatched()).then_some(has_ended)
         });
         // An error means that the daemon has ended, so no more output can arrive.
         if wait_result != Ok(false) {
             return;
-        }
-        if session::lock().output_catcher.has_exited_writers() {
-            output::end_lost_output(rt);
         }
     }
 }

@@ -9,14 +9,11 @@ use crate::control::TC_OUTPUT;
 use crate::control::TC_WRITER_EXIT;
 use crate::data::{pvmctrc, pvmmytid, pvmshowtaskid, pvmtrc};
 use crate::memory::Stream;
-use crate::receive;
 use crate::session::{self, Session};
-use libpvm::Runtime;
 use sempa_proto::body::Unpacker;
 use sempa_proto::message::CTX_TASK_CONTROL;
-use sempa_proto::task::Request;
 use sempa_proto::{PvmResult, Tid};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::Ordering::Relaxed;
 
 /// Mark of a message that states that the task's output has ended.
@@ -29,16 +26,12 @@ const MARK_NEW: i32 = -2;
 pub(crate) const LINE_BYTES_MAX: usize = 64 << 10;
 
 /// Line that is printed in place of the output that is missing.
-const LOST_CHILD_LINE: &str = "lost with its host: the last lines may be missing";
+const LOST_CHILD_LINE: &[u8] = b"lost with its host: the last lines may be missing";
 
 #[derive(Debug, Default)]
 struct ChildOutput {
     has_begun: bool,
     has_ended: bool,
-    /// True if a notification of the child's exit was requested.
-    is_watched: bool,
-    /// True if the child has exited, as a notification has told.
-    has_exited: bool,
     partial_line: Vec<u8>,
 }
 
@@ -50,65 +43,66 @@ struct ChildOutput {
 pub(crate) struct OutputCatcher {
     stream: Option<Stream>,
     children: BTreeMap<i32, ChildOutput>,
+    /// Number of children whose output has not ended.
+    running_count: usize,
+    /// Children whose output has not ended and for whose exit no notification was requested.
+    unwatched: BTreeSet<i32>,
 }
 
 impl OutputCatcher {
     /// True if this task prints the output of children, and at least one of these children may
     /// still write.
     pub(crate) fn has_running_children(&self) -> bool {
-        self.stream.is_some() && self.children.values().any(|child| !child.has_ended)
+        self.stream.is_some() && self.running_count > 0
     }
 
     /// Returns the children that may still write and for whose exit [`TC_WRITER_EXIT`] must be
     /// requested. Each child is returned once.
     pub(crate) fn take_unwatched(&mut self) -> Vec<Tid> {
-        let unwatched_children = self
-            .children
-            .iter_mut()
-            .filter(|(_, child)| !child.has_ended && !child.is_watched);
-        unwatched_children
-            .map(|(tid, child)| {
-                child.is_watched = true;
-                Tid::from_raw(*tid)
-            })
-            .collect()
+        let unwatched = std::mem::take(&mut self.unwatched);
+        unwatched.into_iter().map(Tid::from_raw).collect()
     }
 
     /// True if [`OutputCatcher::take_unwatched`] would return a child.
     pub(crate) fn has_unwatched(&self) -> bool {
-        self.children
-            .values()
-            .any(|child| !child.has_ended && !child.is_watched)
+        !self.unwatched.is_empty()
     }
 
-    /// True if the end of the output of a child that has exited is missing.
-    pub(crate) fn has_exited_writers(&self) -> bool {
-        self.children
-            .values()
-            .any(|child| child.has_exited && !child.has_ended)
+    /// Returns the child, and adds it if it is new.
+    fn child(&mut self, tid: i32) -> &mut ChildOutput {
+        self.children.entry(tid).or_insert_with(|| {
+            self.running_count += 1;
+            self.unwatched.insert(tid);
+            ChildOutput::default()
+        })
     }
 
-    /// Ends the output of the children that have exited, and returns the text to print.
-    fn end_exited_writers(&mut self, shows_tids: bool) -> String {
-        let mut text = String::new();
-        let exited_writers = self
-            .children
-            .iter_mut()
-            .filter(|(_, child)| child.has_exited && !child.has_ended);
-        for (tid, child) in exited_writers {
-            child.has_ended = true;
-            let prefix = if shows_tids {
-                format!("[t{tid:x}] ")
-            } else {
-                String::new()
-            };
-            if !child.partial_line.is_empty() {
-                let line = std::mem::take(&mut child.partial_line);
-                text += &format!("{prefix}{}\n", String::from_utf8_lossy(&line));
-            }
-            if shows_tids {
-                text += &format!("{prefix}{LOST_CHILD_LINE}\n{prefix}EOF\n");
-            }
+    /// Records the end of a child's output. Returns false if the output has ended before.
+    fn end_child(&mut self, tid: i32) -> bool {
+        let child = self.child(tid);
+        if std::mem::replace(&mut child.has_ended, true) {
+            return false;
+        }
+        self.running_count -= 1;
+        self.unwatched.remove(&tid);
+        true
+    }
+
+    /// Handles the exit of a child, and returns the text to print. The end of the output precedes
+    /// the exit, so if the end is missing, the child's host is lost.
+    fn process_exit(&mut self, tid: i32, shows_tids: bool) -> Vec<u8> {
+        let mut text = Vec::new();
+        let Some(child) = self.children.get_mut(&tid).filter(|c| !c.has_ended) else {
+            return text;
+        };
+        let last_line = std::mem::take(&mut child.partial_line);
+        self.end_child(tid);
+        if !last_line.is_empty() {
+            append_line(&mut text, tid, shows_tids, &last_line);
+        }
+        if shows_tids {
+            append_line(&mut text, tid, true, LOST_CHILD_LINE);
+            append_line(&mut text, tid, true, b"EOF");
         }
         text
     }
@@ -123,7 +117,7 @@ impl OutputCatcher {
     /// ended.
     pub(crate) fn register(&mut self, tids: &[Tid]) {
         for tid in tids {
-            self.children.entry(tid.raw()).or_default();
+            self.child(tid.raw());
         }
     }
 
@@ -133,30 +127,23 @@ impl OutputCatcher {
     fn process_message(&mut self, mut body: Unpacker, shows_tids: bool) -> PvmResult<Vec<u8>> {
         let (tid, mark) = (body.read_int()?, body.read_int()?);
         let mut text = Vec::new();
-        let mut append_line = |content: &[u8]| {
-            if shows_tids {
-                text.extend_from_slice(format!("[t{tid:x}] ").as_bytes());
-            }
-            text.extend_from_slice(content);
-            text.push(b'\n');
-        };
-        let child = self.children.entry(tid).or_default();
+        let mut append = |content: &[u8]| append_line(&mut text, tid, shows_tids, content);
+        let child = self.child(tid);
         if !child.has_begun && mark != MARK_EOF && mark != MARK_SPAWN {
             child.has_begun = true;
             if shows_tids {
-                append_line(b"BEGIN");
+                append(b"BEGIN");
             }
         }
         match mark {
             MARK_SPAWN | MARK_NEW => (),
             MARK_EOF => {
                 if !child.partial_line.is_empty() {
-                    append_line(&std::mem::take(&mut child.partial_line));
+                    append(&std::mem::take(&mut child.partial_line));
                 }
-                if shows_tids && !child.has_ended {
-                    append_line(b"EOF");
+                if self.end_child(tid) && shows_tids {
+                    append(b"EOF");
                 }
-                child.has_ended = true;
             }
             count => {
                 let bytes = body.read_bytes(
@@ -164,7 +151,7 @@ impl OutputCatcher {
                 )?;
                 for byte in bytes {
                     if byte == b'\n' || child.partial_line.len() >= LINE_BYTES_MAX {
-                        append_line(&std::mem::take(&mut child.partial_line));
+                        append(&std::mem::take(&mut child.partial_line));
                     }
                     if byte != b'\n' {
                         child.partial_line.push(byte);
@@ -176,47 +163,41 @@ impl OutputCatcher {
     }
 }
 
+/// Appends a line of the task's output to `text`. With `shows_tid`, the line begins with the tid.
+fn append_line(text: &mut Vec<u8>, tid: i32, shows_tid: bool, content: &[u8]) {
+    if shows_tid {
+        text.extend_from_slice(format!("[t{tid:x}] ").as_bytes());
+    }
+    text.extend_from_slice(content);
+    text.push(b'\n');
+}
+
 /// Handles an output message that has arrived: prints the lines that the message completes.
 pub(crate) fn handle_output_message(body: Unpacker) {
-    let mut session = session::lock();
-    let shows_tids = pvmshowtaskid.load(Relaxed) != 0;
-    // The marks of a task are also registered while nothing is printed, so that a later call that
-    // waits for the end of the output notices the end.
-    let text = session.output_catcher.process_message(body, shows_tids);
-    if let (Some(stream), Ok(text)) = (session.output_catcher.stream, text)
-        && !text.is_empty()
-    {
-        drop(session);
-        stream.write(&text);
-    }
+    print_text(|catcher, shows_tids| {
+        // The marks of a task are also registered while nothing is printed, so that a later call
+        // that waits for the end of the output notices the end. A malformed message has no text.
+        catcher.process_message(body, shows_tids).unwrap_or_default()
+    });
 }
 
 /// Handles the notification that a child has exited.
 pub(crate) fn handle_child_exit(mut body: Unpacker) {
-    if let Ok(tid) = body.read_int()
-        && let Some(child) = session::lock().output_catcher.children.get_mut(&tid)
-    {
-        child.has_exited = true;
+    if let Ok(tid) = body.read_int() {
+        print_text(|catcher, shows_tids| catcher.process_exit(tid, shows_tids));
     }
 }
 
-/// Ends the output of the children that have exited without the end of their output. The daemon of
-/// a child sends this end before the child's exit becomes known. So if the end is still missing
-/// after all daemons have answered a request, the child's host is lost.
-pub(crate) fn end_lost_output(rt: &Runtime) {
-    // An error means that this daemon has ended, too.
-    let _ = rt.request_and_wait(Request::Tasks {
-        selector: Tid::NONE,
-    });
-    receive::take_in_all(rt);
+/// Prints the text that `process` returns. The session is unlocked while the text is written.
+fn print_text(process: impl FnOnce(&mut OutputCatcher, bool) -> Vec<u8>) {
     let mut session = session::lock();
     let shows_tids = pvmshowtaskid.load(Relaxed) != 0;
-    let text = session.output_catcher.end_exited_writers(shows_tids);
+    let text = process(&mut session.output_catcher, shows_tids);
     if let Some(stream) = session.output_catcher.stream
         && !text.is_empty()
     {
         drop(session);
-        stream.write(text.as_bytes());
+        stream.write(&text);
     }
 }
 
@@ -291,7 +272,7 @@ mod tests {
             printed_text(&mut catcher, &[0x800c2, 0], b"", true),
             "[t800c2] cd\n[t800c2] EOF\n"
         );
-        assert!(catcher.children.values().all(|child| child.has_ended));
+        assert_eq!(catcher.running_count, 0);
     }
 
     /// Without `PvmShowTids` only the text is printed.
@@ -309,8 +290,8 @@ mod tests {
         assert_eq!(printed_text(&mut catcher, &[0x800c2, 0], b"", false), "b\n");
     }
 
-    /// A child that exits without the end of its output ends with a line that says so; the exit of
-    /// any other child prints nothing.
+    /// A child that exits without the end of its output ends with a line that says so, and its
+    /// bytes are printed unchanged; the exit of any other child prints nothing.
     #[test]
     fn exit_ends_output_that_has_no_end() {
         let mut catcher = OutputCatcher::default();
@@ -318,21 +299,32 @@ mod tests {
         catcher.register(&[Tid::from_raw(lost_tid), Tid::from_raw(other_tid)]);
         assert_eq!(catcher.take_unwatched().len(), 2);
         assert!(!catcher.has_unwatched());
-        printed_text(&mut catcher, &[0x800c2, -1, 0x40001], b"", true);
+        printed_text(&mut catcher, &[lost_tid, -1, 0x40001], b"", true);
         assert!(!catcher.has_unwatched(), "each child is watched once");
-        printed_text(&mut catcher, &[0x800c2, 4], b"half", true);
+        printed_text(&mut catcher, &[lost_tid, 4], b"\xffalf", true);
         printed_text(&mut catcher, &[other_tid, 0], b"", true);
-        for child in catcher.children.values_mut() {
-            child.has_exited = true;
-        }
-        assert!(catcher.has_exited_writers());
-        assert_eq!(
-            catcher.end_exited_writers(true),
-            format!("[t800c2] half\n[t800c2] {LOST_CHILD_LINE}\n[t800c2] EOF\n")
-        );
-        assert_eq!(catcher.end_exited_writers(true), "");
-        assert!(!catcher.has_exited_writers());
-        assert!(catcher.children.values().all(|child| child.has_ended));
+        assert_eq!(catcher.running_count, 1);
+        assert!(catcher.process_exit(other_tid, true).is_empty());
+        let expected_text: &[&[u8]] = &[
+            b"[t800c2] \xffalf\n[t800c2] ",
+            LOST_CHILD_LINE,
+            b"\n[t800c2] EOF\n",
+        ];
+        assert_eq!(catcher.process_exit(lost_tid, true), expected_text.concat());
+        assert!(catcher.process_exit(lost_tid, true).is_empty());
+        assert!(catcher.process_exit(0x40003, true).is_empty(), "unknown");
+        assert_eq!(catcher.running_count, 0);
+    }
+
+    /// A child whose output has ended needs no notification of its exit.
+    #[test]
+    fn ended_output_needs_no_notification() {
+        let mut catcher = OutputCatcher::default();
+        catcher.register(&[Tid::from_raw(0x800c2), Tid::from_raw(0x800c3)]);
+        printed_text(&mut catcher, &[0x800c2, 0], b"", true);
+        printed_text(&mut catcher, &[0x800c2, 0], b"", true);
+        assert_eq!(catcher.take_unwatched(), [Tid::from_raw(0x800c3)]);
+        assert_eq!(catcher.running_count, 1);
     }
 
     /// The marks of a task may arrive in any order; a malformed message is an error.
@@ -343,10 +335,7 @@ mod tests {
         printed_text(&mut catcher, &[0x800c2, 0], b"", true);
         catcher.register(&[Tid::from_raw(0x800c2)]);
         printed_text(&mut catcher, &[0x800c2, -1, 0x40001], b"", true);
-        assert!(
-            catcher.children.values().all(|writer| writer.has_ended),
-            "the end has been seen"
-        );
+        assert_eq!(catcher.running_count, 0, "the end has been seen");
         assert!(
             catcher
                 .process_message(output_message(&[0x800c2, i32::MAX], b""), true)

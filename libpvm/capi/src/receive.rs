@@ -31,7 +31,8 @@ use std::os::fd::RawFd;
 use std::sync::atomic::Ordering::{Relaxed, SeqCst};
 use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize};
 use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
-use std::time::Instant;
+use std::thread;
+use std::time::{Duration, Instant};
 
 /// A matching function of the program. Its arguments are the buffer number, the requested tid and
 /// the requested tag; see `pvm_recvf`.
@@ -55,13 +56,17 @@ impl WaitMode {
 
     /// True if a call that has taken in a message without a match ends.
     fn ends_after_intake(self) -> bool {
-        match self {
-            Self::OneMessage => true,
-            Self::Deadline(deadline) => Instant::now() >= deadline,
-            Self::NoWait | Self::Forever => false,
-        }
+        self == Self::OneMessage || self.is_over()
+    }
+
+    /// True if the time for which the call waits is over.
+    fn is_over(self) -> bool {
+        matches!(self, Self::Deadline(deadline) if Instant::now() >= deadline)
     }
 }
+
+/// Time between two attempts of a thread with a deadline to get the right to take in messages.
+const RIGHT_POLL_INTERVAL: Duration = Duration::from_micros(500);
 
 thread_local! {
     /// True while this thread runs a message handler.
@@ -95,6 +100,23 @@ fn try_lock_arrivals() -> Option<ArrivalsGuard> {
         Ok(arrivals) => Some(arrivals),
         Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
         Err(TryLockError::WouldBlock) => None,
+    }
+}
+
+/// As [`lock_arrivals`], but returns `None` if the time of `wait_mode` is over first: another thread
+/// has the right as long as a handler of the program runs.
+fn lock_arrivals_in_time(wait_mode: WaitMode) -> Option<ArrivalsGuard> {
+    if !matches!(wait_mode, WaitMode::Deadline(_)) {
+        return Some(lock_arrivals());
+    }
+    loop {
+        if let Some(arrivals) = try_lock_arrivals() {
+            return Some(arrivals);
+        }
+        if wait_mode.is_over() {
+            return None;
+        }
+        thread::sleep(RIGHT_POLL_INTERVAL);
     }
 }
 
@@ -149,7 +171,7 @@ pub(crate) fn take_in_all(rt: &Runtime) {
 pub(crate) fn take_in_after_send(session: MutexGuard<'static, Session>) {
     let takes_in = session.has_intake_effects() || ARRIVALS_LEN.load(Relaxed) != 0;
     if takes_in && let Some(rt) = session.runtime.clone() {
-        drop(take_in_next(&rt, session));
+        drop(take_in_next(&rt, session, WaitMode::OneMessage));
     }
 }
 
@@ -164,10 +186,12 @@ enum Intake {
     Nothing,
 }
 
-/// Takes in the next message if one has arrived. Does nothing inside a handler.
+/// Takes in the next message if one has arrived. Does nothing inside a handler, or if another
+/// thread has the right to take in messages until the time of `wait_mode` is over.
 fn take_in_next(
     rt: &Runtime,
     session: MutexGuard<'static, Session>,
+    wait_mode: WaitMode,
 ) -> (MutexGuard<'static, Session>, Intake) {
     if is_in_handler() {
         return (session, Intake::Nothing);
@@ -181,7 +205,9 @@ fn take_in_next(
         return take_in_and_unlock(rt, session, arrivals, message);
     }
     drop(session);
-    let mut arrivals = lock_arrivals();
+    let Some(mut arrivals) = lock_arrivals_in_time(wait_mode) else {
+        return (session::lock(), Intake::Nothing);
+    };
     if arrivals.is_empty() {
         rt.take_arrivals(&mut arrivals);
     }
@@ -204,8 +230,8 @@ fn take_in_and_unlock(
         Intake::OneMessage
     };
     let session = take_in(rt, session, message);
-    if !arrivals.is_empty() && session.has_intake_effects() {
-        // A handler may have requested the descriptor.
+    if !arrivals.is_empty() {
+        // The program may have requested the descriptor since these messages arrived.
         put_back_if_watched(rt, &mut arrivals);
     }
     (session, intake)
@@ -237,7 +263,7 @@ fn take_in(
 
 /// Dispatches one message: to the library, to a handler, or to the list of messages that can be
 /// received.
-pub(crate) fn dispatch_message(rt: &Runtime, message: Message) {
+fn dispatch_message(rt: &Runtime, message: Message) {
     if message.ctx == CTX_TASK_CONTROL {
         return control::handle_control_message(rt, &message);
     }
@@ -290,9 +316,9 @@ fn run_handler(handler: HandlerFn, mid: i32, ctx: i32) {
             int_item("SRC", buffer.src),
         ]
     });
-    IN_HANDLER.set(true);
+    let was_in_handler = IN_HANDLER.replace(true);
     trace::run_program_code(|| handler(mid));
-    IN_HANDLER.set(false);
+    IN_HANDLER.set(was_in_handler);
     pvmmyctx.store(ctx, Relaxed);
     let mut session = session::lock();
     for buffer_id in [session.send_buffer_id, session.receive_buffer_id, mid] {
@@ -444,7 +470,7 @@ fn wait_for_message(
         (session, intake) = take_in_or_wait(&rt, session, wait_mode, intake_count)?;
         is_last_search = match intake {
             Intake::OneMessage => wait_mode.ends_after_intake(),
-            Intake::Uncounted => false,
+            Intake::Uncounted => wait_mode.is_over(),
             Intake::Nothing => return Ok((session, None)),
         };
     }
@@ -464,7 +490,7 @@ fn take_in_or_wait(
         WaitMode::Deadline(deadline) if ARRIVALS_LEN.load(Relaxed) == 0 => Some(deadline),
         WaitMode::Forever if ARRIVALS_LEN.load(Relaxed) == 0 => None,
         _ => {
-            return Ok(match take_in_next(rt, session) {
+            return Ok(match take_in_next(rt, session, wait_mode) {
                 // Another thread has taken in what had arrived.
                 (session, Intake::Nothing) if wait_mode.waits() => (session, Intake::Uncounted),
                 other => other,
@@ -495,7 +521,9 @@ fn take_in_or_wait(
         }
         Some(WaitEnd::Arrivals(arrivals)) => arrivals,
         Some(WaitEnd::OtherThreadTakesIn) => {
-            let mut arrivals = lock_arrivals();
+            let Some(mut arrivals) = lock_arrivals_in_time(wait_mode) else {
+                return Ok((session::lock(), Intake::Nothing));
+            };
             if arrivals.is_empty() {
                 rt.take_arrivals(&mut arrivals);
             }

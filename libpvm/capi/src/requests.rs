@@ -5,7 +5,7 @@ use crate::data::{pvmctrc, pvmmyctx, pvmrescode};
 use crate::session;
 use crate::{control, env, output, process, receive};
 use libpvm::Runtime;
-use libpvm::runtime::runtime_paths;
+use libpvm::runtime::{IntakeFn, runtime_paths};
 use sempa_proto::body::{Encoding, Packer};
 use sempa_proto::message::{CTX_BASE, ENC_XDR};
 use sempa_proto::table::{AddedHost, HostEntry, HostTable, TaskInfo};
@@ -55,21 +55,10 @@ fn reply_error(reply: &Reply) -> PvmError {
 
 /// The connection to the daemon during a call that waits for a reply. When the call ends, the
 /// messages that arrived before the reply are taken in, as in PVM.
+///
+/// A call that is refused sends no request and takes in no message, so it must check its arguments
+/// before it creates this value.
 struct RequestConnection(Runtime);
-
-impl RequestConnection {
-    /// Sends a request and waits for the reply. If taking in messages may have an effect, messages
-    /// are also taken in during the wait.
-    fn request_and_wait(&self, request: Request) -> Reply {
-        let takes_in = session::lock().has_intake_effects() && !receive::is_in_handler();
-        if takes_in {
-            self.0
-                .request_and_wait_with(request, &mut || receive::take_in_all(&self.0))
-        } else {
-            self.0.request_and_wait(request)
-        }
-    }
-}
 
 impl Deref for RequestConnection {
     type Target = Runtime;
@@ -81,16 +70,20 @@ impl Deref for RequestConnection {
 
 impl Drop for RequestConnection {
     fn drop(&mut self) {
-        receive::take_in_all(&self.0);
+        receive::take_in_all(&self.0.with_intake(None));
     }
 }
 
-/// Returns the connection for a request. Enrols the process first if it is not a task.
+/// Returns the connection for a request. Enrols the process first if it is not a task. If taking in
+/// messages may have an effect, messages are also taken in while the request waits for its reply.
 ///
 /// # Errors
 /// As [`session::runtime`].
 fn request_connection() -> PvmResult<RequestConnection> {
-    session::runtime().map(RequestConnection)
+    let rt = session::runtime()?;
+    let takes_in = session::lock().has_intake_effects() && !receive::is_in_handler();
+    let intake: Option<IntakeFn> = takes_in.then_some(receive::take_in_all);
+    Ok(RequestConnection(rt.with_intake(intake)))
 }
 
 fn checked_task_tid(tid: i32) -> PvmResult<Tid> {
@@ -110,7 +103,7 @@ pub(crate) fn spawn(
     selection: String,
     count: i32,
 ) -> PvmResult<Vec<PvmResult<Tid>>> {
-    let rt = request_connection()?;
+    session::runtime()?;
     // The error code alone does not say what is wrong with the job file.
     libpvm::job::from_process_env().map_err(|error| {
         session::log_stderr(&format!("{}\n", error.reason), false);
@@ -155,6 +148,7 @@ pub(crate) fn spawn(
         output_sink: output,
         trace_sink: trace,
     };
+    let rt = request_connection()?;
     let mut results = rt.spawn(request).map_err(|error| error.code)?;
     // The sort is stable: the tids stay in order, and the errors follow the tids.
     results.sort_by_key(Result::is_err);
@@ -253,11 +247,11 @@ pub(crate) fn delete_hosts(names: Vec<Vec<u8>>) -> PvmResult<Vec<PvmResult<()>>>
 /// # Errors
 /// `NoHost`, `HostFail`; `BadParam` for an empty name.
 pub(crate) fn host_status(name: String) -> PvmResult<()> {
-    let rt = request_connection()?;
+    session::runtime()?;
     if name.is_empty() {
         return Err(PvmError::BadParam);
     }
-    expect_done(rt.request_and_wait(Request::HostStatus { name }))
+    expect_done(request_connection()?.request_and_wait(Request::HostStatus { name }))
 }
 
 /// Checks that a task exists.
@@ -265,10 +259,9 @@ pub(crate) fn host_status(name: String) -> PvmResult<()> {
 /// # Errors
 /// `NoTask`; `BadParam` if `tid` cannot be a task.
 pub(crate) fn task_status(tid: i32) -> PvmResult<()> {
-    let rt = request_connection()?;
-    expect_done(rt.request_and_wait(Request::TaskStatus {
-        tid: checked_task_tid(tid)?,
-    }))
+    session::runtime()?;
+    let tid = checked_task_tid(tid)?;
+    expect_done(request_connection()?.request_and_wait(Request::TaskStatus { tid }))
 }
 
 /// Sends a signal to a task. If the task has already exited, the call succeeds without effect.
@@ -276,14 +269,15 @@ pub(crate) fn task_status(tid: i32) -> PvmResult<()> {
 /// # Errors
 /// `BadParam` if `tid` cannot be a task.
 pub(crate) fn send_signal(tid: i32, signal: i32) -> PvmResult<()> {
-    let rt = request_connection()?;
-    match expect_done(rt.request_and_wait(Request::Signal {
-        tid: checked_task_tid(tid)?,
-        signal,
-    })) {
+    let rt = session::runtime()?;
+    let tid = checked_task_tid(tid)?;
+    let result = match expect_done(rt.request_and_wait(Request::Signal { tid, signal })) {
         Err(PvmError::NoTask) => Ok(()),
         other => other,
-    }
+    };
+    // In PVM the request is a message to the daemon, without an answer.
+    receive::take_in_after_send(session::lock());
+    result
 }
 
 /// Returns the time of day on a host, in microseconds since 1970.
@@ -432,7 +426,7 @@ pub(crate) fn notify(event: i32, tag: i32, count: i32, vals: &[i32]) -> PvmResul
 
 /// Adds `request_count` requests for notices about this task's own exit, or cancels `request_count`
 /// requests. This library sends these notices, not the daemon. For a cancelled request the notice
-/// is delivered immediately.
+/// is sent immediately.
 fn update_own_exit_notices(
     request_count: usize,
     ctx: i32,
@@ -456,23 +450,20 @@ fn update_own_exit_notices(
     }
 }
 
-/// Delivers the notice about this task's own exit to this task, with its daemon as the sender.
+/// Delivers the notice about this task's own exit to this task, with its daemon as the sender. The
+/// notice waits for a call that takes it in, like the messages of other senders.
 pub(crate) fn notify_own_exit(rt: &Runtime, ctx: i32, tag: i32) {
     let mut body = Packer::new(Encoding::Xdr);
     body.pack_int(rt.tid().raw());
-    let (src, dst) = (Tid::MY_DAEMON, rt.tid());
-    receive::dispatch_message(
-        rt,
-        Message {
-            src,
-            dst,
-            ctx,
-            tag,
-            wid: 0,
-            enc: ENC_XDR,
-            body: body.finish(),
-        },
-    );
+    rt.deliver_notice(Message {
+        src: Tid::MY_DAEMON,
+        dst: rt.tid(),
+        ctx,
+        tag,
+        wid: 0,
+        enc: ENC_XDR,
+        body: body.finish(),
+    });
 }
 
 /// Checks the name of a mailbox class, which must not be empty.
@@ -489,9 +480,9 @@ fn check_class_name(name: String) -> PvmResult<String> {
 /// # Errors
 /// `Denied`, `Exists`; `BadParam` for an empty name.
 pub(crate) fn mailbox_put(name: String, message: Message, flags: i32) -> PvmResult<i32> {
-    let rt = request_connection()?;
+    session::runtime()?;
     let name = check_class_name(name)?;
-    match rt.request_and_wait(Request::Mailbox(MailboxRequest::Put {
+    match request_connection()?.request_and_wait(Request::Mailbox(MailboxRequest::Put {
         name,
         flags,
         message,
@@ -506,12 +497,12 @@ pub(crate) fn mailbox_put(name: String, message: Message, flags: i32) -> PvmResu
 /// # Errors
 /// `NotFound`, `Denied`; `BadParam` for an empty name or a negative index.
 pub(crate) fn mailbox_take(name: String, index: i32, flags: i32) -> PvmResult<Message> {
-    let rt = request_connection()?;
+    session::runtime()?;
     let name = check_class_name(name)?;
     if index < 0 {
         return Err(PvmError::BadParam);
     }
-    match rt.request_and_wait(Request::Mailbox(MailboxRequest::Take {
+    match request_connection()?.request_and_wait(Request::Mailbox(MailboxRequest::Take {
         name,
         index,
         flags,
@@ -526,12 +517,13 @@ pub(crate) fn mailbox_take(name: String, index: i32, flags: i32) -> PvmResult<Me
 /// # Errors
 /// As [`mailbox_take`].
 pub(crate) fn mailbox_delete(name: String, index: i32) -> PvmResult<()> {
-    let rt = request_connection()?;
+    session::runtime()?;
     let name = check_class_name(name)?;
     if index < 0 {
         return Err(PvmError::BadParam);
     }
-    expect_done(rt.request_and_wait(Request::Mailbox(MailboxRequest::Delete { name, index })))
+    let request = Request::Mailbox(MailboxRequest::Delete { name, index });
+    expect_done(request_connection()?.request_and_wait(request))
 }
 
 /// Lists the mailbox classes whose names match `pattern`. The empty pattern matches all classes.
@@ -568,8 +560,7 @@ fn int_message(rt: &Runtime, value: i32) -> Message {
 /// # Errors
 /// `Denied` if the index is not free, `BadParam` if the index is out of range.
 pub(crate) fn mailbox_insert(name: String, index: i32, value: i32) -> PvmResult<i32> {
-    let rt = request_connection()?;
-    let message = int_message(&rt, value);
+    let message = int_message(&session::runtime()?, value);
     if index == -1 {
         return mailbox_put(name, message, MBOX_PERSISTENT | MBOX_MULTI_INSTANCE);
     }
@@ -625,7 +616,7 @@ pub(crate) fn mailbox_lookup(name: String, index: i32) -> PvmResult<(i32, i32)> 
 /// # Errors
 /// As [`mailbox_put`].
 pub(crate) fn put_own_tid(name: &str) -> PvmResult<i32> {
-    let rt = request_connection()?;
+    let rt = session::runtime()?;
     mailbox_put(
         name.to_string(),
         int_message(&rt, rt.tid().raw()),

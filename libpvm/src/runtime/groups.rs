@@ -2,21 +2,14 @@
 //! reply. When the task exits, the client ends all memberships of the task.
 
 use super::Runtime;
-use sempa_proto::PvmError;
 use sempa_proto::group::GroupRequest;
 use sempa_proto::task::{Reply, Request};
 use std::sync::atomic::Ordering::Relaxed;
 
-/// Event that ended a wait for a reply.
-enum ReplyWaitEvent {
-    ReplyArrived(Reply),
-    MessagesArrived,
-}
-
 impl Runtime {
     /// Sends a request to the group service and waits for the reply, which may depend on other
-    /// members. For `on_messages` see [`Runtime::request_and_wait_with`]; with `None` the messages
-    /// stay in the inbox.
+    /// members. `on_messages` is called whenever messages arrive during the wait, and must remove all
+    /// messages from the inbox; with `None` the messages stay there.
     pub fn group_request_and_wait(
         &self,
         request: GroupRequest,
@@ -27,40 +20,6 @@ impl Runtime {
         match on_messages {
             Some(on_messages) => self.request_and_wait_with(daemon_request, on_messages),
             None => self.request_and_wait(daemon_request),
-        }
-    }
-
-    /// As [`Runtime::request_and_wait`], but `on_messages` is called whenever messages arrive
-    /// during the wait; `on_messages` must remove all messages from the inbox.
-    pub fn request_and_wait_with(
-        &self,
-        daemon_request: Request,
-        on_messages: &mut dyn FnMut(),
-    ) -> Reply {
-        let connection_lost_reply = || Reply::Failed {
-            error: PvmError::SysErr,
-            reason: self.lost_reason(),
-        };
-        let Some(mut state) = self.lock() else {
-            return connection_lost_reply();
-        };
-        let id = match state.core.send_request(daemon_request) {
-            Ok(id) => id,
-            Err(failure_reply) => return failure_reply,
-        };
-        state.write_outbox();
-        drop(state);
-        loop {
-            let event = self.wait_for_core(None, &mut |core| match core.take_reply(id) {
-                Some(reply) => Some(ReplyWaitEvent::ReplyArrived(reply)),
-                None => (!core.inbox.is_empty()).then_some(ReplyWaitEvent::MessagesArrived),
-            });
-            match event {
-                Ok(Some(ReplyWaitEvent::ReplyArrived(reply))) => return reply,
-                Ok(Some(ReplyWaitEvent::MessagesArrived)) => on_messages(),
-                // There is no deadline, so only the loss of the daemon ends the wait.
-                Ok(None) | Err(_) => return connection_lost_reply(),
-            }
         }
     }
 

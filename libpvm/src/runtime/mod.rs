@@ -15,6 +15,7 @@ mod core;
 mod direct;
 mod direct_routes;
 mod groups;
+mod intake;
 mod io_thread;
 mod outbox;
 mod process;
@@ -30,6 +31,7 @@ mod wake_delay_timer;
 mod zero_copy;
 
 pub use self::connect::{EnrollOptions, runtime_paths, wait_for_daemon_answer};
+pub use self::intake::IntakeFn;
 
 pub(crate) use self::core::Core;
 use self::core::OUTBOX_BACKLOG_BYTES_MAX;
@@ -91,7 +93,7 @@ pub fn enroll(on_daemon_exit: OnDaemonExit) -> Result<Runtime, EnrollError> {
 /// daemon, within a few seconds. In a forked child the runtime is unusable:
 /// [`Runtime::is_connected`] is false, and calls fail with `SysErr`.
 #[derive(Clone, Debug)]
-pub struct Runtime(Arc<RuntimeInner>);
+pub struct Runtime(Arc<RuntimeInner>, Option<IntakeFn>);
 
 #[derive(Debug)]
 struct RuntimeInner {
@@ -181,7 +183,7 @@ impl Runtime {
             has_used_groups: AtomicBool::new(false),
             io_thread: Mutex::new(Some(io_thread_handle)),
         };
-        Ok(Self(Arc::new(runtime_inner)))
+        Ok(Self(Arc::new(runtime_inner), None))
     }
 
     /// Returns this task's id, which never changes.
@@ -365,6 +367,13 @@ impl Runtime {
         self.0.shared_state.prepare_for_fork();
     }
 
+    /// Delivers a message of the library to this program, behind those that have arrived.
+    pub fn deliver_notice(&self, message: Message) {
+        if let Some(mut state) = self.lock() {
+            state.core.deliver(message);
+        }
+    }
+
     /// Requests a direct route to a task, unless a route was already requested, and waits for the
     /// answer. If either program refuses, messages continue to go through the daemons.
     pub fn open_route_and_wait(&self, dst: Tid) {
@@ -479,7 +488,13 @@ impl Runtime {
 
     /// Sends a request to the daemon and waits for the reply. During a migration the request is
     /// queued. If the connection is lost for good, the reply is [`Reply::Failed`] with `SysErr`.
+    /// While the request waits, the intake of this handle processes messages
+    /// ([`Runtime::with_intake`]).
     pub fn request_and_wait(&self, daemon_request: Request) -> Reply {
+        if let Some(intake) = self.1 {
+            let plain_handle = self.with_intake(None);
+            return self.request_and_wait_with(daemon_request, &mut || intake(&plain_handle));
+        }
         let Some(mut state) = self.lock() else {
             return Reply::Failed {
                 error: PvmError::SysErr,
