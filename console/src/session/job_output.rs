@@ -8,15 +8,20 @@ use crate::clock::unix_micros;
 use crate::output::{tables, time};
 use libpvm::{Body, Error, Vm};
 use nix::errno::Errno;
+use sempa_proto::event::EventKind;
 use sempa_proto::message::CTX_BASE;
-use sempa_proto::task::{NotifyRequest, NotifySubjects, Request, Sink};
+use sempa_proto::task::{NotifyRequest, NotifySubjects, Reply, Request, Sink};
 use sempa_proto::{HostId, Message, Tid};
+use std::collections::BTreeSet;
 use std::fs::{File, OpenOptions};
 use std::io::Write;
 use std::os::unix::fs::OpenOptionsExt;
 
 /// Tag of messages that announce hosts.
 pub(crate) const TAG_HOSTS: i32 = 1;
+
+/// Tag of the events that this console follows while tasks of its jobs wait for a restart.
+pub(crate) const TAG_EVENTS: i32 = 2;
 
 /// Base of the tags of output messages: output of tasks of job n has this tag plus n.
 pub(crate) const TAG_OUTPUT_BASE: i32 = 16;
@@ -30,6 +35,9 @@ pub(crate) const TAG_CLOSE_JOB_BASE: i32 = 1 << 25;
 
 /// Base of the tags of exit notifications: the exit of a task of job n has this tag plus n.
 pub(crate) const TAG_EXIT_BASE: i32 = 1 << 26;
+
+/// Line that is shown for each task of a job that rolls back.
+const ROLLBACK_LINE: &[u8] = b"waits for the restart of its job from the last checkpoint";
 
 /// Line that is shown in place of the output that is missing.
 const LOST_TASK_LINE: &[u8] = b"lost with its host: the last lines may be missing";
@@ -144,7 +152,7 @@ impl JobOutput {
                 TaskEvent::Spawned => Some("GOTSPAWN".into()),
                 TaskEvent::Ended => Some("GOTEOF".into()),
                 TaskEvent::Line(line) => Some(String::from_utf8_lossy(line)),
-                TaskEvent::FirstSeen | TaskEvent::Lost => None,
+                TaskEvent::FirstSeen | TaskEvent::Lost | TaskEvent::RolledBack => None,
             };
             if *event == TaskEvent::FirstSeen {
                 out.extend_from_slice(
@@ -161,6 +169,7 @@ impl JobOutput {
             TaskEvent::Line(line) => line,
             TaskEvent::Ended => b"EOF",
             TaskEvent::Lost => LOST_TASK_LINE,
+            TaskEvent::RolledBack => ROLLBACK_LINE,
             TaskEvent::FirstSeen | TaskEvent::Created | TaskEvent::Spawned => return out,
         };
         let prefix = format!("[{job}:{tid}] ").into_bytes();
@@ -247,7 +256,7 @@ impl Session {
                 .and_then(|job_from_base| u32::try_from(job_from_base).ok())
         };
         if let Some(job) = job_from_base(TAG_EXIT_BASE) {
-            return if message.src.is_daemon() || message.src == self.vm.tid() {
+            return if message.src.is_daemon() {
                 self.handle_exit(job, message)
             } else {
                 Vec::new()
@@ -269,6 +278,10 @@ impl Session {
         if message.tag == TAG_HOSTS {
             return self.announce_hosts(message).into_bytes();
         }
+        if message.tag == TAG_EVENTS {
+            self.handle_event(message);
+            return Vec::new();
+        }
         job_from_base(TAG_OUTPUT_BASE)
             .map(|job| self.handle_output(job, message))
             .unwrap_or_default()
@@ -286,28 +299,78 @@ impl Session {
         self.show_update(job, tid, &update)
     }
 
-    /// Handles the exit of a task of a job. The task's daemon sends the end of the output before
-    /// the exit becomes known, so usually the task has ended already. Otherwise this console sends
-    /// itself the message again after all daemons have answered a request. If the end is still
-    /// missing then, the task's host is lost.
+    /// Handles the exit of a task of a job. The end of the output precedes the exit, so usually the
+    /// task has ended already. Otherwise the task's host is lost, and the task is lost or waits for
+    /// the restart of its job.
     fn handle_exit(&mut self, job: u32, message: &Message) -> Vec<u8> {
         let Ok(Ok(tid)) = Vm::unpack(message).map(|mut body| body.read_int()) else {
             return Vec::new();
         };
-        let (tid, console) = (Tid::from_raw(tid), self.vm.tid());
-        if message.src != console && self.jobs.is_running(job, tid) {
-            let repeated_message = Message {
-                src: console,
-                dst: console,
-                ..message.clone()
-            };
-            if self.vm.tasks(Tid::NONE).is_ok() && self.vm.send(repeated_message).is_ok() {
-                return Vec::new();
-            }
+        let tid = Tid::from_raw(tid);
+        if !self.jobs.is_running(job, tid) {
+            return Vec::new();
+        }
+        let mut shown_bytes = Vec::new();
+        for awaiting_task in self.find_rolled_back_tasks(job) {
+            let update = self.jobs.handle_rollback(job, awaiting_task);
+            shown_bytes.extend(self.show_update(job, awaiting_task, &update));
         }
         let update = self.jobs.handle_exit(job, tid);
         self.has_lost_tasks |= update.events.contains(&TaskEvent::Lost);
-        self.show_update(job, tid, &update)
+        shown_bytes.extend(self.show_update(job, tid, &update));
+        shown_bytes
+    }
+
+    /// Returns the running tasks of a job of this console that wait for a restart from a
+    /// checkpoint. The events that end the wait follow; without them no task is returned.
+    fn find_rolled_back_tasks(&mut self, job: u32) -> Vec<Tid> {
+        if !self.follows_events {
+            let subscription = Request::Subscribe {
+                ctx: CTX_BASE,
+                tag: TAG_EVENTS,
+            };
+            self.follows_events = self.vm.ask(subscription).is_ok();
+        }
+        if !self.follows_events {
+            return Vec::new();
+        }
+        self.ask_awaiting_restart(self.jobs.running_tasks(job))
+            .unwrap_or_default()
+    }
+
+    /// Returns which of the tasks wait for a restart; `None` if the daemon does not answer.
+    fn ask_awaiting_restart(&self, tids: Vec<Tid>) -> Option<Vec<Tid>> {
+        match self.vm.ask(Request::FindAwaitingRestart { tids }) {
+            Ok(Reply::AwaitingRestart(awaiting_tasks)) => Some(awaiting_tasks),
+            _ => None,
+        }
+    }
+
+    /// Handles an event of the log. If it may end the wait of tasks for a restart, requests the
+    /// notifications of their exits again.
+    fn handle_event(&mut self, message: &Message) {
+        let mut changed_jobs = BTreeSet::new();
+        match Vm::decode_event(message).map(|event| event.kind) {
+            Some(EventKind::Restarted { tasks, .. }) => {
+                for (tid, _) in tasks {
+                    changed_jobs.extend(self.jobs.handle_restart(tid));
+                }
+            }
+            Some(EventKind::RestartFailed { .. } | EventKind::CheckpointDamaged { .. }) => {}
+            _ => return,
+        }
+        let waiting_tasks = self.jobs.tasks_awaiting_restart();
+        if !waiting_tasks.is_empty() {
+            let tids = waiting_tasks.iter().map(|(_, tid)| *tid).collect();
+            let still_waiting = self.ask_awaiting_restart(tids).unwrap_or_default();
+            for (job, tid) in waiting_tasks {
+                if !still_waiting.contains(&tid) {
+                    self.jobs.stop_awaiting_restart(job, tid);
+                    changed_jobs.insert(job);
+                }
+            }
+        }
+        changed_jobs.into_iter().for_each(|job| self.watch_tasks(job));
     }
 
     /// Requests a notification of the exit of each task of the job, because a task that is lost

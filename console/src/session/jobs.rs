@@ -6,8 +6,8 @@
 
 use sempa_proto::Tid;
 use sempa_proto::body::Unpacker;
-use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// Maximum length of a line in bytes. A longer line is broken into several.
 pub(crate) const OUTPUT_LINE_BYTES_MAX: usize = 64 << 10;
@@ -42,12 +42,20 @@ pub(crate) fn read_output_message(mut body: Unpacker) -> Option<(Tid, TaskOutput
     tid.is_task().then_some((tid, output))
 }
 
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+enum TaskState {
+    /// More output may follow.
+    #[default]
+    Running,
+    /// The task's job rolls back. The task ends only if it is not restarted.
+    AwaitingRestart,
+    Ended,
+}
+
 #[derive(Debug, Default)]
 struct JobTask {
     was_seen: bool,
-    has_ended: bool,
-    /// True if a notification of the task's exit was requested.
-    is_watched: bool,
+    state: TaskState,
     partial_line: Vec<u8>,
 }
 
@@ -67,12 +75,11 @@ impl JobTask {
         }
     }
 
-    /// Ends the output. Appends the last line to `out` if it is unfinished.
-    fn end_output(&mut self, out: &mut Vec<TaskEvent>) {
+    /// Appends the last line to `out` if it is unfinished.
+    fn end_line(&mut self, out: &mut Vec<TaskEvent>) {
         if !self.partial_line.is_empty() {
             out.push(TaskEvent::Line(std::mem::take(&mut self.partial_line)));
         }
-        self.has_ended = true;
     }
 }
 
@@ -82,6 +89,38 @@ struct Job {
     /// spawn.
     spawn_replied: bool,
     tasks: BTreeMap<Tid, JobTask>,
+    /// Number of tasks that have not ended.
+    unended_count: usize,
+    /// Running tasks for whose exit no notification was requested.
+    unwatched: BTreeSet<Tid>,
+}
+
+impl Job {
+    /// Returns a task of the job, and adds the task if it is new.
+    fn task(&mut self, tid: Tid) -> &mut JobTask {
+        self.tasks.entry(tid).or_insert_with(|| {
+            self.unended_count += 1;
+            self.unwatched.insert(tid);
+            JobTask::default()
+        })
+    }
+
+    /// Records that the output of a task that has not ended ends.
+    fn end_task(&mut self, tid: Tid) {
+        self.task(tid).state = TaskState::Ended;
+        self.unended_count -= 1;
+        self.unwatched.remove(&tid);
+    }
+
+    /// Records that a task runs, as far as is known. The notification of its exit is requested
+    /// again.
+    fn continue_task(&mut self, tid: Tid) {
+        let task = self.task(tid);
+        if std::mem::take(&mut task.state) == TaskState::Ended {
+            self.unended_count += 1;
+        }
+        self.unwatched.insert(tid);
+    }
 }
 
 #[derive(Debug, Default)]
@@ -101,6 +140,8 @@ pub(crate) enum TaskEvent {
     Created,
     /// A line of output, without its newline.
     Line(Vec<u8>),
+    /// The task's job rolls back to a checkpoint.
+    RolledBack,
     /// The task has exited without the end of its output.
     Lost,
     /// The task writes no more output.
@@ -136,7 +177,7 @@ impl Jobs {
         };
         job.spawn_replied = true;
         for tid in tids {
-            job.tasks.entry(tid).or_default();
+            job.task(tid);
         }
         if job.tasks.is_empty() {
             self.jobs.remove(&job_number);
@@ -162,10 +203,10 @@ impl Jobs {
             Entry::Vacant(_) if output == TaskOutput::End => return JobUpdate::default(),
             Entry::Vacant(vacant_entry) => vacant_entry.insert(Job {
                 spawn_replied: true,
-                tasks: BTreeMap::new(),
+                ..Job::default()
             }),
         };
-        let task = job.tasks.entry(tid).or_default();
+        let task = job.task(tid);
         let mut events = Vec::new();
         if !task.was_seen {
             task.was_seen = true;
@@ -175,10 +216,12 @@ impl Jobs {
             TaskOutput::Spawned => events.push(TaskEvent::Spawned),
             TaskOutput::Created => events.push(TaskEvent::Created),
             TaskOutput::Data(bytes) => task.add_output(&bytes, &mut events),
-            TaskOutput::End if !task.has_ended => {
-                task.end_output(&mut events);
+            TaskOutput::End if task.state == TaskState::Running => {
+                task.end_line(&mut events);
                 events.push(TaskEvent::Ended);
+                job.end_task(tid);
             }
+            // A task that waits for the restart of its job is killed before.
             TaskOutput::End => {}
         }
         JobUpdate {
@@ -187,25 +230,39 @@ impl Jobs {
         }
     }
 
-    /// True if the task belongs to the job and its output has not ended.
+    /// True if the task belongs to the job and runs, as far as is known.
     pub(crate) fn is_running(&self, job_number: u32, tid: Tid) -> bool {
         let job = self.jobs.get(&job_number);
         job.and_then(|job| job.tasks.get(&tid))
-            .is_some_and(|task| !task.has_ended)
+            .is_some_and(|task| task.state == TaskState::Running)
     }
 
-    /// Ends the output of a task of a job that was lost with its host. Does nothing if its output
-    /// has ended.
+    /// Returns the running tasks of a job.
+    pub(crate) fn running_tasks(&self, job_number: u32) -> Vec<Tid> {
+        let tasks = self.jobs.get(&job_number).map(|job| &job.tasks);
+        let running_tasks = { tasks }
+            .into_iter()
+            .flatten()
+            .filter(|(_, task)| task.state == TaskState::Running);
+        running_tasks.map(|(tid, _)| *tid).collect()
+    }
+
+    /// Ends the output of a running task of a job that was lost with its host. Does nothing if the
+    /// task does not run.
     pub(crate) fn handle_exit(&mut self, job_number: u32, tid: Tid) -> JobUpdate {
         let mut events = Vec::new();
-        let job = self.jobs.get_mut(&job_number);
+        let Some(job) = self.jobs.get_mut(&job_number) else {
+            return JobUpdate::default();
+        };
         let Some(task) = job
-            .and_then(|job| job.tasks.get_mut(&tid))
-            .filter(|task| !task.has_ended)
+            .tasks
+            .get_mut(&tid)
+            .filter(|task| task.state == TaskState::Running)
         else {
             return JobUpdate::default();
         };
-        task.end_output(&mut events);
+        task.end_line(&mut events);
+        job.end_task(tid);
         events.extend([TaskEvent::Lost, TaskEvent::Ended]);
         JobUpdate {
             events,
@@ -213,26 +270,63 @@ impl Jobs {
         }
     }
 
-    /// Returns the tasks of a job that have not ended and for whose exit a notification must be
-    /// requested. Each task is returned once.
-    pub(crate) fn take_unwatched(&mut self, job_number: u32) -> Vec<Tid> {
-        let tasks = self.jobs.get_mut(&job_number).map(|job| &mut job.tasks);
-        let unwatched_tasks = tasks
-            .into_iter()
-            .flatten()
-            .filter(|(_, task)| !task.has_ended && !task.is_watched);
-        unwatched_tasks
-            .map(|(tid, task)| {
-                task.is_watched = true;
-                *tid
-            })
+    /// Handles the rollback of a running task of a job: the task waits for its restart.
+    pub(crate) fn handle_rollback(&mut self, job_number: u32, tid: Tid) -> JobUpdate {
+        let mut events = Vec::new();
+        if let Some(job) = self.jobs.get_mut(&job_number)
+            && let Some(task) = job.tasks.get_mut(&tid)
+        {
+            task.end_line(&mut events);
+            task.state = TaskState::AwaitingRestart;
+            job.unwatched.remove(&tid);
+            events.push(TaskEvent::RolledBack);
+        }
+        JobUpdate {
+            events,
+            is_finished: false,
+        }
+    }
+
+    /// Returns the tasks that wait for a restart, each with its job.
+    pub(crate) fn tasks_awaiting_restart(&self) -> Vec<(u32, Tid)> {
+        let tasks = self.jobs.iter().flat_map(|(job_number, job)| {
+            job.tasks.iter().map(|(tid, task)| (*job_number, *tid, task.state))
+        });
+        tasks
+            .filter(|(_, _, state)| *state == TaskState::AwaitingRestart)
+            .map(|(job_number, tid, _)| (job_number, tid))
             .collect()
+    }
+
+    /// Ends the wait of a task for a restart. The notification of its exit, which is requested
+    /// again, arrives at once if the task was not restarted.
+    pub(crate) fn stop_awaiting_restart(&mut self, job_number: u32, tid: Tid) {
+        if let Some(job) = self.jobs.get_mut(&job_number) {
+            job.continue_task(tid);
+        }
+    }
+
+    /// Handles the restart of a task, which may have ended since the checkpoint. Returns its jobs.
+    pub(crate) fn handle_restart(&mut self, tid: Tid) -> Vec<u32> {
+        let jobs = self.jobs.iter_mut().filter(|(_, job)| job.tasks.contains_key(&tid));
+        jobs.map(|(job_number, job)| {
+            job.continue_task(tid);
+            *job_number
+        })
+        .collect()
+    }
+
+    /// Returns the running tasks of a job for whose exit a notification must be requested. Each
+    /// task is returned once.
+    pub(crate) fn take_unwatched(&mut self, job_number: u32) -> Vec<Tid> {
+        let unwatched = self.jobs.get_mut(&job_number).map(|job| &mut job.unwatched);
+        let unwatched = unwatched.map(std::mem::take).unwrap_or_default();
+        unwatched.into_iter().collect()
     }
 
     /// If all tasks of the job have ended, removes the job and returns true.
     fn remove_if_finished(&mut self, job_number: u32) -> bool {
-        let has_ended =
-            |job: &Job| job.spawn_replied && job.tasks.values().all(|task| task.has_ended);
+        let has_ended = |job: &Job| job.spawn_replied && job.unended_count == 0;
         let is_finished = self.jobs.get(&job_number).is_some_and(has_ended);
         if is_finished {
             self.jobs.remove(&job_number);
@@ -256,7 +350,7 @@ impl Jobs {
                 *job_number,
                 job.tasks
                     .iter()
-                    .filter(|(_, task)| !task.has_ended)
+                    .filter(|(_, task)| task.state != TaskState::Ended)
                     .map(|(tid, _)| *tid)
                     .collect(),
             )
@@ -351,6 +445,53 @@ mod tests {
         );
         assert_eq!(jobs.handle_exit(job, TASK_A), JobUpdate::default());
         assert!(jobs.is_empty());
+    }
+
+    /// A job that rolls back runs until the restarted tasks end, and a task that is not restarted
+    /// ends as lost. The end of the killed task is no end of the job.
+    #[test]
+    fn job_that_rolls_back_continues() {
+        let mut jobs = Jobs::default();
+        let job = jobs.create_job();
+        jobs.record_spawn(job, [TASK_A, TASK_B].into_iter());
+        jobs.take_unwatched(job);
+        jobs.handle_output(job, TASK_A, data("half"));
+        assert_eq!(jobs.running_tasks(job), [TASK_A, TASK_B]);
+        assert_eq!(
+            jobs.handle_rollback(job, TASK_A).events,
+            [line("half"), TaskEvent::RolledBack]
+        );
+        jobs.handle_rollback(job, TASK_B);
+        assert_eq!(
+            jobs.tasks_awaiting_restart(),
+            [(job, TASK_A), (job, TASK_B)]
+        );
+        assert_eq!(jobs.handle_exit(job, TASK_A), JobUpdate::default());
+        let end_update = jobs.handle_output(job, TASK_B, TaskOutput::End);
+        assert_eq!(end_update.events, [TaskEvent::FirstSeen]);
+        assert!(!end_update.is_finished && jobs.take_unwatched(job).is_empty());
+        assert_eq!(jobs.handle_restart(TASK_A), [job]);
+        jobs.stop_awaiting_restart(job, TASK_B);
+        assert!(jobs.tasks_awaiting_restart().is_empty());
+        assert_eq!(jobs.take_unwatched(job), [TASK_A, TASK_B]);
+        jobs.handle_output(job, TASK_A, TaskOutput::End);
+        let lost_update = jobs.handle_exit(job, TASK_B);
+        assert_eq!(lost_update.events, [TaskEvent::Lost, TaskEvent::Ended]);
+        assert!(lost_update.is_finished);
+    }
+
+    /// A task that had ended before its job rolled back runs again after the restart.
+    #[test]
+    fn ended_task_runs_again_after_restart() {
+        let mut jobs = Jobs::default();
+        let job = jobs.create_job();
+        jobs.record_spawn(job, [TASK_A, TASK_B].into_iter());
+        jobs.handle_output(job, TASK_A, TaskOutput::End);
+        jobs.handle_rollback(job, TASK_B);
+        assert_eq!(jobs.handle_restart(TASK_A), [job]);
+        assert_eq!(jobs.handle_restart(TASK_B), [job]);
+        assert!(!jobs.handle_output(job, TASK_B, TaskOutput::End).is_finished);
+        assert!(jobs.handle_output(job, TASK_A, TaskOutput::End).is_finished);
     }
 
     /// A job whose tasks end before the reply to the spawn finishes with the reply.

@@ -522,7 +522,8 @@ fn take_in_or_wait(
         Some(WaitEnd::Arrivals(arrivals)) => arrivals,
         Some(WaitEnd::OtherThreadTakesIn) => {
             let Some(mut arrivals) = lock_arrivals_in_time(wait_mode) else {
-                return Ok((session::lock(), Intake::Nothing));
+                // The other thread may have taken in the message that this call waits for.
+                return Ok((session::lock(), Intake::Uncounted));
             };
             if arrivals.is_empty() {
                 rt.take_arrivals(&mut arrivals);

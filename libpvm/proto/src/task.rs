@@ -410,6 +410,9 @@ pub enum Request {
     },
     /// Kills the processes that an ended task has left behind, on all hosts. → [`Reply::Done`]
     KillLeftovers { tid: Tid },
+    /// Asks which of these tasks wait for the restart of their job from a checkpoint: the job rolls
+    /// back after the loss of a host. → [`Reply::AwaitingRestart`]
+    FindAwaitingRestart { tids: Vec<Tid> },
 }
 
 /// Results of a successful migration.
@@ -482,6 +485,8 @@ pub enum Reply {
     Freezer(Option<Result<(), FreezerUnavailable>>),
     /// The outcome for each checkpoint, or the reason why the store is not readable.
     CheckpointsRemoved(Result<RemovalResults, StoreFailure>),
+    /// The tasks whose job rolls back. When its restart has ended, the event log contains that.
+    AwaitingRestart(Vec<Tid>),
 }
 
 /// Error of a failed migration; the task continues at the source.

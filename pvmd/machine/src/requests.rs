@@ -240,6 +240,10 @@ impl Machine {
                 self.reply(tid, id, Reply::Done);
             }
             Request::ServeTracer(settings) => self.toggle_tracer(tid, id, settings),
+            Request::FindAwaitingRestart { tids } => {
+                let awaiting_tids = self.find_awaiting_restart(tids);
+                self.reply(tid, id, Reply::AwaitingRestart(awaiting_tids));
+            }
             Request::Reset {
                 kill_tasks: ends_tasks,
             } => self.reset_vm(tid, id, ends_tasks),

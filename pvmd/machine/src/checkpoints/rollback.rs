@@ -42,6 +42,22 @@ impl Machine {
         self.roll_back_jobs_on(host, None, &why, failure);
     }
 
+    /// Master: returns which of the tasks belong to a job that rolls back, or that is being
+    /// restarted from a checkpoint.
+    pub(crate) fn find_awaiting_restart(&self, mut tids: Vec<Tid>) -> Vec<Tid> {
+        let jobs = self.master.iter().flat_map(|m| m.checkpoints.jobs.values());
+        let awaiting_jobs: Vec<&CheckpointedJob> = jobs
+            .filter(|job| {
+                matches!(
+                    job.activity,
+                    JobActivity::RollingBack { .. } | JobActivity::Restarting
+                )
+            })
+            .collect();
+        tids.retain(|tid| awaiting_jobs.iter().any(|job| job.members.contains(tid)));
+        tids
+    }
+
     /// Master: called when hosts have joined. Tries again to restart the jobs that could not be
     /// restarted, and queues missing copies of checkpoints.
     pub(crate) fn retry_stuck_jobs(&mut self) {
