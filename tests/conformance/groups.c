@@ -4,7 +4,7 @@
 #define MEMBERS 4
 
 /* Joins a group and then carries out commands: one int each time, the answer goes to the parent. */
-enum { STOP, LEAVE, BARRIER, REDUCE, GATHER, SCATTER, FREEZE, RECEIVE, JOIN, SIZE };
+enum { LEAVE, BARRIER, REDUCE, GATHER, SCATTER, FREEZE, RECEIVE, JOIN, SIZE };
 
 static const char *const group = "conform";
 
@@ -44,15 +44,11 @@ static int member(int argc, char **argv)
     pvm_setopt(PvmAutoErr, 0);
     first = pvm_joingroup((char *)group);
     tell(parent, 1, first);
-    for (;;) {
-        pvm_recv(parent, 2);
+    while (pvm_recv(parent, 2) > 0) {
         pvm_upkint(what, 2, 1);
-        if (what[0] == STOP)
-            break;
         act(what[0], what[1]);
         tell_all(parent, 3, answers, 4);
     }
-    pvm_exit();
     return 0;
 }
 
@@ -302,6 +298,42 @@ static void frozen(void)
     is(pvm_barrier((char *)group, MEMBERS), PvmNoGroup, "a static group that a member left is dead");
 }
 
+/* The others leave the group; the own task and two of them join again. */
+static void join_with_two(void)
+{
+    order_all(LEAVE, 0);
+    all_answer(PvmOk);
+    pvm_lvgroup((char *)group);
+    pvm_joingroup((char *)group);
+    order(1, JOIN, 0);
+    answer(1);
+    order(2, JOIN, 0);
+    answer(2);
+}
+
+/* Counts of -1 stand for different sizes when a member joins between them. */
+static void grown(void)
+{
+    join_with_two();
+    order(1, BARRIER, -1);
+    usleep(300000);
+    order(3, JOIN, 0);
+    is(answer(3), 3, "a group may be joined while members wait in a barrier");
+    order(2, BARRIER, -1);
+    is(answer(2), PvmMismatch, "a barrier with count -1 does not match one of a smaller group");
+    order(2, BARRIER, 3);
+    is(pvm_barrier((char *)group, 3), PvmOk, "a barrier with count -1 takes the size at its begin");
+    answer(1);
+    answer(2);
+    join_with_two();
+    order(1, FREEZE, -1);
+    usleep(300000);
+    order(3, JOIN, 0);
+    is(answer(3), 3, "a group may be joined while members wait in a freeze");
+    order(2, FREEZE, -1);
+    is(answer(2), PvmMismatch, "a freeze with count -1 does not match one of a smaller group");
+}
+
 static void sentences(void)
 {
     int k;
@@ -314,6 +346,7 @@ static void sentences(void)
     functions();
     leaving();
     frozen();
+    grown();
     for (k = 1; k < MEMBERS; k++)
-        order(k, STOP, 0);
+        pvm_kill(kids[k]);
 }

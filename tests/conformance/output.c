@@ -32,8 +32,8 @@ static int changer(int argc, char **argv)
     (void)argc, (void)argv;
     printf("before\n");
     fflush(stdout);
-    /* What was printed before goes the old way only when the daemon has read it. */
-    usleep(300000);
+    /* What was printed before goes the old way only when the daemon has read it: the collector has it. */
+    wait_for_word();
     pvm_setopt(PvmSelfOutputTid, parent);
     pvm_setopt(PvmSelfOutputCode, 51);
     printf("after\n");
@@ -117,12 +117,12 @@ typedef struct {
 
 static collected one, two;
 
-/* Collects the output of tasks until all that were announced have ended. */
-static void collect(int tag, collected *of, int tasks)
+/* Collects the output of tasks until all that were announced have ended, or until there is some text if no task is to
+ * end. */
+static void collect_more(int tag, collected *of, int tasks)
 {
     int tid, n, parent;
-    memset(of, 0, sizeof *of);
-    while (of->ended < tasks || of->spawned < tasks) {
+    while (tasks ? of->ended < tasks || of->spawned < tasks : !of->bytes) {
         if (await(-1, tag) <= 0)
             return;
         pvm_upkint(&tid, 1, 1);
@@ -143,9 +143,15 @@ static void collect(int tag, collected *of, int tasks)
     }
 }
 
+static void collect(int tag, collected *of, int tasks)
+{
+    memset(of, 0, sizeof *of);
+    collect_more(tag, of, tasks);
+}
+
 static void as_messages(void)
 {
-    int k, good, at;
+    int k, tid, good, at;
     char line[16];
     pvm_setopt(PvmOutputTid, own_tid);
     pvm_setopt(PvmOutputCode, 50);
@@ -174,8 +180,10 @@ static void as_messages(void)
     start_one("grandparent");
     collect(50, &one, 2);
     holds(strstr(one.text, "first line\n") != NULL, "the output of grandchildren goes to the same collector");
-    start_one("changer");
-    collect(50, &one, 1);
+    tid = start_waiting("changer", NULL);
+    collect(50, &one, 0);
+    tell(tid, 3, 0);
+    collect_more(50, &one, 1);
     collect(51, &two, 1);
     reads(one.text, "before\n", "what a task prints before it sends its output elsewhere goes the old way");
     reads(two.text, "after\n", "what a task prints afterwards goes the new way");

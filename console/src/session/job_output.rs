@@ -311,7 +311,7 @@ impl Session {
             return Vec::new();
         }
         let mut shown_bytes = Vec::new();
-        for awaiting_task in self.find_rolled_back_tasks(job) {
+        for awaiting_task in self.find_rolled_back_tasks(job, tid) {
             let update = self.jobs.handle_rollback(job, awaiting_task);
             shown_bytes.extend(self.show_update(job, awaiting_task, &update));
         }
@@ -321,9 +321,10 @@ impl Session {
         shown_bytes
     }
 
-    /// Returns the running tasks of a job of this console that wait for a restart from a
-    /// checkpoint. The events that end the wait follow; without them no task is returned.
-    fn find_rolled_back_tasks(&mut self, job: u32) -> Vec<Tid> {
+    /// If the task `exited_tid` waits for a restart from a checkpoint, returns all running tasks of
+    /// its job of this console that do so. The events that end the wait follow; without them no
+    /// task is returned.
+    fn find_rolled_back_tasks(&mut self, job: u32, exited_tid: Tid) -> Vec<Tid> {
         if !self.follows_events {
             let subscription = Request::Subscribe {
                 ctx: CTX_BASE,
@@ -331,7 +332,10 @@ impl Session {
             };
             self.follows_events = self.vm.ask(subscription).is_ok();
         }
-        if !self.follows_events {
+        let exited_tasks = vec![exited_tid];
+        if !self.follows_events
+            || self.ask_awaiting_restart(exited_tasks.clone()) != Some(exited_tasks)
+        {
             return Vec::new();
         }
         self.ask_awaiting_restart(self.jobs.running_tasks(job))

@@ -272,18 +272,21 @@ impl Machine {
             }
         }
         for watcher in tids {
-            let dead_tasks: Vec<Tid> = self
-                .tasks
-                .get(watcher)
-                .map(|t| {
-                    t.notifications
-                        .iter()
-                        .filter_map(|w| exit_subject(w).filter(|d| self.location(*d) == Some(host)))
-                        .collect()
-                })
-                .unwrap_or_default();
-            for tid in dead_tasks {
-                self.notify_watcher_of_exit(watcher, tid, None);
+            let locations = &self.locations;
+            let Some(task) = self.tasks.get_mut(watcher) else {
+                continue;
+            };
+            let watches_dead_task = |w: &mut PendingNotification| {
+                exit_subject(w).is_some_and(|tid| locations.host_of(tid) == Some(host))
+            };
+            let due_watches: Vec<PendingNotification> = task
+                .notifications
+                .extract_if(.., watches_dead_task)
+                .collect();
+            for watch in due_watches {
+                if let NotifySubject::TaskExit(tid) = watch.subject {
+                    self.send_exit_notification(watcher, tid, &watch, None);
+                }
             }
         }
     }

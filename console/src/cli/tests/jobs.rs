@@ -1,12 +1,15 @@
 //! Tests of spawned jobs: their environment, output and trace records.
 
 use super::*;
-use crate::session::job_output::{TAG_CLOSE_JOB_BASE, TAG_TRACE_BASE};
+use crate::session::job_output::{
+    TAG_CLOSE_JOB_BASE, TAG_EVENTS, TAG_EXIT_BASE, TAG_TRACE_BASE,
+};
 use bytes::Bytes;
 use libpvm::Vm;
 use libpvm::spawn::TC_SIBLINGS;
+use sempa_proto::frame::to_bytes;
 use sempa_proto::message::CTX_TASK_CONTROL;
-use sempa_proto::task::Sink;
+use sempa_proto::task::{NotifySubjects, Sink};
 
 #[test]
 fn exported_variables_reach_spawned_tasks() {
@@ -90,6 +93,73 @@ fn output_file_is_never_overwritten() {
     );
     run_successfully(&mut session, &format!("spawn ->>{path_text} hello"));
     std::fs::remove_file(&path).expect("ours");
+}
+
+fn exit_message(tid: i32) -> Message {
+    output_message(TAG_EXIT_BASE + 1, tid, &[], b"")
+}
+
+/// A task that exits without the end of its output is lost; the console lists no tasks for it.
+#[test]
+fn lost_task_ends_its_job() {
+    let mut session = session();
+    run_successfully(&mut session, "spawn -> hello");
+    session.vm.requests.borrow_mut().clear();
+    let shown_bytes = handle_message(&mut session, &exit_message(0x80001));
+    assert_eq!(
+        String::from_utf8_lossy(&shown_bytes),
+        "[1:t80001] lost with its host: the last lines may be missing\n[1:t80001] EOF\n\
+         [1] finished\n"
+    );
+    assert!(session.has_lost_tasks);
+    let requests = session.vm.requests.borrow();
+    assert!(
+        !requests.iter().any(|r| matches!(r, Request::Tasks { .. })),
+        "{requests:?}"
+    );
+    assert!(session.vm.sent_messages.borrow().iter().all(|m| m.dst != CONSOLE));
+}
+
+/// The job of a lost task that rolls back continues after its restart, and ends with the task.
+#[test]
+fn job_that_rolls_back_is_not_lost() {
+    let mut session = session();
+    run_successfully(&mut session, "spawn -> hello");
+    let tag = session.vm.spawn_requests.borrow()[0].output_sink.tag;
+    let tid = Tid::from_raw(0x80001);
+    session.vm.awaiting_tasks.borrow_mut().push(tid);
+    let shown_bytes = handle_message(&mut session, &exit_message(0x80001));
+    assert_eq!(
+        String::from_utf8_lossy(&shown_bytes),
+        "[1:t80001] waits for the restart of its job from the last checkpoint\n"
+    );
+    session.vm.awaiting_tasks.borrow_mut().clear();
+    session.vm.requests.borrow_mut().clear();
+    let event = Event {
+        number: 1,
+        at: Micros(1),
+        host: HostId::MASTER,
+        kind: EventKind::Restarted {
+            checkpoint: "c1".into(),
+            job: tid,
+            tasks: vec![(tid, HostId::MASTER)],
+            why: "h2 was lost".into(),
+        },
+    };
+    let event_message = Message {
+        body: to_bytes(&event).expect("small").into(),
+        ..output_message(TAG_EVENTS, 0, &[], b"")
+    };
+    assert_eq!(handle_message(&mut session, &event_message), b"");
+    let requests = session.vm.requests.take();
+    let watches = |r: &Request| matches!(r, Request::Notify(n) if n.subjects == NotifySubjects::TaskExit(vec![tid]));
+    assert!(requests.iter().any(watches), "{requests:?}");
+    assert!(as_session(&mut session).has_jobs() && !session.has_lost_tasks);
+    let shown_bytes = handle_message(&mut session, &output_message(tag, 0x80001, &[0], b""));
+    assert_eq!(
+        String::from_utf8_lossy(&shown_bytes),
+        "[1:t80001] EOF\n[1] finished\n"
+    );
 }
 
 #[test]

@@ -35,6 +35,8 @@ struct FakeVm {
     requests: RefCell<Vec<Request>>,
     spawn_requests: RefCell<Vec<SpawnRequest>>,
     sent_messages: RefCell<Vec<Message>>,
+    /// Tasks that wait for the restart of their job.
+    awaiting_tasks: RefCell<Vec<Tid>>,
 }
 
 fn suspension_info() -> SuspensionStart {
@@ -298,6 +300,13 @@ impl VirtualMachine for FakeVm {
             }
             Request::Mailbox(MailboxRequest::Put { .. }) => Ok(Reply::MailboxIndex(0)),
             Request::DebugQuery(_) => Ok(Reply::DebugValues(vec![3])),
+            Request::FindAwaitingRestart { tids } => {
+                let awaiting_tasks = self.awaiting_tasks.borrow();
+                let awaits = |tid: &&Tid| awaiting_tasks.contains(*tid);
+                Ok(Reply::AwaitingRestart(
+                    tids.iter().filter(awaits).copied().collect(),
+                ))
+            }
             _ => Ok(Reply::Done),
         };
         self.requests.borrow_mut().push(request);
