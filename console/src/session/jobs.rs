@@ -56,6 +56,10 @@ enum TaskState {
 struct JobTask {
     was_seen: bool,
     state: TaskState,
+    /// True if the output has ended while the task waited for a restart, and nothing was written
+    /// since: a process that was killed for the rollback has ended, or a restarted process whose
+    /// restart was not known yet.
+    has_ended_early: bool,
     partial_line: Vec<u8>,
 }
 
@@ -215,14 +219,16 @@ impl Jobs {
         match output {
             TaskOutput::Spawned => events.push(TaskEvent::Spawned),
             TaskOutput::Created => events.push(TaskEvent::Created),
-            TaskOutput::Data(bytes) => task.add_output(&bytes, &mut events),
+            TaskOutput::Data(bytes) => {
+                task.has_ended_early = false;
+                task.add_output(&bytes, &mut events);
+            }
             TaskOutput::End if task.state == TaskState::Running => {
                 task.end_line(&mut events);
                 events.push(TaskEvent::Ended);
                 job.end_task(tid);
             }
-            // A task that waits for the restart of its job is killed before.
-            TaskOutput::End => {}
+            TaskOutput::End => task.has_ended_early = task.state == TaskState::AwaitingRestart,
         }
         JobUpdate {
             events,
@@ -247,8 +253,8 @@ impl Jobs {
         running_tasks.map(|(tid, _)| *tid).collect()
     }
 
-    /// Ends the output of a running task of a job that was lost with its host. Does nothing if the
-    /// task does not run.
+    /// Ends the output of a running task of a job that has exited. Without the end of its output it
+    /// was lost with its host. Does nothing if the task does not run.
     pub(crate) fn handle_exit(&mut self, job_number: u32, tid: Tid) -> JobUpdate {
         let mut events = Vec::new();
         let Some(job) = self.jobs.get_mut(&job_number) else {
@@ -262,8 +268,11 @@ impl Jobs {
             return JobUpdate::default();
         };
         task.end_line(&mut events);
+        if !task.has_ended_early {
+            events.push(TaskEvent::Lost);
+        }
+        events.push(TaskEvent::Ended);
         job.end_task(tid);
-        events.extend([TaskEvent::Lost, TaskEvent::Ended]);
         JobUpdate {
             events,
             is_finished: self.remove_if_finished(job_number),
@@ -447,8 +456,8 @@ mod tests {
         assert!(jobs.is_empty());
     }
 
-    /// A job that rolls back runs until the restarted tasks end, and a task that is not restarted
-    /// ends as lost. The end of the killed task is no end of the job.
+    /// A job that rolls back runs until the restarted tasks end. The end of a killed task is no end
+    /// of the job, but if the task is not restarted, it is not lost.
     #[test]
     fn job_that_rolls_back_continues() {
         let mut jobs = Jobs::default();
@@ -475,9 +484,26 @@ mod tests {
         assert!(jobs.tasks_awaiting_restart().is_empty());
         assert_eq!(jobs.take_unwatched(job), [TASK_A, TASK_B]);
         jobs.handle_output(job, TASK_A, TaskOutput::End);
-        let lost_update = jobs.handle_exit(job, TASK_B);
-        assert_eq!(lost_update.events, [TaskEvent::Lost, TaskEvent::Ended]);
-        assert!(lost_update.is_finished);
+        let exit_update = jobs.handle_exit(job, TASK_B);
+        assert_eq!(exit_update.events, [TaskEvent::Ended]);
+        assert!(exit_update.is_finished);
+    }
+
+    /// A task that was lost with its host and is not restarted ends as lost, also if it was
+    /// restarted before and has written since.
+    #[test]
+    fn task_that_is_not_restarted_is_lost() {
+        let mut jobs = Jobs::default();
+        let job = jobs.create_job();
+        jobs.record_spawn(job, [TASK_A].into_iter());
+        jobs.handle_rollback(job, TASK_A);
+        jobs.handle_output(job, TASK_A, TaskOutput::End);
+        jobs.handle_restart(TASK_A);
+        jobs.handle_output(job, TASK_A, data("x\n"));
+        assert_eq!(
+            jobs.handle_exit(job, TASK_A).events,
+            [TaskEvent::Lost, TaskEvent::Ended]
+        );
     }
 
     /// A task that had ended before its job rolled back runs again after the restart.
