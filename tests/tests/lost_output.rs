@@ -1,5 +1,5 @@
 //! Output of tasks that are lost with their host ends for the console and for a parent that prints
-//! it.
+//! it, unless their job rolls back.
 
 use sempa_tests::requirements::require_testbed;
 use sempa_tests::run::{CommandResult, RunningCommand};
@@ -11,6 +11,8 @@ use std::time::Duration;
 const TIMEOUT: Duration = Duration::from_secs(60);
 /// Line that ends the output of a lost task.
 const LOST_LINE: &str = "lost with its host: the last lines may be missing";
+/// Line of a task whose job rolls back.
+const ROLLBACK_LINE: &str = "waits for the restart of its job from the last checkpoint";
 
 /// Starts `command` on a virtual machine with the host h3, waits until the command has printed
 /// `text`, and kills all processes of h3. Returns the result of the command.
@@ -66,4 +68,44 @@ fn exit_after_catchout_ends_when_a_host_is_lost() {
     let prefix = format!("[{}]", child_line.expect("the child's tid"));
     let end = format!("{prefix} half a line\n{prefix} {LOST_LINE}\n{prefix} EOF\nleft\n");
     assert!(result.stdout.ends_with(&end), "{result:?}");
+}
+
+/// `pvm spawn '->'` of a job that rolls back shows the output of the restarted task, and ends with
+/// this task.
+#[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
+fn console_job_continues_after_its_rollback() {
+    let bed = require_testbed(3);
+    let vm = Vm::start(&bed, VmSettings::default()).expect("a virtual machine");
+    vm.add_hosts(&["h2", "h3"]).expect("the others join");
+    let program = vm.compile_program("two_words").expect("gcc");
+    let file = vm.user_home().join("second-word");
+    let texts = [&program, &file].map(|path| path.to_str().expect("text").to_string());
+    let command = vm
+        .start_pvm(&["spawn", "->", "-h3", &texts[0], &texts[1]])
+        .expect("starts");
+    let tid = wait_for(TIMEOUT, || {
+        let out = command.stdout_so_far().map_err(|error| error.to_string())?;
+        let tid = out.lines().find(|line| line.starts_with('t'));
+        match tid.filter(|_| out.contains("ready\n")) {
+            Some(tid) => Ok(tid.to_string()),
+            None => Err(out),
+        }
+    })
+    .or_panic_with_logs(&vm);
+    let checkpoint = vm.run_pvm(&["checkpoint", "--every", "1h", &tid]);
+    let checkpoint = checkpoint.or_panic_with_logs(&vm);
+    assert!(checkpoint.succeeded(), "{checkpoint:?}");
+    bed.host(3).kill_all_processes();
+    vm.wait_for_rollback(TIMEOUT, "h3 was lost")
+        .or_panic_with_logs(&vm);
+    std::fs::write(&file, "").expect("written");
+    let result = command.wait_or_kill(TIMEOUT).or_panic_with_logs(&vm);
+    let prefix = format!("[1:{tid}]");
+    let end = format!(
+        "{prefix} ready\n{prefix} {ROLLBACK_LINE}\n{prefix} again\n{prefix} EOF\n[1] finished\n"
+    );
+    assert!(result.stdout.ends_with(&end), "{result:?}");
+    assert!(result.succeeded(), "{result:?}");
+    vm.halt_and_wait().expect("halts");
 }
