@@ -6,7 +6,7 @@ use super::records::{HostProperties, RecordFormatter, Timestamp, trace_header};
 use super::{Session, trace_events};
 use crate::clock::unix_micros;
 use crate::output::{tables, time};
-use libpvm::{Body, Error, Vm};
+use libpvm::{Error, Vm};
 use nix::errno::Errno;
 use sempa_proto::event::EventKind;
 use sempa_proto::message::CTX_BASE;
@@ -29,8 +29,8 @@ pub(crate) const TAG_OUTPUT_BASE: i32 = 16;
 /// Base of the tags of trace messages: trace records of tasks of job n have this tag plus n.
 pub(crate) const TAG_TRACE_BASE: i32 = 1 << 24;
 
-/// Base of the tags of close messages. To close the traced job n after its last records, the
-/// console sends itself a message with this tag plus n.
+/// Base of the tags of the exit notifications that follow the last trace records: after the end of
+/// the output of a traced job n, the exit of each of its tasks has this tag plus n.
 pub(crate) const TAG_CLOSE_JOB_BASE: i32 = 1 << 25;
 
 /// Base of the tags of exit notifications: the exit of a task of job n has this tag plus n.
@@ -94,6 +94,8 @@ struct JobTrace {
     /// File that receives the records instead of the console. `None` if the records do not go to a
     /// file, and after a write error.
     file: Option<File>,
+    /// Tasks whose last records may be missing.
+    open_tasks: BTreeSet<Tid>,
 }
 
 impl JobOutput {
@@ -145,8 +147,10 @@ impl JobOutput {
         if let Some(JobTrace {
             formatter: record_formatter,
             file,
+            open_tasks,
         }) = &mut self.trace
         {
+            open_tasks.insert(tid);
             let text = match event {
                 TaskEvent::Created => Some("CREATION".into()),
                 TaskEvent::Spawned => Some("GOTSPAWN".into()),
@@ -213,6 +217,7 @@ impl Session {
         let Some(JobTrace {
             formatter: record_formatter,
             file,
+            ..
         }) = self
             .job_outputs
             .get_mut(&job)
@@ -263,8 +268,8 @@ impl Session {
             };
         }
         if let Some(job) = job_from_base(TAG_CLOSE_JOB_BASE) {
-            return if message.src == self.vm.tid() {
-                self.end_job_output(job)
+            return if message.src.is_daemon() {
+                self.handle_last_record(job, message)
             } else {
                 Vec::new()
             };
@@ -401,11 +406,12 @@ impl Session {
             for event in &update.events {
                 shown_bytes.extend(job_output.handle_event(job, tid, event));
             }
-            if update.is_finished && job_output.trace.is_some() {
+            if update.is_finished && let Some(trace) = &job_output.trace {
                 shown_bytes.extend_from_slice(
                     format!("[{job}] libpvmtrc: Trace File Complete\n").as_bytes(),
                 );
-                if self.schedule_job_end(job).is_ok() {
+                let tids = trace.open_tasks.iter().copied().collect();
+                if self.await_last_records(job, tids).is_ok() {
                     return shown_bytes;
                 }
             }
@@ -416,24 +422,33 @@ impl Session {
         shown_bytes
     }
 
-    /// Called when all tasks of a traced job have ended. Sends this console a message; the console
-    /// ends the output of the job when the message arrives. The last trace records of a task follow
-    /// the end of its output and must arrive before the message. All records have arrived when
-    /// every daemon has replied to a query of the task list. Therefore the message is sent after
-    /// such a query.
-    fn schedule_job_end(&self, job: u32) -> Result<(), Error> {
-        self.vm.tasks(Tid::NONE)?;
-        let (console, Body { enc, bytes }) = (self.vm.tid(), Body::empty());
-        let tag = TAG_CLOSE_JOB_BASE + job.cast_signed();
-        self.vm.send(Message {
-            src: console,
-            dst: console,
+    /// Called when all tasks of a traced job have ended. The last trace records of a task follow
+    /// the end of its output, and precede the notification of its exit, which is requested here.
+    fn await_last_records(&self, job: u32, tids: Vec<Tid>) -> Result<(), Error> {
+        self.vm.ask(Request::Notify(NotifyRequest {
+            subjects: NotifySubjects::TaskExit(tids),
             ctx: CTX_BASE,
-            tag,
-            wid: 0,
-            enc,
-            body: bytes,
-        })
+            tag: TAG_CLOSE_JOB_BASE + job.cast_signed(),
+            is_cancellation: false,
+        }))?;
+        Ok(())
+    }
+
+    /// Handles the exit of a task of a traced job whose output has ended. After the last exit, no
+    /// record is missing.
+    fn handle_last_record(&mut self, job: u32, message: &Message) -> Vec<u8> {
+        let trace = self.job_outputs.get_mut(&job).and_then(|job| job.trace.as_mut());
+        let Some(trace) = trace else {
+            return Vec::new();
+        };
+        if let Ok(Ok(tid)) = Vm::unpack(message).map(|mut body| body.read_int()) {
+            trace.open_tasks.remove(&Tid::from_raw(tid));
+        }
+        if trace.open_tasks.is_empty() {
+            self.end_job_output(job)
+        } else {
+            Vec::new()
+        }
     }
 
     fn end_job_output(&mut self, job: u32) -> Vec<u8> {
@@ -445,6 +460,7 @@ impl Session {
         let Some(JobTrace {
             formatter: record_formatter,
             file,
+            ..
         }) = self
             .job_outputs
             .get_mut(&job)
