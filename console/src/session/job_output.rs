@@ -379,7 +379,9 @@ impl Session {
                 }
             }
         }
-        changed_jobs.into_iter().for_each(|job| self.watch_tasks(job));
+        changed_jobs
+            .into_iter()
+            .for_each(|job| self.watch_tasks(job));
     }
 
     /// Requests a notification of the exit of each task of the job, because a task that is lost
@@ -406,7 +408,9 @@ impl Session {
             for event in &update.events {
                 shown_bytes.extend(job_output.handle_event(job, tid, event));
             }
-            if update.is_finished && let Some(trace) = &job_output.trace {
+            if update.is_finished
+                && let Some(trace) = &job_output.trace
+            {
                 shown_bytes.extend_from_slice(
                     format!("[{job}] libpvmtrc: Trace File Complete\n").as_bytes(),
                 );
@@ -437,7 +441,10 @@ impl Session {
     /// Handles the exit of a task of a traced job whose output has ended. After the last exit, no
     /// record is missing.
     fn handle_last_record(&mut self, job: u32, message: &Message) -> Vec<u8> {
-        let trace = self.job_outputs.get_mut(&job).and_then(|job| job.trace.as_mut());
+        let trace = self
+            .job_outputs
+            .get_mut(&job)
+            .and_then(|job| job.trace.as_mut());
         let Some(trace) = trace else {
             return Vec::new();
         };

@@ -299,7 +299,9 @@ impl Jobs {
     /// Returns the tasks that wait for a restart, each with its job.
     pub(crate) fn tasks_awaiting_restart(&self) -> Vec<(u32, Tid)> {
         let tasks = self.jobs.iter().flat_map(|(job_number, job)| {
-            job.tasks.iter().map(|(tid, task)| (*job_number, *tid, task.state))
+            job.tasks
+                .iter()
+                .map(|(tid, task)| (*job_number, *tid, task.state))
         });
         tasks
             .filter(|(_, _, state)| *state == TaskState::AwaitingRestart)
@@ -317,7 +319,10 @@ impl Jobs {
 
     /// Handles the restart of a task, which may have ended since the checkpoint. Returns its jobs.
     pub(crate) fn handle_restart(&mut self, tid: Tid) -> Vec<u32> {
-        let jobs = self.jobs.iter_mut().filter(|(_, job)| job.tasks.contains_key(&tid));
+        let jobs = self
+            .jobs
+            .iter_mut()
+            .filter(|(_, job)| job.tasks.contains_key(&tid));
         jobs.map(|(job_number, job)| {
             job.continue_task(tid);
             *job_number

@@ -177,7 +177,9 @@ pub(crate) fn handle_output_message(body: Unpacker) {
     print_text(|catcher, shows_tids| {
         // The marks of a task are also registered while nothing is printed, so that a later call
         // that waits for the end of the output notices the end. A malformed message has no text.
-        catcher.process_message(body, shows_tids).unwrap_or_default()
+        catcher
+            .process_message(body, shows_tids)
+            .unwrap_or_default()
     });
 }
 

@@ -1,9 +1,7 @@
 //! Tests of spawned jobs: their environment, output and trace records.
 
 use super::*;
-use crate::session::job_output::{
-    TAG_CLOSE_JOB_BASE, TAG_EVENTS, TAG_EXIT_BASE, TAG_TRACE_BASE,
-};
+use crate::session::job_output::{TAG_CLOSE_JOB_BASE, TAG_EVENTS, TAG_EXIT_BASE, TAG_TRACE_BASE};
 use bytes::Bytes;
 use libpvm::Vm;
 use libpvm::spawn::TC_SIBLINGS;
@@ -117,7 +115,14 @@ fn lost_task_ends_its_job() {
         !requests.iter().any(|r| matches!(r, Request::Tasks { .. })),
         "{requests:?}"
     );
-    assert!(session.vm.sent_messages.borrow().iter().all(|m| m.dst != CONSOLE));
+    assert!(
+        session
+            .vm
+            .sent_messages
+            .borrow()
+            .iter()
+            .all(|m| m.dst != CONSOLE)
+    );
 }
 
 /// The job of a lost task that rolls back continues after its restart, and ends with the task.

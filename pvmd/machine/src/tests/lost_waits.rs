@@ -232,9 +232,8 @@ fn every_wait_ends_when_what_it_concerns_is_lost() {
                 let mut requests = waiting_requests(&scene);
                 assert_eq!(requests.len(), REQUEST_COUNT);
                 let request = requests.swap_remove(request_index);
-                let wait = format!(
-                    "the reply to {request:?} after the loss of {loss:?} (seed {seed})"
-                );
+                let wait =
+                    format!("the reply to {request:?} after the loss of {loss:?} (seed {seed})");
                 let requester_tid = scene.sim.procs[requester].tid();
                 let id: RequestId = scene.sim.request(requester, request);
                 let delay = Micros(scene.sim.rng.below(40_000));
@@ -242,14 +241,15 @@ fn every_wait_ends_when_what_it_concerns_is_lost() {
                 scene.lose(loss);
                 // A requester that has migrated is another process with the same tid.
                 let reply = |s: &Sim| {
-                    let requesters = s.procs.iter().filter(|p| {
-                        p.welcome.is_some() && p.tid() == requester_tid
-                    });
+                    let requesters = s
+                        .procs
+                        .iter()
+                        .filter(|p| p.welcome.is_some() && p.tid() == requester_tid);
                     { requesters }.find_map(|p| p.replies.get(&id).cloned())
                 };
-                scene.sim.run_until(&wait, |s| {
-                    reply(s).is_some() || s.procs[requester].exited
-                });
+                scene
+                    .sim
+                    .run_until(&wait, |s| reply(s).is_some() || s.procs[requester].exited);
                 if let Some(reply) = reply(&scene.sim) {
                     assert_has_reason(&reply, &wait);
                 }
