@@ -269,15 +269,12 @@ pub(crate) fn task_status(tid: i32) -> PvmResult<()> {
 /// # Errors
 /// `BadParam` if `tid` cannot be a task.
 pub(crate) fn send_signal(tid: i32, signal: i32) -> PvmResult<()> {
-    let rt = session::runtime()?;
+    session::runtime()?;
     let tid = checked_task_tid(tid)?;
-    let result = match expect_done(rt.request_and_wait(Request::Signal { tid, signal })) {
+    match expect_done(request_connection()?.request_and_wait(Request::Signal { tid, signal })) {
         Err(PvmError::NoTask) => Ok(()),
         other => other,
-    };
-    // In PVM the request is a message to the daemon, without an answer.
-    receive::take_in_after_send(session::lock());
-    result
+    }
 }
 
 /// Returns the time of day on a host, in microseconds since 1970.

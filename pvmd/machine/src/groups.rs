@@ -560,9 +560,7 @@ impl Groups {
                 format!("{tid} waits in group {} already", display_name(&name)),
             ));
         }
-        if rendezvous.required_count != required_member_count
-            && !(awaits_all_members && rendezvous.includes_all_members)
-        {
+        if rendezvous.required_count != required_member_count {
             return Err(mismatch_error(format!(
                 "{} members are waited for, not {required_member_count}",
                 rendezvous.required_count

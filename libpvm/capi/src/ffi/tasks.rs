@@ -308,8 +308,11 @@ unsafe extern "C" fn pvm_catchout(stream: *mut libc::FILE) -> c_int {
     let stream = unsafe { Stream::new(stream) };
     let result = session::runtime().map(|_| {
         let mut session = lock();
+        let begins_printing = stream.is_some();
         output::set_stream(&mut session, stream);
-        receive::take_in_after_send(session);
+        if begins_printing {
+            receive::take_in_after_send(session);
+        }
         0
     });
     value_or_report("pvm_catchout", result)
