@@ -103,8 +103,8 @@ fn try_lock_arrivals() -> Option<ArrivalsGuard> {
     }
 }
 
-/// As [`lock_arrivals`], but returns `None` if the time of `wait_mode` is over first: another thread
-/// has the right as long as a handler of the program runs.
+/// As [`lock_arrivals`], but returns `None` if the time of `wait_mode` is over first: another
+/// thread has the right as long as a handler of the program runs.
 fn lock_arrivals_in_time(wait_mode: WaitMode) -> Option<ArrivalsGuard> {
     if !matches!(wait_mode, WaitMode::Deadline(_)) {
         return Some(lock_arrivals());
