@@ -165,6 +165,15 @@ impl Lease {
             .is_some_and(|deadlines| deadlines.permission(boot_clock::now()) != Permission::Run)
     }
 
+    /// Returns the time until the tasks must be frozen, zero if it has passed; `None` without a
+    /// lease.
+    pub(crate) fn time_until_freeze(&self) -> Option<Duration> {
+        let freeze_at = self.deadlines?.freeze_at;
+        Some(Duration::from_micros(
+            freeze_at.since(boot_clock::now()).0,
+        ))
+    }
+
     /// True while the lease does not permit any task to run.
     pub(crate) fn is_frozen(&self) -> bool {
         self.frozen_since.is_some()

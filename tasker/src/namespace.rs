@@ -177,11 +177,10 @@ impl Namespace {
     pub(crate) fn start_waiting(
         &self,
         plan: &ExecPlan<'_>,
-        timeout: Duration,
         first_pid: Option<FirstPid>,
     ) -> Result<Child, StartError> {
         self.start_in_group(first_pid, |group, pid| {
-            sys::start_stopped_before_exec(plan, timeout, group, pid)
+            sys::start_stopped_before_exec(plan, group, pid)
         })
     }
 

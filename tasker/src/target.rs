@@ -242,7 +242,8 @@ impl Supervisor {
                 .get(&migration)
                 .and_then(|target| target.namespace.as_ref())
                 .map(|namespace| (namespace, first_pid));
-            task::start_stopped_process(order, namespace, &self.task_start_state)
+            let limit = self.exec_time_limit();
+            task::start_stopped_process(order, namespace, &self.task_start_state, limit)
                 .map_err(|why| Failure::Io(why.to_string()))
         });
         match (
