@@ -7,7 +7,8 @@
 //!
 //! 1. Without a renewal until `freeze_at`, all tasks are stopped. A renewal lets those run again
 //!    that neither the owner nor a user has stopped.
-//! 2. Without a renewal until `kill_at`, the tasker ends all tasks and itself.
+//! 2. Without a renewal until `kill_at`, the tasker ends all tasks and itself. This time never comes
+//!    in a virtual machine with a single host.
 //! 3. If the main thread is blocked at that time, for example by a program on a file system that
 //!    hangs, a second thread kills the tasker a little later. The kernel then kills the tasks.
 
@@ -20,6 +21,7 @@ use nix::sys::time::TimeSpec;
 use nix::sys::timerfd::{ClockId, Expiration, TimerFd, TimerFlags, TimerSetTimeFlags};
 use nix::unistd::Pid;
 use sempa_proto::Micros;
+use sempa_proto::lease::NEVER;
 use sempa_proto::tasker::FromTasker;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -31,8 +33,6 @@ use std::time::Duration;
 /// has after `kill_at` to kill the tasks: half of that time, so that the tasks have ended after
 /// nine tenths of the lease.
 const LAST_RESORT_DIVISOR: u64 = 2;
-/// Time of a kill that is not planned.
-const NEVER: u64 = u64::MAX;
 
 /// Until when the tasks may run, on CLOCK_BOOTTIME.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -64,6 +64,9 @@ impl Deadlines {
 
     /// Returns the time that the main thread has after `kill_at`.
     fn last_resort_delay(self) -> Micros {
+        if self.kill_at == NEVER {
+            return Micros(0);
+        }
         Micros(self.kill_at.since(self.freeze_at).0 / LAST_RESORT_DIVISOR)
     }
 }
@@ -73,7 +76,7 @@ impl Deadlines {
 struct LastResort {
     /// Fires at `kill_at`, and wakes the second thread.
     timer: TimerFd,
-    /// The deadline `kill_at` in microseconds, or [`NEVER`].
+    /// The deadline `kill_at` in microseconds; [`NEVER`] if no kill is planned.
     kill_at_us: AtomicU64,
     delay_us: AtomicU64,
 }
@@ -82,7 +85,7 @@ impl LastResort {
     fn new() -> io::Result<Self> {
         Ok(Self {
             timer: new_timer(TimerFlags::TFD_CLOEXEC)?,
-            kill_at_us: AtomicU64::new(NEVER),
+            kill_at_us: AtomicU64::new(NEVER.0),
             delay_us: AtomicU64::new(0),
         })
     }
@@ -110,7 +113,7 @@ impl LastResort {
     }
 
     fn disarm(&self) {
-        self.kill_at_us.store(NEVER, Ordering::Relaxed);
+        self.kill_at_us.store(NEVER.0, Ordering::Relaxed);
         // Never fails: the descriptor is a timer.
         let _ = self.timer.unset();
     }
@@ -159,12 +162,6 @@ impl Lease {
         let _ = self.timer.wait();
     }
 
-    /// True if the lease has not been renewed in time.
-    pub(crate) fn is_overdue(&self) -> bool {
-        self.deadlines
-            .is_some_and(|deadlines| deadlines.permission(boot_clock::now()) != Permission::Run)
-    }
-
     /// Returns the time until the tasks must be frozen, zero if it has passed; `None` without a
     /// lease.
     pub(crate) fn time_until_freeze(&self) -> Option<Duration> {
@@ -198,11 +195,14 @@ impl Lease {
             .store(deadlines.last_resort_delay().0, Ordering::Relaxed);
         last_resort.kill_at_us.store(kill_at.0, Ordering::Relaxed);
         for (timer, expiry) in [(&self.timer, next_deadline), (&last_resort.timer, kill_at)] {
-            let expiry = TimeSpec::from_duration(Duration::from_micros(expiry.0.max(1)));
-            if let Err(error) = timer.set(
-                Expiration::OneShot(expiry),
-                TimerSetTimeFlags::TFD_TIMER_ABSTIME,
-            ) {
+            let result = if expiry == NEVER {
+                timer.unset()
+            } else {
+                let expiry = TimeSpec::from_duration(Duration::from_micros(expiry.0.max(1)));
+                let flags = TimerSetTimeFlags::TFD_TIMER_ABSTIME;
+                timer.set(Expiration::OneShot(expiry), flags)
+            };
+            if let Err(error) = result {
                 tracing::error!("the timer of the daemon's lease cannot be set: {error}");
             }
         }
@@ -329,5 +329,17 @@ mod tests {
         assert_eq!(deadlines.permission(Micros(7_999_999)), Permission::Freeze);
         assert_eq!(deadlines.permission(second(8)), Permission::End);
         assert_eq!(deadlines.last_resort_delay(), second(1));
+    }
+
+    /// Tasks without a time to end stay frozen.
+    #[test]
+    fn tasks_without_kill_time_are_only_frozen() {
+        let deadlines = Deadlines {
+            freeze_at: Micros::from_secs(6),
+            kill_at: NEVER,
+        };
+        let permission = deadlines.permission(Micros::from_secs(1_000_000_000));
+        assert_eq!(permission, Permission::Freeze);
+        assert_eq!(deadlines.last_resort_delay(), Micros(0));
     }
 }

@@ -5,6 +5,10 @@
 //! tasker ends. A leftover of a paused task stays stopped. The daemon's lease (see
 //! [`crate::lease`]) holds and ends them as it does tasks.
 //!
+//! If a task ends while it is stopped for a migration, its images may be complete, and copies of
+//! its processes may run at the target soon. So what it leaves behind stays stopped until the
+//! daemon orders that it runs, or that it is killed.
+//!
 //! The daemon learns the number of processes from [`FromTasker::LeftBehind`], before it learns of
 //! the end of the task.
 
@@ -109,10 +113,33 @@ impl Leftover {
             // If the group was removed, the processes are stopped by signals.
             let _ = group.start_freeze();
         }
+        self.begin_stopping();
+    }
+
+    fn begin_stopping(&mut self) {
         self.permission = RunPermission::Stopping {
             ordered_at: Instant::now(),
             is_delay_reported: false,
         };
+    }
+
+    /// Stops by signals the processes that run although they were stopped by signals: an engine
+    /// that has died may have continued them.
+    fn stop_stragglers(&mut self, census: &Census) {
+        if !matches!(
+            self.permission,
+            RunPermission::Stopping { .. } | RunPermission::Stopped
+        ) {
+            return;
+        }
+        let mut signalled_pids = BTreeSet::new();
+        stop::signal_and_check_stopped(
+            &self.remains.processes(),
+            census,
+            &mut signalled_pids,
+            VforkRule::ChildRuns,
+        );
+        self.signalled_pids.append(&mut signalled_pids);
     }
 
     /// Stops the processes because the lease does not permit them to run.
@@ -231,10 +258,7 @@ impl Leftover {
         if !running_pids.is_empty() {
             self.signalled_pids
                 .retain(|pid| !running_pids.contains(pid));
-            self.permission = RunPermission::Stopping {
-                ordered_at: Instant::now(),
-                is_delay_reported: false,
-            };
+            self.begin_stopping();
         }
     }
 
@@ -375,6 +399,13 @@ impl Supervisor {
             task.frozen_group().is_none(),
             !matches!(task.phase, TaskPhase::Running),
         );
+        // Copies of the processes may run at the target soon.
+        let may_have_copies = matches!(
+            task.phase,
+            TaskPhase::Stopped { .. }
+                | TaskPhase::Dumping { .. }
+                | TaskPhase::ServingMemory { .. }
+        );
         let pause = std::mem::take(&mut task.pause);
         let pause_stops = matches!(pause, Pause::Stopping { .. } | Pause::Paused);
         pause.restore_priorities(&task);
@@ -403,12 +434,16 @@ impl Supervisor {
             output: Some(task.output),
             final_messages: Vec::new(),
             permission: RunPermission::Stopped,
-            is_held: task.is_held,
+            is_held: task.is_held && !may_have_copies,
             signalled_pids,
             already_stopped_pids: task.already_stopped_pids,
             reported_count: 0,
         };
-        if must_stop {
+        if may_have_copies {
+            // They are not frozen: an engine that is being cancelled could not leave them then.
+            leftover.begin_stopping();
+            leftover.stop_stragglers(&census);
+        } else if must_stop {
             // What is frozen stays frozen. Everything else is stopped now.
             leftover.permission = RunPermission::Running;
             leftover.order_stop();
@@ -474,6 +509,16 @@ impl Supervisor {
         for leftover in self.leftovers.of_task(tid) {
             leftover.resume_unless_frozen(is_frozen);
         }
+    }
+
+    /// Stops the leftover processes of a task again that an engine has continued. Called when the
+    /// engine's worker has ended after the end of the task.
+    pub(crate) fn stop_leftover_stragglers(&mut self, tid: Tid) {
+        let census = Census::default();
+        for leftover in self.leftovers.of_task(tid) {
+            leftover.stop_stragglers(&census);
+        }
+        self.check_leftovers();
     }
 
     pub(crate) fn kill_leftovers(&mut self, tid: Tid) {

@@ -615,6 +615,7 @@ impl Supervisor {
         result: Result<(DumpReport, Option<Box<dyn MemoryServer>>), Failure>,
     ) {
         let Some(task) = self.tasks.get_mut(&tid) else {
+            self.stop_leftover_stragglers(tid);
             return self.send(&FromTasker::Dumped {
                 migration,
                 result: Err(Failure::TaskEnded),
@@ -810,11 +811,15 @@ impl Supervisor {
                 task.kill_immediately();
                 self.remove_killed_task(migration, tid, usage);
             }
-            // The task has exited, and its exit was already reported.
-            None => self.send(&FromTasker::SourceKilled {
-                migration,
-                usage: Usage::default(),
-            }),
+            // The task has exited, and its exit was already reported. Copies of what it has left
+            // behind run at the target.
+            None => {
+                self.kill_leftovers(tid);
+                self.send(&FromTasker::SourceKilled {
+                    migration,
+                    usage: Usage::default(),
+                });
+            }
         }
     }
 

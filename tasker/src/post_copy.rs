@@ -260,7 +260,7 @@ impl Supervisor {
     ) {
         self.migrations.post_copies.served_memory.remove(&migration);
         let Some(task) = self.tasks.get_mut(&tid) else {
-            return;
+            return self.stop_leftover_stragglers(tid);
         };
         let TaskPhase::ServingMemory {
             migration: phase_migration,

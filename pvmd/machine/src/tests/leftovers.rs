@@ -1,7 +1,7 @@
 //! Processes that ended tasks have left behind are guests of their host.
 
 use super::scenario::{
-    Scenario, evict_guests_request, list_events, list_tasks, stop_guests_request,
+    Scenario, evict_guests_request, list_events, list_tasks, migrate_request, stop_guests_request,
     welcome_guests_request,
 };
 use super::sim::{host, seeds};
@@ -199,6 +199,48 @@ fn eviction_kills_leftovers_unless_guests_only_move() {
             assert_eq!(events.contains(&end_event), is_killed);
         }
     }
+}
+
+/// If the first process of a task dies during its migration, what it leaves behind does not run
+/// beside its copies at the target: it is killed if the task continues there, and runs otherwise.
+#[test]
+fn leftovers_never_run_beside_their_copies() {
+    let (mut moved_count, mut ended_count) = (0, 0);
+    for seed in seeds(100) {
+        let mut scenario = Scenario::new(seed);
+        let (proc, tid, key) = (
+            scenario.procs[2],
+            scenario.tids[2],
+            (host(2), scenario.tids[2]),
+        );
+        let console = scenario.console;
+        let sim = &mut scenario.sim;
+        sim.request(console, migrate_request(tid, "h3"));
+        sim.run_until("it is stopped", |s| s.procs[proc].stopped_for_migration);
+        let delay = Micros(sim.rng.below(10_000));
+        sim.advance(delay);
+        if sim.procs[proc].host != host(2) {
+            continue;
+        }
+        sim.exit_and_leave_processes(proc, PROCESS_COUNT);
+        let mut has_run = false;
+        for _ in 0..5000 {
+            sim.advance(Micros::from_millis(1));
+            has_run |= sim.leftovers.get(&key) == Some(&false);
+        }
+        if sim.procs[proc].host == host(3) {
+            moved_count += 1;
+            assert!(!has_run, "seed {seed}");
+            assert!(!sim.leftovers.contains_key(&key), "seed {seed}");
+        } else {
+            ended_count += 1;
+            assert_eq!(sim.leftovers.get(&key), Some(&false), "seed {seed}");
+        }
+    }
+    assert!(
+        moved_count > 0 && ended_count > 0,
+        "{moved_count} {ended_count}"
+    );
 }
 
 /// A request from any host ends what a task has left behind.
