@@ -10,8 +10,11 @@
 //! 2. Without a renewal until `kill_at`, the tasker ends all tasks and itself. This time never comes
 //!    in a virtual machine with a single host.
 //! 3. If the main thread is blocked at that time, for example by a program on a file system that
-//!    hangs, a second thread kills the tasker a little later. The kernel then kills the tasks.
+//!    hangs, a second thread kills the tasker a little later. The kernel then kills the tasks in PID
+//!    namespaces. Of other tasks it kills only the first processes, so the thread first kills
+//!    everything that descends from the tasker.
 
+use crate::census::{self, Census};
 use crate::pause::Pause;
 use crate::supervisor::Supervisor;
 use crate::task::{Task, TaskPhase};
@@ -106,6 +109,7 @@ impl LastResort {
                 tracing::error!(
                     "the lease of the daemon has run out and the tasker is blocked: it kills itself and all tasks"
                 );
+                census::kill_descendants();
                 // Never fails: a process may always kill itself.
                 let _ = kill(Pid::this(), Signal::SIGKILL);
             }
@@ -216,17 +220,17 @@ fn new_timer(flags: TimerFlags) -> nix::Result<TimerFd> {
 impl Task {
     /// Stops a task that is in no migration step because the lease does not permit it to run. A
     /// task in a migration step is stopped, or will be examined again when the step ends.
-    fn hold(&mut self) {
+    fn hold(&mut self, census: &Census) {
         if !matches!(self.phase, TaskPhase::Running) {
             return;
         }
         match self.pause {
             Pause::NotPaused => {
                 self.is_held = true;
-                self.stop_now();
+                self.stop_now(census);
             }
             // The task was about to be stopped.
-            Pause::Quiescing { .. } => self.stop_now(),
+            Pause::Quiescing { .. } => self.stop_now(census),
             Pause::Stopping { .. } | Pause::Paused => {}
         }
     }
@@ -246,9 +250,10 @@ impl Supervisor {
             self.lease.frozen_since.get_or_insert(now);
         } else if let Some(frozen_since) = self.lease.frozen_since.take() {
             frozen_time = now.since(frozen_since).max(Micros(1));
+            let census = Census::default();
             for task in self.tasks.values_mut().filter(|task| task.is_held) {
                 task.is_held = false;
-                task.end_pause();
+                task.end_pause(&census);
             }
             self.leftovers.resume_held();
         }
@@ -279,7 +284,8 @@ impl Supervisor {
                     self.lease.frozen_since = Some(now);
                     self.lease.set_timers(now);
                 }
-                self.tasks.values_mut().for_each(Task::hold);
+                let census = Census::default();
+                self.tasks.values_mut().for_each(|task| task.hold(&census));
                 self.leftovers.hold_all();
                 self.check_pauses();
                 self.check_leftovers();
@@ -302,8 +308,9 @@ impl Supervisor {
 
     /// Kills all tasks at once because the lease has run out, and reports the reason.
     pub(crate) fn end_expired_lease(&mut self, reason: String) {
+        let census = Census::default();
         for task in self.tasks.values() {
-            task.kill_immediately();
+            task.kill_immediately(&census);
         }
         self.leftovers.kill_all();
         // The tasks are dead. The tasker may need more time to remove what they leave behind.

@@ -5,6 +5,7 @@
 //! source and that no process of the task remains at the target.
 
 use crate::binary_hashing::BinaryHasher;
+use crate::census::Census;
 use crate::dump_attempt::{DumpAttempt, random_number, sleep_unless_cancelled};
 use crate::engine_probe::EngineProbe;
 use crate::feasibility::{self, Requester};
@@ -394,8 +395,27 @@ impl Supervisor {
     /// and reports them.
     pub(crate) fn report_stopped_tasks(&mut self) {
         let now = Instant::now();
-        let mut stop_results = Vec::new();
+        let census = Census::default();
+        let mut seen_stopped = BTreeMap::new();
         for (tid, task) in &mut self.tasks {
+            if let (TaskPhase::Stopping { signalled_pids, .. }, Some(namespace)) =
+                (&mut task.phase, &task.namespace)
+            {
+                let seen = stop::signal_running(
+                    &TaskProcesses::Namespace(namespace),
+                    &census,
+                    signalled_pids,
+                    VforkRule::ChildRuns,
+                );
+                seen_stopped.insert(*tid, seen);
+            }
+        }
+        let later_census = Census::default();
+        let mut stop_results = Vec::new();
+        for (tid, seen) in seen_stopped {
+            let Some(task) = self.tasks.get_mut(&tid) else {
+                continue;
+            };
             let (
                 TaskPhase::Stopping {
                     migration,
@@ -408,24 +428,22 @@ impl Supervisor {
                 continue;
             };
             let migration = *migration;
-            if stop::signal_and_check_stopped(
-                &TaskProcesses::Namespace(namespace),
-                signalled_pids,
-                VforkRule::ChildRuns,
-            ) && !stop::continue_unfinished_forks(
+            let processes = TaskProcesses::Namespace(namespace);
+            if seen.is_some_and(|seen| seen.are_all(&processes, &later_census))
+                && !stop::continue_unfinished_forks(
                 &namespace.member_pids(),
                 &task.already_stopped_pids,
                 signalled_pids,
             ) {
                 let redirect_result = write_redirect(namespace, task.pending_redirect.take());
                 task.phase = TaskPhase::Stopped { migration };
-                stop_results.push((*tid, migration, redirect_result));
+                stop_results.push((tid, migration, redirect_result));
             } else if now >= *deadline {
                 // The task stays in this phase until the daemon orders it to continue, as after any
                 // failed migration.
                 task.phase = TaskPhase::Stopped { migration };
                 stop_results.push((
-                    *tid,
+                    tid,
                     migration,
                     Err(Failure::Deadline {
                         allowed: to_micros(STOP_TIMEOUT),
@@ -784,7 +802,7 @@ impl Supervisor {
                 | TaskPhase::Stopped {
                     migration: phase_migration,
                 } if *phase_migration == migration => {
-                    task.continue_after_migration();
+                    task.continue_after_migration(&Census::default());
                 }
                 _ => {}
             }
@@ -808,7 +826,7 @@ impl Supervisor {
                 self.migrations
                     .post_copies
                     .keep_memory_after_kill(migration);
-                task.kill_immediately();
+                task.kill_immediately(&Census::default());
                 self.remove_killed_task(migration, tid, usage);
             }
             // The task has exited, and its exit was already reported. Copies of what it has left

@@ -4,6 +4,7 @@
 //! The main thread creates, kills and reaps all processes except engines. Worker threads (see
 //! [`crate::workers`]) only control an engine or read files, and report through a channel.
 
+use crate::census::Census;
 use crate::daemon_socket::DaemonSocket;
 use crate::freezer::{Freezer, FreezerUnavailable};
 use crate::lease::Lease;
@@ -539,7 +540,7 @@ impl Supervisor {
 
     fn kill_task(&mut self, tid: Tid) {
         if let Some(task) = self.tasks.get(&tid) {
-            task.kill_processes();
+            task.kill_processes(&Census::default());
         }
     }
 
@@ -659,8 +660,9 @@ impl Supervisor {
 
     /// Ends every process that the tasker has started and waits until all have ended.
     fn shut_down(&mut self) {
+        let census = Census::default();
         for task in self.tasks.values() {
-            task.kill_immediately();
+            task.kill_immediately(&census);
         }
         self.migrations.cancel_all();
         self.leftovers.kill_all();

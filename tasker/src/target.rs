@@ -1,7 +1,7 @@
 //! The target of a migration: reserves a namespace, restores the task or restarts its program, then
 //! runs or discards the task.
 
-use crate::census::ProcessTree;
+use crate::census::{Census, ProcessTree};
 use crate::file_transfer::PlacedFiles;
 use crate::freezer;
 use crate::image_manifest::ImageManifest;
@@ -568,7 +568,7 @@ impl Supervisor {
             deferred_signals: Vec::new(),
         };
         if !stays_stopped {
-            task.continue_after_migration();
+            task.continue_after_migration(&Census::default());
         }
         self.tasks.insert(tid, task);
         self.send(&FromTasker::Running {

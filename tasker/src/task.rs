@@ -1,6 +1,6 @@
 //! State of a task, and functions that start it and read its output.
 
-use crate::census::ProcessTree;
+use crate::census::{Census, ProcessTree};
 use crate::dump_attempt::DumpAttempt;
 use crate::freezer::ControlGroup;
 use crate::namespace::Namespace;
@@ -138,19 +138,25 @@ impl Task {
     /// Returns the PIDs of the task's processes. They are read from the control group if possible,
     /// because that is fastest; processes that have left the group are then missing.
     pub(crate) fn member_pids(&self) -> Vec<i32> {
-        self.namespace
-            .as_ref()
-            .map_or_else(|| self.processes().pids(), Namespace::member_pids)
+        self.member_pids_in(&Census::default())
+    }
+
+    /// As [`Task::member_pids`]; a task without a control group uses the census.
+    pub(crate) fn member_pids_in(&self, census: &Census) -> Vec<i32> {
+        match &self.namespace {
+            Some(namespace) => namespace.member_pids_in(census),
+            None => self.processes().pids_in(census),
+        }
     }
 
     /// Ends the migration step of a stopped task. If the task is not paused, continues the task and
-    /// sends it the stored signals.
-    pub(crate) fn continue_after_migration(&mut self) {
+    /// sends it the stored signals. `census` must be younger than the stop.
+    pub(crate) fn continue_after_migration(&mut self, census: &Census) {
         self.phase = TaskPhase::Running;
         if !self.pause.is_inactive() {
             return;
         }
-        self.continue_processes();
+        self.continue_processes(census);
         self.already_stopped_pids.clear();
         for signal in std::mem::take(&mut self.deferred_signals) {
             self.send_signal(signal);
@@ -170,24 +176,25 @@ impl Task {
     }
 
     /// Continues the task's processes, except those that were already stopped before the task was
-    /// stopped.
-    pub(crate) fn continue_processes(&self) {
+    /// stopped. `census` must be younger than the stop.
+    pub(crate) fn continue_processes(&self, census: &Census) {
         if self.frozen_group().is_none() {
-            stop::continue_processes(&self.processes(), &self.already_stopped_pids);
+            let pids = self.processes().pids_in(census);
+            stop::continue_processes(pids, &self.already_stopped_pids);
         }
         if let Some(namespace) = &self.namespace {
-            namespace.thaw();
+            namespace.thaw(census);
         }
     }
 
     /// Kills all processes in the task's namespace. Without a namespace, kills the process group
-    /// and the descendants, which may miss processes that are being created.
-    pub(crate) fn kill_processes(&self) {
+    /// and the descendants in the census, which misses processes that were created since.
+    pub(crate) fn kill_processes(&self, census: &Census) {
         match &self.namespace {
             Some(namespace) => namespace.kill_processes(),
             None => {
                 let _ = sys::send_signal(-self.process.pid, libc::SIGKILL);
-                stop::kill(&self.processes().pids());
+                stop::kill(&self.processes().pids_in(census));
             }
         }
         sys::kill_pidfd(self.process.pidfd.as_fd());
@@ -195,9 +202,10 @@ impl Task {
 
     /// Kills the task like [`Task::kill_processes`]. After the return, no process of the task
     /// executes another instruction, even if its exit takes long.
-    pub(crate) fn kill_immediately(&self) {
-        stop::kill(&self.processes().pids());
-        self.kill_processes();
+    pub(crate) fn kill_immediately(&self, census: &Census) {
+        stop::kill(&self.member_pids_in(census));
+        stop::kill(&self.processes().pids_in(census));
+        self.kill_processes(census);
     }
 
     /// True if the task's first process was stopped by a signal that did not come from the tasker.
