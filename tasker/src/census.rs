@@ -7,14 +7,21 @@
 //! Without PID namespaces (the tasker has no privileges), a process belongs to a task if one of its
 //! ancestors does. Orphans become children of the tasker; they are recognized by their process
 //! group, or by a variable of their environment that has another value in each task.
+//!
+//! The kernel does not reuse a PID while a process group has its number. So the group of a task
+//! whose first process was reaped is its own until a census finds the group empty.
 
+use crate::stop;
 use checkpoint::proc;
-use std::cell::OnceCell;
+use std::cell::{Cell, OnceCell};
 use std::collections::{BTreeMap, BTreeSet};
 use std::os::linux::fs::MetadataExt;
 
 /// Environment variable whose value differs between tasks; the daemon sets it for each task.
 const TASK_VARIABLE: &[u8] = b"PVMEPID=";
+/// Maximum number of readings of all processes in [`kill_descendants`]. More are needed only if
+/// processes fork faster than they are read.
+const KILL_ROUNDS_MAX: usize = 16;
 
 /// All processes of the host at one moment. Each part is read when it is first needed.
 #[derive(Debug, Default)]
@@ -40,6 +47,9 @@ pub(crate) struct ProcessTree {
     first_pid: i32,
     /// True if the first process was reaped. Another process may have its PID then.
     is_first_reaped: bool,
+    /// True if the first process was reaped and its process group is empty. The kernel may use the
+    /// number for another group then.
+    has_group_ended: Cell<bool>,
     /// Entry of the environment that only processes of this task have; `None` if the task was
     /// started without it.
     mark: Option<Vec<u8>>,
@@ -52,6 +62,7 @@ impl ProcessTree {
         Self {
             first_pid,
             is_first_reaped: false,
+            has_group_ended: Cell::new(false),
             mark: mark.cloned(),
         }
     }
@@ -70,8 +81,17 @@ impl ProcessTree {
         tasker_pid: i32,
         environment: impl Fn(i32) -> Vec<u8>,
     ) -> Vec<i32> {
-        // If the PID of the first process is in use again, so may be the number of its group.
-        let group_is_known = !self.is_first_reaped || !processes.contains_key(&self.first_pid);
+        if self.is_first_reaped {
+            // If the PID of the first process is in use again, its group has ended before.
+            let is_pid_reused = processes.contains_key(&self.first_pid);
+            let is_group_empty = processes
+                .values()
+                .all(|(_, group)| *group != self.first_pid);
+            if is_pid_reused || is_group_empty {
+                self.has_group_ended.set(true);
+            }
+        }
+        let has_group = !self.has_group_ended.get();
         let has_mark = |pid: i32| {
             let Some(mark) = &self.mark else {
                 return false;
@@ -81,7 +101,7 @@ impl ProcessTree {
         let is_root = |(pid, (parent, group)): &(&i32, &(i32, i32))| {
             let is_first = **pid == self.first_pid && !self.is_first_reaped;
             is_first
-                || (*group == self.first_pid && group_is_known)
+                || (*group == self.first_pid && has_group)
                 || (*parent == tasker_pid && has_mark(**pid))
         };
         let mut members: BTreeSet<i32> = processes
@@ -183,6 +203,37 @@ fn find_outer(
         .collect()
 }
 
+/// Kills all processes that descend from this process. Orphans among them are its children, because
+/// it is their subreaper.
+pub(crate) fn kill_descendants() {
+    let own_pid = std::process::id().cast_signed();
+    let mut killed_pids = BTreeSet::new();
+    for _ in 0..KILL_ROUNDS_MAX {
+        // A process may have forked after it was read and before it was killed.
+        let mut pids = descendants(&read_parents_and_groups(), own_pid);
+        pids.retain(|pid| killed_pids.insert(*pid));
+        if pids.is_empty() {
+            return;
+        }
+        stop::kill(&pids);
+    }
+}
+
+/// Returns the processes that descend from `root_pid`. `processes` contains the parent and the
+/// process group of each process.
+fn descendants(processes: &BTreeMap<i32, (i32, i32)>, root_pid: i32) -> Vec<i32> {
+    let mut children = BTreeMap::<i32, Vec<i32>>::new();
+    for (pid, (parent, _)) in processes {
+        children.entry(*parent).or_default().push(*pid);
+    }
+    let (mut pids, mut next) = (children.remove(&root_pid).unwrap_or_default(), 0);
+    while let Some(pid) = pids.get(next).copied() {
+        pids.extend(children.remove(&pid).unwrap_or_default());
+        next += 1;
+    }
+    pids
+}
+
 fn read_parents_and_groups() -> BTreeMap<i32, (i32, i32)> {
     let processes = proc::process_ids().into_iter().filter_map(proc::stat);
     let living = processes.filter(|stat| !matches!(stat.state, 'Z' | 'X'));
@@ -241,9 +292,42 @@ mod tests {
         let mut processes = BTreeMap::from([(21, (TASKER, 20)), (24, (TASKER, 24))]);
         let pids = tree(true).select(&processes, TASKER, environment);
         assert_eq!(pids, [21, 24]);
+        let tree = tree(true);
         processes.insert(20, (TASKER, 20));
-        let pids = tree(true).select(&processes, TASKER, environment);
+        let pids = tree.select(&processes, TASKER, environment);
         assert_eq!(pids, [24]);
+        // The process with the reused PID ends, and leaves a process of its group.
+        processes.remove(&20);
+        let pids = tree.select(&processes, TASKER, environment);
+        assert_eq!(pids, [24]);
+    }
+
+    /// After the first process was reaped and its group was empty, another group with its number is
+    /// not the task's.
+    #[test]
+    fn reused_group_does_not_join_ended_tree() {
+        let no_environment = |_| Vec::new();
+        let tree = tree(true);
+        let mut processes = BTreeMap::from([(21, (TASKER, 20)), (30, (1, 30))]);
+        assert_eq!(tree.select(&processes, TASKER, no_environment), [21]);
+        processes.remove(&21);
+        assert!(tree.select(&processes, TASKER, no_environment).is_empty());
+        processes.insert(31, (30, 20));
+        assert!(tree.select(&processes, TASKER, no_environment).is_empty());
+    }
+
+    /// Descendants are found across sessions and groups, and nothing else is.
+    #[test]
+    fn all_descendants_are_found() {
+        let processes = BTreeMap::from([
+            (TASKER, (1, TASKER)),
+            (20, (TASKER, 20)),
+            (21, (20, 21)),
+            (5, (21, 5)),
+            (30, (1, 30)),
+        ]);
+        assert_eq!(descendants(&processes, TASKER), [20, 21, 5]);
+        assert!(descendants(&processes, 30).is_empty());
     }
 
     /// A process in a PID namespace that was created in a task's namespace belongs to the task.

@@ -13,6 +13,7 @@ use super::task_listener::write_frames;
 use checkpoint::boot_clock;
 use pvmd_machine::io::Event;
 use sempa_proto::frame::encode_control;
+use sempa_proto::lease;
 use sempa_proto::tasker::{FromTasker, ToTasker};
 use std::os::fd::AsRawFd;
 use std::os::unix::net::UnixStream;
@@ -203,7 +204,9 @@ impl TaskerProcess {
     /// when the lease has run out, because the master may then start copies of its tasks.
     pub(crate) async fn shut_down(&mut self, is_lease_binding: bool) {
         let exit_time = match &self.lease {
-            Some(ToTasker::RenewLease { kill_at, .. }) if is_lease_binding => {
+            Some(ToTasker::RenewLease { kill_at, .. })
+                if is_lease_binding && *kill_at != lease::NEVER =>
+            {
                 Duration::from_micros(kill_at.since(boot_clock::now()).0)
             }
             _ => EXIT_TIMEOUT,
