@@ -10,7 +10,7 @@ use crate::dump_attempt::{DumpAttempt, random_number, sleep_unless_cancelled};
 use crate::engine_probe::EngineProbe;
 use crate::feasibility::{self, Requester};
 use crate::file_transfer;
-use crate::image_manifest::{ImageManifest, prepare_image_dir};
+use crate::image_manifest::{ImageManifest, TaskFiles, prepare_image_dir};
 use crate::memory_reservations::MemoryReservations;
 use crate::namespace::Namespace;
 use crate::nice;
@@ -25,7 +25,7 @@ use crate::task::{Task, TaskPhase, to_micros};
 use crate::workers::{WorkerResult, Workers};
 use checkpoint::engine::{CallLimits, CancelHandle, DumpParams, Engine, MemoryServer};
 use checkpoint::facts::{self, HashCache};
-use sempa_proto::migration::{Failure, Usage};
+use sempa_proto::migration::{Failure, Refusal, Usage};
 use sempa_proto::task::RedirectAddress;
 use sempa_proto::tasker::{DumpReport, EngineUnavailable, FromTasker, MemoryWrite, ToTasker};
 use sempa_proto::{MigrationId, Tid};
@@ -576,25 +576,30 @@ impl Supervisor {
         };
         let running_dump = engine.start_dump(dump_params)?;
         let (cancel, engine_pid) = (limits.cancel.clone(), running_dump.engine_pid());
+        let hashes = self.migrations.hash_cache.clone();
         self.migrations
             .workers
             .start_worker(&cancel, Some(engine_pid), move || {
                 // The engine is at work meanwhile.
                 let process_settings = ProcessSettings::read_all(&processes);
+                let open_files = facts::open_files(&processes);
                 let result =
                     running_dump
                         .wait_until_dumped(&limits)
                         .and_then(|(report, memory_server)| {
-                            let files =
-                                file_transfer::copy_files_to_images(&dir, root_pid, &processes)?;
-                            let (file_count, files_being_written) =
-                                (files.len() as u32, facts::written_files(&processes));
+                            let files = TaskFiles {
+                                open: open_files,
+                                transferred: file_transfer::copy_files_to_images(
+                                    &dir, root_pid, &processes,
+                                )?,
+                                written: facts::written_files(&processes),
+                            };
+                            let file_count = files.transferred.len() as u32;
                             let manifest = ImageManifest::from_image_dir(
                                 &dir,
                                 output_and_stopped_pids.0,
                                 output_and_stopped_pids.1,
                                 memory_bytes,
-                                files_being_written,
                                 files,
                                 process_settings?,
                             )?;
@@ -606,9 +611,10 @@ impl Supervisor {
                             };
                             Ok((report, memory_server))
                         });
-                if result.is_err() {
+                let result = result.map_err(|failure| {
                     stop::wait_until_stopped(&processes);
-                }
+                    explain_failed_dump(failure, root_pid, processes, &hashes)
+                });
                 WorkerResult::Dumped {
                     migration,
                     tid,
@@ -878,6 +884,31 @@ impl Supervisor {
                 ..
             } => self.stop_serving(migration, active_worker_id),
             TaskPhase::Running | TaskPhase::Stopped { .. } => {}
+        }
+    }
+}
+
+/// Replaces the failure of an engine by the reason for which the stopped task would be refused now,
+/// if there is one: the task may have got a resource since it was inspected, for example a file
+/// that it has opened.
+fn explain_failed_dump(
+    failure: Failure,
+    root_pid: i32,
+    processes: Vec<i32>,
+    hashes: &HashCache,
+) -> Failure {
+    let Failure::Engine(engine_text) = &failure else {
+        return failure;
+    };
+    let task = facts::TaskProcesses {
+        root_pid,
+        processes,
+    };
+    match facts::inspect(&task, String::new(), hashes) {
+        Ok(_) | Err(Refusal::NoSuchTask) => failure,
+        Err(refusal) => {
+            tracing::warn!("the dump failed because the task has changed: {engine_text}");
+            Failure::Refused(vec![refusal])
         }
     }
 }
