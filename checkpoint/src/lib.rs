@@ -18,6 +18,7 @@ pub mod allocator;
 pub mod boot_clock;
 pub mod capabilities;
 pub mod criu;
+pub mod descendants;
 pub mod dump_retry;
 pub mod engine;
 pub mod facts;

@@ -11,7 +11,6 @@
 //! The kernel does not reuse a PID while a process group has its number. So the group of a task
 //! whose first process was reaped is its own until a census finds the group empty.
 
-use crate::stop;
 use checkpoint::proc;
 use std::cell::{Cell, OnceCell};
 use std::collections::{BTreeMap, BTreeSet};
@@ -19,9 +18,6 @@ use std::os::linux::fs::MetadataExt;
 
 /// Environment variable whose value differs between tasks; the daemon sets it for each task.
 const TASK_VARIABLE: &[u8] = b"PVMEPID=";
-/// Maximum number of readings of all processes in [`kill_descendants`]. More are needed only if
-/// processes fork faster than they are read.
-const KILL_ROUNDS_MAX: usize = 16;
 
 /// All processes of the host at one moment. Each part is read when it is first needed.
 #[derive(Debug, Default)]
@@ -203,37 +199,6 @@ fn find_outer(
         .collect()
 }
 
-/// Kills all processes that descend from this process. Orphans among them are its children, because
-/// it is their subreaper.
-pub(crate) fn kill_descendants() {
-    let own_pid = std::process::id().cast_signed();
-    let mut killed_pids = BTreeSet::new();
-    for _ in 0..KILL_ROUNDS_MAX {
-        // A process may have forked after it was read and before it was killed.
-        let mut pids = descendants(&read_parents_and_groups(), own_pid);
-        pids.retain(|pid| killed_pids.insert(*pid));
-        if pids.is_empty() {
-            return;
-        }
-        stop::kill(&pids);
-    }
-}
-
-/// Returns the processes that descend from `root_pid`. `processes` contains the parent and the
-/// process group of each process.
-fn descendants(processes: &BTreeMap<i32, (i32, i32)>, root_pid: i32) -> Vec<i32> {
-    let mut children = BTreeMap::<i32, Vec<i32>>::new();
-    for (pid, (parent, _)) in processes {
-        children.entry(*parent).or_default().push(*pid);
-    }
-    let (mut pids, mut next) = (children.remove(&root_pid).unwrap_or_default(), 0);
-    while let Some(pid) = pids.get(next).copied() {
-        pids.extend(children.remove(&pid).unwrap_or_default());
-        next += 1;
-    }
-    pids
-}
-
 fn read_parents_and_groups() -> BTreeMap<i32, (i32, i32)> {
     let processes = proc::process_ids().into_iter().filter_map(proc::stat);
     let living = processes.filter(|stat| !matches!(stat.state, 'Z' | 'X'));
@@ -314,20 +279,6 @@ mod tests {
         assert!(tree.select(&processes, TASKER, no_environment).is_empty());
         processes.insert(31, (30, 20));
         assert!(tree.select(&processes, TASKER, no_environment).is_empty());
-    }
-
-    /// Descendants are found across sessions and groups, and nothing else is.
-    #[test]
-    fn all_descendants_are_found() {
-        let processes = BTreeMap::from([
-            (TASKER, (1, TASKER)),
-            (20, (TASKER, 20)),
-            (21, (20, 21)),
-            (5, (21, 5)),
-            (30, (1, 30)),
-        ]);
-        assert_eq!(descendants(&processes, TASKER), [20, 21, 5]);
-        assert!(descendants(&processes, 30).is_empty());
     }
 
     /// A process in a PID namespace that was created in a task's namespace belongs to the task.

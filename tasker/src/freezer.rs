@@ -20,6 +20,7 @@ use std::cell::{Cell, RefCell};
 use std::fs::{self, File};
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use std::time::{Duration, Instant};
@@ -392,7 +393,11 @@ fn nested_groups(path: &Path) -> Vec<PathBuf> {
     let mut next_dir = Some(path.to_path_buf());
     let mut next_index = 0;
     while let Some(dir) = next_dir {
-        let entries = fs::read_dir(&dir).into_iter().flatten().flatten();
+        // A directory with two links has no directories; some file systems do not count links.
+        let has_no_groups = fs::metadata(&dir).is_ok_and(|metadata| metadata.nlink() == 2);
+        let dir = Some(dir).filter(|_| !has_no_groups);
+        let entries = dir.and_then(|dir| fs::read_dir(dir).ok());
+        let entries = entries.into_iter().flatten().flatten();
         let nested = entries.filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir()));
         let room = NESTED_GROUPS_MAX - dirs.len();
         dirs.extend(nested.map(|entry| entry.path()).take(room));

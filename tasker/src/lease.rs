@@ -14,11 +14,12 @@
 //!    namespaces. Of other tasks it kills only the first processes, so the thread first kills
 //!    everything that descends from the tasker.
 
-use crate::census::{self, Census};
+use crate::census::Census;
 use crate::pause::Pause;
 use crate::supervisor::Supervisor;
 use crate::task::{Task, TaskPhase};
 use checkpoint::boot_clock;
+use checkpoint::descendants::kill_descendants;
 use nix::sys::signal::{Signal, kill};
 use nix::sys::time::TimeSpec;
 use nix::sys::timerfd::{ClockId, Expiration, TimerFd, TimerFlags, TimerSetTimeFlags};
@@ -109,7 +110,7 @@ impl LastResort {
                 tracing::error!(
                     "the lease of the daemon has run out and the tasker is blocked: it kills itself and all tasks"
                 );
-                census::kill_descendants();
+                kill_descendants(std::process::id().cast_signed());
                 // Never fails: a process may always kill itself.
                 let _ = kill(Pid::this(), Signal::SIGKILL);
             }

@@ -11,6 +11,9 @@ use super::outbox::{Outbox, Outgoing, outbox};
 use super::sys::{OpenFilesLimit, pass_descriptor};
 use super::task_listener::write_frames;
 use checkpoint::boot_clock;
+use checkpoint::descendants::kill_descendants;
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
 use pvmd_machine::io::Event;
 use sempa_proto::frame::encode_control;
 use sempa_proto::lease;
@@ -232,6 +235,19 @@ impl TaskerProcess {
     }
 }
 
+/// Kills the tasker and everything that descends from it: without PID namespaces the kernel would
+/// kill only the first processes of the tasks.
+fn kill_with_descendants(child: &mut Child) {
+    if let Some(pid) = child.id().map(u32::cast_signed) {
+        // The tasker must start no process meanwhile, and stays the subreaper of its descendants.
+        // Fails only if it has ended.
+        let _ = kill(Pid::from_raw(pid), Signal::SIGSTOP);
+        kill_descendants(pid);
+    }
+    // Fails only if the process has ended.
+    let _ = child.start_kill();
+}
+
 /// Forwards the tasker's messages until the tasker ends. Returns the reason of the end. A reason
 /// from `kill_receiver` kills the tasker.
 async fn forward_messages(
@@ -257,8 +273,7 @@ async fn forward_messages(
                 can_be_killed = false;
                 if let Ok(reason) = kill_reason {
                     end_cause.get_or_insert(format!("it was killed: {reason}"));
-                    // Fails only if the process has ended.
-                    let _ = child.start_kill();
+                    kill_with_descendants(&mut child);
                 }
                 continue;
             }
@@ -306,7 +321,9 @@ async fn forward_messages(
         Some(Ok(Ok(status))) => format!("it ended with {status}"),
         Some(Ok(Err(e))) => format!("it cannot be waited for: {e}"),
         Some(Err(_)) | None => {
-            let _ = child.kill().await;
+            kill_with_descendants(&mut child);
+            // Fails only if it was waited for.
+            let _ = child.wait().await;
             "it did not end by itself and was killed".to_string()
         }
     };

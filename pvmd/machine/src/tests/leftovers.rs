@@ -216,7 +216,7 @@ fn leftovers_never_run_beside_their_copies() {
         let console = scenario.console;
         let sim = &mut scenario.sim;
         sim.request(console, migrate_request(tid, "h3"));
-        sim.run_until("it is stopped", |s| s.procs[proc].stopped_for_migration);
+        sim.run_until("it is stopped", |s| s.procs[proc].is_frozen());
         let delay = Micros(sim.rng.below(10_000));
         sim.advance(delay);
         if sim.procs[proc].host != host(2) {
