@@ -10,6 +10,7 @@
 //! * [`allocator`][]: settings of the memory allocator.
 //! * [`boot_clock`][]: the clock of leases.
 //! * [`capabilities`][]: dropping of capabilities.
+//! * [`descendants`][]: the end of everything that a tasker has started.
 //! * [`proc`][]: facts about processes from /proc.
 //! * [`state_files`][]: state files of programs that write their own checkpoints.
 //! * [`store`][]: the store for checkpoints of jobs.
