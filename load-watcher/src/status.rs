@@ -300,11 +300,11 @@ pub fn query_all_within(timeout: Duration) -> io::Result<(Vec<WatcherStatus>, Ve
 }
 
 /// Connects to the load watchers of a list of sockets, as long as `may_continue` returns true.
-/// Returns the name and the result of each. At most [`QUERIED_WATCHERS_MAX`] are returned, and at
-/// most [`QUERIED_WATCHERS_PER_USER_MAX`] of each user.
+/// Returns the name and the result of each. At most [`QUERIED_WATCHERS_MAX`] connections and as many
+/// errors are returned, and at most [`QUERIED_WATCHERS_PER_USER_MAX`] connections of each user.
 ///
-/// Anybody can take any free name. So a name counts only if `connect` finds that its socket belongs
-/// to the user in the name; the others neither use up the limits nor are reported.
+/// Anybody can take any free name. So only a connection counts, for which `connect` finds that the
+/// socket belongs to the user in the name. Sockets of others are not reported.
 fn connect_to_owners<'a, T>(
     socket_list: &'a str,
     mut connect: impl FnMut(&str, u32) -> io::Result<T>,
@@ -320,9 +320,10 @@ fn connect_to_owners<'a, T>(
     names.sort_unstable();
     names.dedup();
     let mut results = Vec::new();
+    let (mut connection_count, mut error_count) = (0, 0);
     let mut user_counts = BTreeMap::<u32, usize>::new();
     for (uid, name) in in_turns(&names) {
-        if results.len() >= QUERIED_WATCHERS_MAX || !may_continue() {
+        if connection_count >= QUERIED_WATCHERS_MAX || !may_continue() {
             break;
         }
         let user_count = user_counts.entry(uid).or_default();
@@ -333,9 +334,15 @@ fn connect_to_owners<'a, T>(
             // Another user has taken the name of this user.
             Err(e) if e.kind() == io::ErrorKind::PermissionDenied => {}
             Err(e) if e.kind() == io::ErrorKind::ConnectionRefused => {}
-            result => {
+            Err(_) if error_count >= QUERIED_WATCHERS_MAX => {}
+            Err(error) => {
+                error_count += 1;
+                results.push((name, Err(error)));
+            }
+            Ok(connection) => {
                 *user_count += 1;
-                results.push((name, result));
+                connection_count += 1;
+                results.push((name, Ok(connection)));
             }
         }
     }
@@ -447,7 +454,7 @@ mod tests {
     }
 
     /// Sockets under the names of other users displace neither those of these users nor those of
-    /// others, and are not reported.
+    /// others, whether they accept connections or not.
     #[test]
     fn sockets_under_foreign_names_displace_nothing() {
         let forged_users = 0..2 * QUERIED_WATCHERS_MAX as u32;
@@ -460,14 +467,18 @@ mod tests {
             watcher_name(1_000_000, 0),
         ];
         let list = list + &socket_lines(1_000_000, 1);
-        let connect = |name: &str, _| match genuine.iter().any(|own_name| own_name == name) {
+        let connect = |name: &str, uid: u32| match genuine.iter().any(|own_name| own_name == name) {
             true => Ok(()),
+            false if uid % 2 == 0 => Err(io::Error::other("it has too many unanswered queries")),
             false => Err(io::ErrorKind::PermissionDenied.into()),
         };
         let results = connect_to_owners(&list, connect, || true);
-        let mut names: Vec<&str> = results.iter().map(|(name, _)| *name).collect();
+        let connected = results.iter().filter(|(_, result)| result.is_ok());
+        let mut names: Vec<&str> = connected.map(|(name, _)| *name).collect();
         names.sort_unstable();
         assert_eq!(names, [genuine[1].as_str(), genuine[0].as_str()]);
+        let error_count = results.len() - names.len();
+        assert_eq!(error_count, QUERIED_WATCHERS_MAX);
     }
 
     /// The first socket of each user precedes the second one of any user.

@@ -186,8 +186,8 @@ impl Namespace {
 
     /// Creates a process in the namespace by calling `create_process`, which receives the control
     /// group and the PID. If the kernel refuses the group or the PID, `create_process` is called
-    /// again without the PID, without the group, and without both. Records whether the processes in the namespace are members of the group,
-    /// and the PID.
+    /// again without the PID, without the group, and without both. Records whether the processes in
+    /// the namespace are members of the group, and the PID.
     fn start_in_group(
         &self,
         first_pid: Option<FirstPid>,
