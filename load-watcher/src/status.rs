@@ -450,7 +450,10 @@ mod tests {
             };
             results.iter().filter(has_uid).count()
         };
-        assert_eq!((count_of(5), count_of(6)), (QUERIED_WATCHERS_PER_USER_MAX, 1));
+        assert_eq!(
+            (count_of(5), count_of(6)),
+            (QUERIED_WATCHERS_PER_USER_MAX, 1)
+        );
     }
 
     /// Sockets under the names of other users displace neither those of these users nor those of

@@ -390,7 +390,10 @@ mod tests {
     fn newest_of_very_many_files_is_used() {
         let dir = tempfile::tempdir().expect("a folder");
         let uid = own_uid();
-        let path = |number: usize| dir.path().join(format!("{FILE_PREFIX}{uid}-{number}{SUFFIX}"));
+        let path = |number: usize| {
+            dir.path()
+                .join(format!("{FILE_PREFIX}{uid}-{number}{SUFFIX}"))
+        };
         let start = std::time::SystemTime::now();
         let count = 5 * USER_FILES_MAX;
         for number in 0..count {

@@ -234,12 +234,14 @@ mod tests {
             freeze_at: Micros(1),
             kill_at: Micros(2),
         };
-        let kill = |number: u32| ToTasker::Kill {
+        let kill = |number: i32| ToTasker::Kill {
             tid: Tid::from_raw(0x40000 + number),
         };
         // More than one read returns.
-        let count = u32::try_from(READ_BYTES_MAX / 4).expect("small");
-        let orders = (0..count).map(kill).chain([renewal.clone(), ToTasker::Ping]);
+        let count = i32::try_from(READ_BYTES_MAX / 4).expect("small");
+        let orders = (0..count)
+            .map(kill)
+            .chain([renewal.clone(), ToTasker::Ping]);
         let sender = std::thread::spawn(move || {
             for order in orders {
                 let frame = encode_control(&order).expect("it is short");

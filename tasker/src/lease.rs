@@ -171,9 +171,7 @@ impl Lease {
     /// lease.
     pub(crate) fn time_until_freeze(&self) -> Option<Duration> {
         let freeze_at = self.deadlines?.freeze_at;
-        Some(Duration::from_micros(
-            freeze_at.since(boot_clock::now()).0,
-        ))
+        Some(Duration::from_micros(freeze_at.since(boot_clock::now()).0))
     }
 
     /// True while the lease does not permit any task to run.
@@ -261,13 +259,13 @@ impl Supervisor {
         self.send(&FromTasker::LeaseRenewed { frozen_time });
     }
 
-    /// Stops all running tasks if the lease does not permit them to run. Returns the reason to end
-    /// the tasker if the lease has run out.
+    /// Stops all running tasks if the lease did not permit them to run at the time `now`. Returns
+    /// the reason to end the tasker if the lease had run out then. All orders that had arrived at
+    /// that time must have been received.
     ///
     /// Must be called after each event: an event may have let a task run.
-    pub(crate) fn enforce_lease(&mut self) -> Option<String> {
+    pub(crate) fn enforce_lease(&mut self, now: Micros) -> Option<String> {
         let deadlines = self.lease.deadlines?;
-        let now = boot_clock::now();
         match deadlines.permission(now) {
             Permission::Run => None,
             // Without tasks the tasker waits for the next lease, and starts no task before.

@@ -403,9 +403,7 @@ impl Supervisor {
         // Copies of the processes may run at the target soon.
         let may_have_copies = matches!(
             task.phase,
-            TaskPhase::Stopped { .. }
-                | TaskPhase::Dumping { .. }
-                | TaskPhase::ServingMemory { .. }
+            TaskPhase::Stopped { .. } | TaskPhase::Dumping { .. } | TaskPhase::ServingMemory { .. }
         );
         let pause = std::mem::take(&mut task.pause);
         let pause_stops = matches!(pause, Pause::Stopping { .. } | Pause::Paused);

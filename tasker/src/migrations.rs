@@ -431,10 +431,11 @@ impl Supervisor {
             let processes = TaskProcesses::Namespace(namespace);
             if seen.is_some_and(|seen| seen.are_all(&processes, &later_census))
                 && !stop::continue_unfinished_forks(
-                &namespace.member_pids(),
-                &task.already_stopped_pids,
-                signalled_pids,
-            ) {
+                    &namespace.member_pids(),
+                    &task.already_stopped_pids,
+                    signalled_pids,
+                )
+            {
                 let redirect_result = write_redirect(namespace, task.pending_redirect.take());
                 task.phase = TaskPhase::Stopped { migration };
                 stop_results.push((tid, migration, redirect_result));

@@ -404,10 +404,7 @@ impl Namespace {
 /// Returns the control group and the PID of each attempt to create a process, without repetitions.
 /// A PID that is in use, or that the kernel does not let the tasker choose, costs no group, without
 /// which the task cannot be frozen.
-fn creation_attempts<G: Copy>(
-    group: Option<G>,
-    pid: Option<i32>,
-) -> Vec<(Option<G>, Option<i32>)> {
+fn creation_attempts<G: Copy>(group: Option<G>, pid: Option<i32>) -> Vec<(Option<G>, Option<i32>)> {
     let mut attempts = vec![(group, pid)];
     if pid.is_some() {
         attempts.push((group, None));
@@ -520,7 +517,10 @@ mod tests {
             creation_attempts(group, pid),
             [(group, pid), (group, None), (None, pid), (None, None)]
         );
-        assert_eq!(creation_attempts(group, None), [(group, None), (None, None)]);
+        assert_eq!(
+            creation_attempts(group, None),
+            [(group, None), (None, None)]
+        );
         assert_eq!(creation_attempts::<char>(None, None), [(None, None)]);
     }
 

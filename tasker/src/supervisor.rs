@@ -14,10 +14,9 @@ use crate::namespace::{Namespace, SpareNamespaces};
 use crate::pid_numbering::{FirstPid, PidNumbering};
 use crate::signal_disposition;
 use crate::sys::{self, StartGuard, TaskStartState};
-use crate::task::{
-    self, DEFERRED_SIGNALS_MAX, StartTaskError, StartTaskFailure, Task, TaskPhase,
-};
+use crate::task::{self, DEFERRED_SIGNALS_MAX, StartTaskError, StartTaskFailure, Task, TaskPhase};
 use checkpoint::allocator;
+use checkpoint::boot_clock;
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signal::{SigSet, Signal, kill};
@@ -253,12 +252,14 @@ impl Supervisor {
     /// # Errors
     /// The daemon sent an invalid order, or its lease has run out and all tasks are killed.
     fn handle_urgent_orders(&mut self) -> anyhow::Result<()> {
-        // If this whole process hung, the daemon may have renewed the lease meanwhile.
+        // The lease is enforced as of a time before the reading. If this whole process hung, the
+        // daemon may have renewed the lease meanwhile.
+        let now = boot_clock::now();
         self.daemon_socket.receive()?;
         while let Some(order) = self.daemon_socket.next_urgent_order() {
             self.handle_order(order);
         }
-        if let Some(reason) = self.enforce_lease() {
+        if let Some(reason) = self.enforce_lease(now) {
             self.end_expired_lease(reason.clone());
             return Err(LeaseExpired(reason).into());
         }

@@ -137,7 +137,9 @@ pub fn refused_open_files(files: &[RequiredFile], host: &dyn HostProperties) -> 
         let reason = file_refusal_reason(file, 0, host)?;
         Some(Refusal::File {
             path: file.path.clone(),
-            why: format!("{reason}; the task has opened it, or it has changed, since the target was asked"),
+            why: format!(
+                "{reason}; the task has opened it, or it has changed, since the target was asked"
+            ),
         })
     });
     refusals.take(REFUSED_OPEN_FILES_MAX).collect()
