@@ -219,7 +219,7 @@ fn leftovers_never_run_beside_their_copies() {
         sim.run_until("it is stopped", |s| s.procs[proc].is_frozen());
         let delay = Micros(sim.rng.below(10_000));
         sim.advance(delay);
-        if sim.procs[proc].host != host(2) {
+        if sim.procs[proc].host != host(2) || sim.injection.source_was_killed() {
             continue;
         }
         sim.exit_and_leave_processes(proc, PROCESS_COUNT);

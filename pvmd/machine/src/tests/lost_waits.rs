@@ -185,7 +185,10 @@ fn every_wait_ends_when_what_it_concerns_is_lost() {
                 scene.sim.advance(delay);
                 scene.lose(loss);
                 scene.sim.run_until(&wait, |s| {
-                    s.procs.iter().any(|p| p.replies.contains_key(&id)) || s.procs[requester].exited
+                    let p = &s.procs[requester];
+                    // A task that was killed at the source is lost with its target.
+                    let is_dead = p.exited || (p.is_frozen() && s.injection.source_was_killed());
+                    s.procs.iter().any(|p| p.replies.contains_key(&id)) || is_dead
                 });
             }
         }
