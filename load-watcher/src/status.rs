@@ -305,11 +305,11 @@ pub fn query_all_within(timeout: Duration) -> io::Result<(Vec<WatcherStatus>, Ve
 ///
 /// Anybody can take any free name. So only a connection counts, for which `connect` finds that the
 /// socket belongs to the user in the name. Sockets of others are not reported.
-fn connect_to_owners<'a, T>(
-    socket_list: &'a str,
+fn connect_to_owners<T>(
+    socket_list: &str,
     mut connect: impl FnMut(&str, u32) -> io::Result<T>,
     may_continue: impl Fn() -> bool,
-) -> Vec<(&'a str, io::Result<T>)> {
+) -> Vec<(&str, io::Result<T>)> {
     // The list contains a listener and its accepted connections under the same name, so duplicate
     // names are removed.
     let mut names: Vec<(u32, &str)> = socket_list
@@ -472,7 +472,9 @@ mod tests {
         let list = list + &socket_lines(1_000_000, 1);
         let connect = |name: &str, uid: u32| match genuine.iter().any(|own_name| own_name == name) {
             true => Ok(()),
-            false if uid % 2 == 0 => Err(io::Error::other("it has too many unanswered queries")),
+            false if uid.is_multiple_of(2) => {
+                Err(io::Error::other("it has too many unanswered queries"))
+            }
             false => Err(io::ErrorKind::PermissionDenied.into()),
         };
         let results = connect_to_owners(&list, connect, || true);

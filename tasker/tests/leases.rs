@@ -84,7 +84,10 @@ fn tasks_are_frozen_until_the_lease_is_renewed() {
         wait_until_still(&mut tasker, pids[2]);
         tasker.send(ToTasker::Start(start_order(tid(4), &shell_path(), &[])));
         tasker.wait_for_value(&mut Vec::new(), |m| match m {
-            FromTasker::StartFailed { reason, .. } => Some(assert!(reason.contains("lease"))),
+            FromTasker::StartFailed { reason, .. } => {
+                assert!(reason.contains("lease"));
+                Some(())
+            }
             _ => None,
         });
         // The owner leaves task 2 alone, and stops task 3.
@@ -107,7 +110,10 @@ fn tasks_end_when_the_lease_has_run_out() {
         let pid = tasker.start_task_and_wait(tid(1), &shell_path(), &["-c", SPIN]);
         renew_and_wait(&mut tasker, Micros(1), Micros::from_millis(100));
         tasker.wait_for_value(&mut Vec::new(), |m| match m {
-            FromTasker::LeaseExpired { reason } => Some(assert!(reason.contains("renewed"))),
+            FromTasker::LeaseExpired { reason } => {
+                assert!(reason.contains("renewed"));
+                Some(())
+            }
             _ => None,
         });
         wait_until("the task has ended", || !is_alive(pid));
@@ -214,7 +220,10 @@ fn slow_starts_do_not_end_other_tasks() {
     });
     for _ in 0..SLOW_STARTS {
         tasker.wait_for_value(&mut Vec::new(), |m| match m {
-            FromTasker::StartFailed { reason, .. } => Some(assert!(reason.contains("within"))),
+            FromTasker::StartFailed { reason, .. } => {
+                assert!(reason.contains("within"));
+                Some(())
+            }
             _ => None,
         });
     }

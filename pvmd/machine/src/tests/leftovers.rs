@@ -66,12 +66,12 @@ fn leftovers_stop_for_owner_and_are_named() {
         );
         scenario.send_directive(1, stop_guests_request());
         scenario.sim.advance(SETTLE_TIME);
-        assert_eq!(scenario.sim.leftovers[&(host(2), tid)], true);
+        assert!(scenario.sim.leftovers[&(host(2), tid)]);
         assert_eq!(pause_events(&mut scenario), [vec![left]]);
         assert!(leftovers_of(&mut scenario)[0].paused);
         scenario.send_directive(1, welcome_guests_request());
         scenario.sim.advance(SETTLE_TIME);
-        assert_eq!(scenario.sim.leftovers[&(host(2), tid)], false);
+        assert!(!scenario.sim.leftovers[&(host(2), tid)]);
         assert!(!leftovers_of(&mut scenario)[0].paused);
     }
 }
@@ -83,11 +83,11 @@ fn leftovers_of_paused_guest_stay_stopped() {
     scenario.send_directive(1, stop_guests_request());
     scenario.sim.advance(SETTLE_TIME);
     let tid = end_guest(&mut scenario);
-    assert_eq!(scenario.sim.leftovers[&(host(2), tid)], true);
+    assert!(scenario.sim.leftovers[&(host(2), tid)]);
     assert!(leftovers_of(&mut scenario)[0].paused);
     scenario.send_directive(1, welcome_guests_request());
     scenario.sim.advance(SETTLE_TIME);
-    assert_eq!(scenario.sim.leftovers[&(host(2), tid)], false);
+    assert!(!scenario.sim.leftovers[&(host(2), tid)]);
 }
 
 /// What a suspended task leaves behind runs, because the suspension ends with the task.
@@ -98,7 +98,7 @@ fn leftovers_of_suspended_task_run() {
     scenario.set_suspended(tid, true);
     scenario.sim.advance(SETTLE_TIME);
     end_guest(&mut scenario);
-    assert_eq!(scenario.sim.leftovers[&(host(2), tid)], false);
+    assert!(!scenario.sim.leftovers[&(host(2), tid)]);
 }
 
 /// While a process that was left behind runs, nothing says that the guests have stopped.
