@@ -10,6 +10,7 @@
 //! * [`allocator`][]: settings of the memory allocator.
 //! * [`boot_clock`][]: the clock of leases.
 //! * [`capabilities`][]: dropping of capabilities.
+//! * [`descendants`][]: the end of everything that a tasker has started.
 //! * [`proc`][]: facts about processes from /proc.
 //! * [`state_files`][]: state files of programs that write their own checkpoints.
 //! * [`store`][]: the store for checkpoints of jobs.
@@ -18,6 +19,7 @@ pub mod allocator;
 pub mod boot_clock;
 pub mod capabilities;
 pub mod criu;
+pub mod descendants;
 pub mod dump_retry;
 pub mod engine;
 pub mod facts;

@@ -12,6 +12,7 @@ use nix::sys::socket::{
     AddressFamily, SockFlag, SockType, UnixAddr, connect, getsockopt, socket, sockopt,
 };
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
 use std::hash::{BuildHasher, RandomState};
 use std::io::{self, Read, Write};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
@@ -255,13 +256,11 @@ pub fn query_all_within(timeout: Duration) -> io::Result<(Vec<WatcherStatus>, Ve
     let error_text = |name: &str, error: &dyn std::fmt::Display| {
         format!("the load watcher at {name} does not answer: {error}")
     };
-    for (name, uid) in queried_names(&socket_list) {
-        match OpenQuery::connect(name, uid) {
+    let may_connect = || Instant::now() < deadline;
+    for (name, result) in connect_to_owners(&socket_list, OpenQuery::connect, may_connect) {
+        match result {
             Ok(query) => open_queries.push(query),
-            // Another user has taken the name of another user.
-            Err(e) if e.kind() == io::ErrorKind::PermissionDenied => {}
-            Err(e) if e.kind() == io::ErrorKind::ConnectionRefused => {}
-            Err(e) => errors.push(error_text(name, &e)),
+            Err(error) => errors.push(error_text(name, &error)),
         }
     }
     while !open_queries.is_empty() {
@@ -300,9 +299,17 @@ pub fn query_all_within(timeout: Duration) -> io::Result<(Vec<WatcherStatus>, Ve
     Ok((statuses, errors))
 }
 
-/// Returns the names of the sockets to query, with the uids in the names. No user can displace
-/// others by many sockets.
-fn queried_names(socket_list: &str) -> Vec<(&str, u32)> {
+/// Connects to the load watchers of a list of sockets, as long as `may_continue` returns true.
+/// Returns the name and the result of each. At most [`QUERIED_WATCHERS_MAX`] connections and as many
+/// errors are returned, and at most [`QUERIED_WATCHERS_PER_USER_MAX`] connections of each user.
+///
+/// Anybody can take any free name. So only a connection counts, for which `connect` finds that the
+/// socket belongs to the user in the name. Sockets of others are not reported.
+fn connect_to_owners<T>(
+    socket_list: &str,
+    mut connect: impl FnMut(&str, u32) -> io::Result<T>,
+    may_continue: impl Fn() -> bool,
+) -> Vec<(&str, io::Result<T>)> {
     // The list contains a listener and its accepted connections under the same name, so duplicate
     // names are removed.
     let mut names: Vec<(u32, &str)> = socket_list
@@ -312,20 +319,45 @@ fn queried_names(socket_list: &str) -> Vec<(&str, u32)> {
         .collect();
     names.sort_unstable();
     names.dedup();
-    let mut queried = Vec::new();
-    let (mut last_uid, mut user_count) = (None, 0);
-    for (uid, name) in names {
-        user_count = if last_uid == Some(uid) {
-            user_count + 1
-        } else {
-            1
-        };
-        last_uid = Some(uid);
-        if user_count <= QUERIED_WATCHERS_PER_USER_MAX && queried.len() < QUERIED_WATCHERS_MAX {
-            queried.push((name, uid));
+    let mut results = Vec::new();
+    let (mut connection_count, mut error_count) = (0, 0);
+    let mut user_counts = BTreeMap::<u32, usize>::new();
+    for (uid, name) in in_turns(&names) {
+        if connection_count >= QUERIED_WATCHERS_MAX || !may_continue() {
+            break;
+        }
+        let user_count = user_counts.entry(uid).or_default();
+        if *user_count >= QUERIED_WATCHERS_PER_USER_MAX {
+            continue;
+        }
+        match connect(name, uid) {
+            // Another user has taken the name of this user.
+            Err(e) if e.kind() == io::ErrorKind::PermissionDenied => {}
+            Err(e) if e.kind() == io::ErrorKind::ConnectionRefused => {}
+            Err(_) if error_count >= QUERIED_WATCHERS_MAX => {}
+            Err(error) => {
+                error_count += 1;
+                results.push((name, Err(error)));
+            }
+            Ok(connection) => {
+                *user_count += 1;
+                connection_count += 1;
+                results.push((name, Ok(connection)));
+            }
         }
     }
-    queried
+    results
+}
+
+/// Returns the names, which are sorted by the uids in them: the first one of each user, then the
+/// second one of each user, and so on. So many names of one user do not delay those of others.
+fn in_turns<'a>(names: &[(u32, &'a str)]) -> Vec<(u32, &'a str)> {
+    let mut numbered = Vec::with_capacity(names.len());
+    for names_of_user in names.chunk_by(|(uid, _), (next_uid, _)| uid == next_uid) {
+        numbered.extend(names_of_user.iter().copied().enumerate());
+    }
+    numbered.sort_by_key(|(number, _)| *number);
+    numbered.into_iter().map(|(_, name)| name).collect()
 }
 
 #[cfg(test)]
@@ -398,17 +430,68 @@ mod tests {
         assert!(errors.iter().any(is_named), "{errors:?}");
     }
 
+    fn socket_lines(uid: u32, count: usize) -> String {
+        let line = |number| format!("0: 2 0 10000 1 1 7 @{}\n", watcher_name(uid, number));
+        (0..count).map(line).collect()
+    }
+
+    fn watcher_name(uid: u32, number: usize) -> String {
+        format!("sempa-owner/{uid}/pvm/{number}")
+    }
+
     /// The sockets of one user do not displace those of others.
     #[test]
     fn sockets_of_one_user_do_not_displace_others() {
-        let mut list = String::new();
-        for number in 0..1000 {
-            list.push_str(&format!("0: 2 0 10000 1 1 7 @sempa-owner/5/pvm/{number}\n"));
-        }
-        list.push_str("0: 2 0 10000 1 1 7 @sempa-owner/6/pvm/0\n");
-        let names = queried_names(&list);
-        assert_eq!(names.len(), QUERIED_WATCHERS_PER_USER_MAX + 1);
-        assert_eq!(names.last(), Some(&("sempa-owner/6/pvm/0", 6)));
+        let list = socket_lines(5, 1000) + &socket_lines(6, 1);
+        let results = connect_to_owners(&list, |_, uid| Ok(uid), || true);
+        let count_of = |uid| {
+            let has_uid = |(_, result): &&(&str, io::Result<u32>)| {
+                result.as_ref().is_ok_and(|result_uid| *result_uid == uid)
+            };
+            results.iter().filter(has_uid).count()
+        };
+        assert_eq!(
+            (count_of(5), count_of(6)),
+            (QUERIED_WATCHERS_PER_USER_MAX, 1)
+        );
+    }
+
+    /// Sockets under the names of other users displace neither those of these users nor those of
+    /// others, whether they accept connections or not.
+    #[test]
+    fn sockets_under_foreign_names_displace_nothing() {
+        let forged_users = 0..2 * QUERIED_WATCHERS_MAX as u32;
+        let list: String = forged_users
+            .map(|uid| socket_lines(uid, 2 * QUERIED_WATCHERS_PER_USER_MAX))
+            .collect();
+        // Only the last socket of one user, and the only one of another, are genuine.
+        let genuine = [
+            watcher_name(7, 2 * QUERIED_WATCHERS_PER_USER_MAX - 1),
+            watcher_name(1_000_000, 0),
+        ];
+        let list = list + &socket_lines(1_000_000, 1);
+        let connect = |name: &str, uid: u32| match genuine.iter().any(|own_name| own_name == name) {
+            true => Ok(()),
+            false if uid.is_multiple_of(2) => {
+                Err(io::Error::other("it has too many unanswered queries"))
+            }
+            false => Err(io::ErrorKind::PermissionDenied.into()),
+        };
+        let results = connect_to_owners(&list, connect, || true);
+        let connected = results.iter().filter(|(_, result)| result.is_ok());
+        let mut names: Vec<&str> = connected.map(|(name, _)| *name).collect();
+        names.sort_unstable();
+        assert_eq!(names, [genuine[1].as_str(), genuine[0].as_str()]);
+        let error_count = results.len() - names.len();
+        assert_eq!(error_count, QUERIED_WATCHERS_MAX);
+    }
+
+    /// The first socket of each user precedes the second one of any user.
+    #[test]
+    fn users_are_asked_in_turns() {
+        let names = [(5, "a"), (5, "b"), (5, "c"), (6, "d"), (7, "e"), (7, "f")];
+        let order: Vec<&str> = in_turns(&names).into_iter().map(|(_, name)| name).collect();
+        assert_eq!(order, ["a", "d", "e", "b", "f", "c"]);
     }
 
     /// Socket names with another prefix or without a uid are ignored.

@@ -21,6 +21,9 @@ use thiserror::Error;
 pub const FILE_PREFIX: &str = "sempa-owner-";
 /// Maximum number of users whose files are read.
 pub const FILE_USERS_MAX: usize = 256;
+/// Maximum number of files of one user that are kept in memory. Of more files, the newest ones are
+/// kept; the others have no effect.
+const USER_FILES_MAX: usize = 64;
 /// Maximum number of attempts to find a free random name.
 const NAME_ATTEMPTS_MAX: usize = 16;
 
@@ -110,7 +113,7 @@ fn uid_in_name(name: &str, suffix: &str) -> Option<u32> {
 }
 
 /// Lists the files with this suffix that belong to the user in their name, newest last for each
-/// user.
+/// user; at most the newest [`USER_FILES_MAX`] of each.
 fn own_files(dir: &Path, suffix: &str) -> BTreeMap<u32, Vec<PathBuf>> {
     let mut files = BTreeMap::<u32, Vec<(FileVersion, PathBuf)>>::new();
     for entry in fs::read_dir(dir).into_iter().flatten().flatten() {
@@ -122,17 +125,27 @@ fn own_files(dir: &Path, suffix: &str) -> BTreeMap<u32, Vec<PathBuf>> {
         };
         if metadata.uid() == uid {
             let version = FileVersion::of(&metadata);
-            files.entry(uid).or_default().push((version, entry.path()));
+            let user_files = files.entry(uid).or_default();
+            user_files.push((version, entry.path()));
+            if user_files.len() >= 2 * USER_FILES_MAX {
+                keep_newest(user_files);
+            }
         }
     }
     let sorted_paths = |mut files: Vec<(FileVersion, PathBuf)>| {
-        files.sort_by_key(|(version, _)| version.changed_ns);
+        keep_newest(&mut files);
         files.into_iter().map(|(_, path)| path).collect()
     };
     let files = files.into_iter();
     files
         .map(|(uid, files)| (uid, sorted_paths(files)))
         .collect()
+}
+
+/// Sorts files, the newest last, and removes all but the newest [`USER_FILES_MAX`].
+fn keep_newest(files: &mut Vec<(FileVersion, PathBuf)>) {
+    files.sort_by_key(|(version, _)| version.changed_ns);
+    files.drain(..files.len().saturating_sub(USER_FILES_MAX));
 }
 
 /// Returns the newest file of each user with this suffix, for the [`FILE_USERS_MAX`] users with the
@@ -212,11 +225,18 @@ pub(crate) fn write(
     suffix: &str,
     text: Option<&str>,
 ) -> io::Result<Option<(FileVersion, PathBuf)>> {
-    let own_paths = own_files(dir, suffix).remove(&uid).unwrap_or_default();
+    let own_paths = || own_files(dir, suffix).remove(&uid).unwrap_or_default();
     let Some(text) = text else {
-        own_paths.iter().try_for_each(|path| remove(path))?;
-        return Ok(None);
+        // Each reading returns a limited number of files.
+        loop {
+            let paths = own_paths();
+            if paths.is_empty() {
+                return Ok(None);
+            }
+            paths.iter().try_for_each(|path| remove(path))?;
+        }
     };
+    let own_paths = own_paths();
     let usual_path = usual_path(dir, uid, suffix);
     let is_usual_name_usable = match fs::symlink_metadata(&usual_path) {
         Ok(metadata) => metadata.uid() == uid,
@@ -362,6 +382,31 @@ mod tests {
         assert_eq!(text_of(dir.path()).as_deref(), Some("fourth"));
         assert!(path.exists() && !other_path.exists());
         write(dir.path(), own_uid(), SUFFIX, None).expect("removed");
+        assert_eq!(fs::read_dir(dir.path()).expect("a folder").count(), 0);
+    }
+
+    /// Of very many files of a user, the newest is used.
+    #[test]
+    fn newest_of_very_many_files_is_used() {
+        let dir = tempfile::tempdir().expect("a folder");
+        let uid = own_uid();
+        let path = |number: usize| {
+            dir.path()
+                .join(format!("{FILE_PREFIX}{uid}-{number}{SUFFIX}"))
+        };
+        let start = std::time::SystemTime::now();
+        let count = 5 * USER_FILES_MAX;
+        for number in 0..count {
+            fs::write(path(number), number.to_string()).expect("the test's own folder");
+            // The file in the middle is the newest one.
+            let age = number.abs_diff(count / 2) as u64;
+            let file = fs::File::options().write(true).open(path(number));
+            file.and_then(|file| file.set_modified(start - std::time::Duration::from_secs(age)))
+                .expect("the test's own file");
+        }
+        assert_eq!(own_files(dir.path(), SUFFIX)[&uid].len(), USER_FILES_MAX);
+        assert_eq!(text_of(dir.path()), Some((count / 2).to_string()));
+        write(dir.path(), uid, SUFFIX, None).expect("removed");
         assert_eq!(fs::read_dir(dir.path()).expect("a folder").count(), 0);
     }
 

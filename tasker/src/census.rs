@@ -7,9 +7,12 @@
 //! Without PID namespaces (the tasker has no privileges), a process belongs to a task if one of its
 //! ancestors does. Orphans become children of the tasker; they are recognized by their process
 //! group, or by a variable of their environment that has another value in each task.
+//!
+//! The kernel does not reuse a PID while a process group has its number. So the group of a task
+//! whose first process was reaped is its own until a census finds the group empty.
 
 use checkpoint::proc;
-use std::cell::OnceCell;
+use std::cell::{Cell, OnceCell};
 use std::collections::{BTreeMap, BTreeSet};
 use std::os::linux::fs::MetadataExt;
 
@@ -40,6 +43,9 @@ pub(crate) struct ProcessTree {
     first_pid: i32,
     /// True if the first process was reaped. Another process may have its PID then.
     is_first_reaped: bool,
+    /// True if the first process was reaped and its process group is empty. The kernel may use the
+    /// number for another group then.
+    has_group_ended: Cell<bool>,
     /// Entry of the environment that only processes of this task have; `None` if the task was
     /// started without it.
     mark: Option<Vec<u8>>,
@@ -52,6 +58,7 @@ impl ProcessTree {
         Self {
             first_pid,
             is_first_reaped: false,
+            has_group_ended: Cell::new(false),
             mark: mark.cloned(),
         }
     }
@@ -70,8 +77,17 @@ impl ProcessTree {
         tasker_pid: i32,
         environment: impl Fn(i32) -> Vec<u8>,
     ) -> Vec<i32> {
-        // If the PID of the first process is in use again, so may be the number of its group.
-        let group_is_known = !self.is_first_reaped || !processes.contains_key(&self.first_pid);
+        if self.is_first_reaped {
+            // If the PID of the first process is in use again, its group has ended before.
+            let is_pid_reused = processes.contains_key(&self.first_pid);
+            let is_group_empty = processes
+                .values()
+                .all(|(_, group)| *group != self.first_pid);
+            if is_pid_reused || is_group_empty {
+                self.has_group_ended.set(true);
+            }
+        }
+        let has_group = !self.has_group_ended.get();
         let has_mark = |pid: i32| {
             let Some(mark) = &self.mark else {
                 return false;
@@ -81,7 +97,7 @@ impl ProcessTree {
         let is_root = |(pid, (parent, group)): &(&i32, &(i32, i32))| {
             let is_first = **pid == self.first_pid && !self.is_first_reaped;
             is_first
-                || (*group == self.first_pid && group_is_known)
+                || (*group == self.first_pid && has_group)
                 || (*parent == tasker_pid && has_mark(**pid))
         };
         let mut members: BTreeSet<i32> = processes
@@ -241,9 +257,28 @@ mod tests {
         let mut processes = BTreeMap::from([(21, (TASKER, 20)), (24, (TASKER, 24))]);
         let pids = tree(true).select(&processes, TASKER, environment);
         assert_eq!(pids, [21, 24]);
+        let tree = tree(true);
         processes.insert(20, (TASKER, 20));
-        let pids = tree(true).select(&processes, TASKER, environment);
+        let pids = tree.select(&processes, TASKER, environment);
         assert_eq!(pids, [24]);
+        // The process with the reused PID ends, and leaves a process of its group.
+        processes.remove(&20);
+        let pids = tree.select(&processes, TASKER, environment);
+        assert_eq!(pids, [24]);
+    }
+
+    /// After the first process was reaped and its group was empty, another group with its number is
+    /// not the task's.
+    #[test]
+    fn reused_group_does_not_join_ended_tree() {
+        let no_environment = |_| Vec::new();
+        let tree = tree(true);
+        let mut processes = BTreeMap::from([(21, (TASKER, 20)), (30, (1, 30))]);
+        assert_eq!(tree.select(&processes, TASKER, no_environment), [21]);
+        processes.remove(&21);
+        assert!(tree.select(&processes, TASKER, no_environment).is_empty());
+        processes.insert(31, (30, 20));
+        assert!(tree.select(&processes, TASKER, no_environment).is_empty());
     }
 
     /// A process in a PID namespace that was created in a task's namespace belongs to the task.

@@ -20,6 +20,7 @@ use std::cell::{Cell, RefCell};
 use std::fs::{self, File};
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use std::time::{Duration, Instant};
@@ -30,6 +31,11 @@ use thiserror::Error;
 const CGROUP_DIR_PREFIX: &str = "sempa-";
 /// Environment variable that disables control groups if its value is `off`.
 const FREEZER_VARIABLE: &str = "SEMPA_FREEZER";
+/// File of a control group that lists its processes.
+const PROCS_FILE: &str = "cgroup.procs";
+/// Maximum number of control groups below a task's group whose processes count as frozen with it. A
+/// pause of a task with more is reported as late.
+const NESTED_GROUPS_MAX: usize = 256;
 /// Time limit for the probe process to freeze.
 const PROBE_TIMEOUT: Duration = Duration::from_secs(2);
 /// Poll interval of the probe.
@@ -147,7 +153,7 @@ impl Freezer {
         // Only the groups that still contain processes remain in the list.
         self.unremoved_groups
             .borrow_mut()
-            .retain(|path| fs::remove_dir(path).is_err());
+            .retain(|path| remove_group(path).is_err());
         self.created_group_count += 1;
         let path = self.dir.join(self.created_group_count.to_string());
         fs::create_dir(&path)?;
@@ -195,12 +201,18 @@ impl ControlGroup {
         Ok(File::open(&self.path)?.into())
     }
 
-    /// Returns the PIDs of the processes in the group, in the tasker's PID namespace.
+    /// Returns the PIDs of the processes in the group and in the groups below it, which are frozen
+    /// with it, in the tasker's PID namespace.
     ///
     /// # Errors
     /// The group was removed by another process.
     pub(crate) fn member_pids(&self) -> io::Result<Vec<i32>> {
-        let text = fs::read_to_string(self.procs_file())?;
+        let mut text = fs::read_to_string(self.procs_file())?;
+        for dir in nested_groups(&self.path) {
+            // A group that the task has just removed has no processes. A group that the task has
+            // made threaded has no list; the list of the group above contains its processes.
+            text.push_str(&fs::read_to_string(dir.join(PROCS_FILE)).unwrap_or_default());
+        }
         // The kernel lists processes outside the tasker's PID namespace as 0.
         Ok(text
             .lines()
@@ -212,7 +224,7 @@ impl ControlGroup {
     /// Returns the path of the file `cgroup.procs`. Writing a PID to the file adds the process to
     /// the group.
     pub(crate) fn procs_file(&self) -> PathBuf {
-        self.path.join("cgroup.procs")
+        self.path.join(PROCS_FILE)
     }
 
     /// Starts to freeze all processes of the group. [`is_fully_frozen`](Self::is_fully_frozen)
@@ -265,7 +277,7 @@ impl ControlGroup {
 impl Drop for ControlGroup {
     fn drop(&mut self) {
         self.thaw();
-        if fs::remove_dir(&self.path).is_err() {
+        if remove_group(&self.path).is_err() {
             self.unremoved_groups
                 .borrow_mut()
                 .push(std::mem::take(&mut self.path));
@@ -357,7 +369,60 @@ fn remove_groups(dir: &Path) {
         .filter(is_dir)
     {
         // Removing a group that contains processes fails. Then the directory remains, too.
-        let _ = fs::remove_dir(group.path());
+        let _ = remove_group(&group.path());
     }
     let _ = fs::remove_dir(dir);
+}
+
+/// Removes a task's control group and the groups that the task has made below it.
+///
+/// # Errors
+/// A group contains a process.
+fn remove_group(path: &Path) -> io::Result<()> {
+    for dir in nested_groups(path).into_iter().rev() {
+        // If this fails, removing the surrounding group fails, too.
+        let _ = fs::remove_dir(dir);
+    }
+    fs::remove_dir(path)
+}
+
+/// Returns the control groups below a group, each after the one that contains it; at most
+/// [`NESTED_GROUPS_MAX`].
+fn nested_groups(path: &Path) -> Vec<PathBuf> {
+    let mut dirs = Vec::new();
+    let mut next_dir = Some(path.to_path_buf());
+    let mut next_index = 0;
+    while let Some(dir) = next_dir {
+        // A directory with two links has no directories; some file systems do not count links.
+        let has_no_groups = fs::metadata(&dir).is_ok_and(|metadata| metadata.nlink() == 2);
+        let dir = Some(dir).filter(|_| !has_no_groups);
+        let entries = dir.and_then(|dir| fs::read_dir(dir).ok());
+        let entries = entries.into_iter().flatten().flatten();
+        let nested = entries.filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir()));
+        let room = NESTED_GROUPS_MAX - dirs.len();
+        dirs.extend(nested.map(|entry| entry.path()).take(room));
+        next_dir = dirs.get(next_index).cloned();
+        next_index += 1;
+    }
+    dirs
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Nested groups are listed after those that contain them, up to a limit.
+    #[test]
+    fn nested_groups_follow_surrounding_ones() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let inner = dir.path().join("a/b/c");
+        fs::create_dir_all(&inner).expect("the test's own directory");
+        fs::write(dir.path().join("a/file"), "").expect("the test's own directory");
+        let names = ["a", "a/b", "a/b/c"].map(|name| dir.path().join(name));
+        assert_eq!(nested_groups(dir.path()), names);
+        for number in 0..NESTED_GROUPS_MAX {
+            fs::create_dir(inner.join(number.to_string())).expect("the test's own directory");
+        }
+        assert_eq!(nested_groups(dir.path()).len(), NESTED_GROUPS_MAX);
+    }
 }

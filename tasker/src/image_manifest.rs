@@ -4,7 +4,7 @@
 use crate::file_transfer::TransferredFile;
 use crate::process_settings::ProcessSettings;
 use sempa_proto::frame::{from_bytes, to_bytes};
-use sempa_proto::migration::Failure;
+use sempa_proto::migration::{Failure, RequiredFile};
 use serde::{Deserialize, Serialize};
 use std::io;
 use std::os::unix::fs::DirBuilderExt;
@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 /// Name of the manifest file.
 const MANIFEST_FILE: &str = "sempa-carry";
 /// Version of the manifest's format.
-const MANIFEST_VERSION: u16 = 5;
+const MANIFEST_VERSION: u16 = 6;
 /// Maximum length in bytes of a manifest that is accepted for reading.
 const MANIFEST_BYTES_MAX: u64 = 1 << 20;
 /// Maximum number of image files in one directory.
@@ -40,6 +40,17 @@ pub(crate) struct ImageManifest {
     pub(crate) process_settings: Vec<ProcessSettings>,
     /// Name and length in bytes of each image file.
     image_lengths: Vec<(String, u64)>,
+    /// Files that the task had open when it was stopped. They explain a failed restore.
+    pub(crate) open_files: Vec<RequiredFile>,
+}
+
+/// The files of a task at the time of its dump.
+#[derive(Debug, Default)]
+pub(crate) struct TaskFiles {
+    pub(crate) open: Vec<RequiredFile>,
+    /// As [`ImageManifest::written_files`].
+    pub(crate) written: Vec<(PathBuf, u64)>,
+    pub(crate) transferred: Vec<TransferredFile>,
 }
 
 impl ImageManifest {
@@ -52,8 +63,7 @@ impl ImageManifest {
         output_pipe_inode: u64,
         already_stopped_pids: Vec<i32>,
         memory_bytes: u64,
-        written_files: Vec<(PathBuf, u64)>,
-        transferred_files: Vec<TransferredFile>,
+        files: TaskFiles,
         process_settings: Vec<ProcessSettings>,
     ) -> Result<Self, Failure> {
         Ok(Self {
@@ -61,10 +71,11 @@ impl ImageManifest {
             output_pipe_inode,
             already_stopped_pids,
             memory_bytes,
-            written_files,
-            transferred_files,
+            written_files: files.written,
+            transferred_files: files.transferred,
             process_settings,
             image_lengths: list_images(dir)?,
+            open_files: files.open,
         })
     }
 
@@ -184,8 +195,7 @@ mod tests {
             5,
             vec![3],
             9000,
-            Vec::new(),
-            Vec::new(),
+            TaskFiles::default(),
             vec![ProcessSettings::default()],
         )
         .expect("carry");

@@ -7,19 +7,25 @@
 //!
 //! 1. Without a renewal until `freeze_at`, all tasks are stopped. A renewal lets those run again
 //!    that neither the owner nor a user has stopped.
-//! 2. Without a renewal until `kill_at`, the tasker ends all tasks and itself.
+//! 2. Without a renewal until `kill_at`, the tasker ends all tasks and itself. This time never comes
+//!    in a virtual machine with a single host.
 //! 3. If the main thread is blocked at that time, for example by a program on a file system that
-//!    hangs, a second thread kills the tasker a little later. The kernel then kills the tasks.
+//!    hangs, a second thread kills the tasker a little later. The kernel then kills the tasks in PID
+//!    namespaces. Of other tasks it kills only the first processes, so the thread first kills
+//!    everything that descends from the tasker.
 
+use crate::census::Census;
 use crate::pause::Pause;
 use crate::supervisor::Supervisor;
 use crate::task::{Task, TaskPhase};
 use checkpoint::boot_clock;
+use checkpoint::descendants::kill_descendants;
 use nix::sys::signal::{Signal, kill};
 use nix::sys::time::TimeSpec;
 use nix::sys::timerfd::{ClockId, Expiration, TimerFd, TimerFlags, TimerSetTimeFlags};
 use nix::unistd::Pid;
 use sempa_proto::Micros;
+use sempa_proto::lease::NEVER;
 use sempa_proto::tasker::FromTasker;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -31,8 +37,6 @@ use std::time::Duration;
 /// has after `kill_at` to kill the tasks: half of that time, so that the tasks have ended after
 /// nine tenths of the lease.
 const LAST_RESORT_DIVISOR: u64 = 2;
-/// Time of a kill that is not planned.
-const NEVER: u64 = u64::MAX;
 
 /// Until when the tasks may run, on CLOCK_BOOTTIME.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -64,6 +68,9 @@ impl Deadlines {
 
     /// Returns the time that the main thread has after `kill_at`.
     fn last_resort_delay(self) -> Micros {
+        if self.kill_at == NEVER {
+            return Micros(0);
+        }
         Micros(self.kill_at.since(self.freeze_at).0 / LAST_RESORT_DIVISOR)
     }
 }
@@ -73,7 +80,7 @@ impl Deadlines {
 struct LastResort {
     /// Fires at `kill_at`, and wakes the second thread.
     timer: TimerFd,
-    /// The deadline `kill_at` in microseconds, or [`NEVER`].
+    /// The deadline `kill_at` in microseconds; [`NEVER`] if no kill is planned.
     kill_at_us: AtomicU64,
     delay_us: AtomicU64,
 }
@@ -82,7 +89,7 @@ impl LastResort {
     fn new() -> io::Result<Self> {
         Ok(Self {
             timer: new_timer(TimerFlags::TFD_CLOEXEC)?,
-            kill_at_us: AtomicU64::new(NEVER),
+            kill_at_us: AtomicU64::new(NEVER.0),
             delay_us: AtomicU64::new(0),
         })
     }
@@ -103,6 +110,7 @@ impl LastResort {
                 tracing::error!(
                     "the lease of the daemon has run out and the tasker is blocked: it kills itself and all tasks"
                 );
+                kill_descendants(std::process::id().cast_signed());
                 // Never fails: a process may always kill itself.
                 let _ = kill(Pid::this(), Signal::SIGKILL);
             }
@@ -110,7 +118,7 @@ impl LastResort {
     }
 
     fn disarm(&self) {
-        self.kill_at_us.store(NEVER, Ordering::Relaxed);
+        self.kill_at_us.store(NEVER.0, Ordering::Relaxed);
         // Never fails: the descriptor is a timer.
         let _ = self.timer.unset();
     }
@@ -159,10 +167,11 @@ impl Lease {
         let _ = self.timer.wait();
     }
 
-    /// True if the lease has not been renewed in time.
-    pub(crate) fn is_overdue(&self) -> bool {
-        self.deadlines
-            .is_some_and(|deadlines| deadlines.permission(boot_clock::now()) != Permission::Run)
+    /// Returns the time until the tasks must be frozen, zero if it has passed; `None` without a
+    /// lease.
+    pub(crate) fn time_until_freeze(&self) -> Option<Duration> {
+        let freeze_at = self.deadlines?.freeze_at;
+        Some(Duration::from_micros(freeze_at.since(boot_clock::now()).0))
     }
 
     /// True while the lease does not permit any task to run.
@@ -189,11 +198,14 @@ impl Lease {
             .store(deadlines.last_resort_delay().0, Ordering::Relaxed);
         last_resort.kill_at_us.store(kill_at.0, Ordering::Relaxed);
         for (timer, expiry) in [(&self.timer, next_deadline), (&last_resort.timer, kill_at)] {
-            let expiry = TimeSpec::from_duration(Duration::from_micros(expiry.0.max(1)));
-            if let Err(error) = timer.set(
-                Expiration::OneShot(expiry),
-                TimerSetTimeFlags::TFD_TIMER_ABSTIME,
-            ) {
+            let result = if expiry == NEVER {
+                timer.unset()
+            } else {
+                let expiry = TimeSpec::from_duration(Duration::from_micros(expiry.0.max(1)));
+                let flags = TimerSetTimeFlags::TFD_TIMER_ABSTIME;
+                timer.set(Expiration::OneShot(expiry), flags)
+            };
+            if let Err(error) = result {
                 tracing::error!("the timer of the daemon's lease cannot be set: {error}");
             }
         }
@@ -207,17 +219,17 @@ fn new_timer(flags: TimerFlags) -> nix::Result<TimerFd> {
 impl Task {
     /// Stops a task that is in no migration step because the lease does not permit it to run. A
     /// task in a migration step is stopped, or will be examined again when the step ends.
-    fn hold(&mut self) {
+    fn hold(&mut self, census: &Census) {
         if !matches!(self.phase, TaskPhase::Running) {
             return;
         }
         match self.pause {
             Pause::NotPaused => {
                 self.is_held = true;
-                self.stop_now();
+                self.stop_now(census);
             }
             // The task was about to be stopped.
-            Pause::Quiescing { .. } => self.stop_now(),
+            Pause::Quiescing { .. } => self.stop_now(census),
             Pause::Stopping { .. } | Pause::Paused => {}
         }
     }
@@ -237,22 +249,23 @@ impl Supervisor {
             self.lease.frozen_since.get_or_insert(now);
         } else if let Some(frozen_since) = self.lease.frozen_since.take() {
             frozen_time = now.since(frozen_since).max(Micros(1));
+            let census = Census::default();
             for task in self.tasks.values_mut().filter(|task| task.is_held) {
                 task.is_held = false;
-                task.end_pause();
+                task.end_pause(&census);
             }
             self.leftovers.resume_held();
         }
         self.send(&FromTasker::LeaseRenewed { frozen_time });
     }
 
-    /// Stops all running tasks if the lease does not permit them to run. Returns the reason to end
-    /// the tasker if the lease has run out.
+    /// Stops all running tasks if the lease did not permit them to run at the time `now`. Returns
+    /// the reason to end the tasker if the lease had run out then. All orders that had arrived at
+    /// that time must have been received.
     ///
     /// Must be called after each event: an event may have let a task run.
-    pub(crate) fn enforce_lease(&mut self) -> Option<String> {
+    pub(crate) fn enforce_lease(&mut self, now: Micros) -> Option<String> {
         let deadlines = self.lease.deadlines?;
-        let now = boot_clock::now();
         match deadlines.permission(now) {
             Permission::Run => None,
             // Without tasks the tasker waits for the next lease, and starts no task before.
@@ -270,7 +283,8 @@ impl Supervisor {
                     self.lease.frozen_since = Some(now);
                     self.lease.set_timers(now);
                 }
-                self.tasks.values_mut().for_each(Task::hold);
+                let census = Census::default();
+                self.tasks.values_mut().for_each(|task| task.hold(&census));
                 self.leftovers.hold_all();
                 self.check_pauses();
                 self.check_leftovers();
@@ -293,8 +307,9 @@ impl Supervisor {
 
     /// Kills all tasks at once because the lease has run out, and reports the reason.
     pub(crate) fn end_expired_lease(&mut self, reason: String) {
+        let census = Census::default();
         for task in self.tasks.values() {
-            task.kill_immediately();
+            task.kill_immediately(&census);
         }
         self.leftovers.kill_all();
         // The tasks are dead. The tasker may need more time to remove what they leave behind.
@@ -320,5 +335,17 @@ mod tests {
         assert_eq!(deadlines.permission(Micros(7_999_999)), Permission::Freeze);
         assert_eq!(deadlines.permission(second(8)), Permission::End);
         assert_eq!(deadlines.last_resort_delay(), second(1));
+    }
+
+    /// Tasks without a time to end stay frozen.
+    #[test]
+    fn tasks_without_kill_time_are_only_frozen() {
+        let deadlines = Deadlines {
+            freeze_at: Micros::from_secs(6),
+            kill_at: NEVER,
+        };
+        let permission = deadlines.permission(Micros::from_secs(1_000_000_000));
+        assert_eq!(permission, Permission::Freeze);
+        assert_eq!(deadlines.last_resort_delay(), Micros(0));
     }
 }

@@ -5,6 +5,10 @@
 //! tasker ends. A leftover of a paused task stays stopped. The daemon's lease (see
 //! [`crate::lease`]) holds and ends them as it does tasks.
 //!
+//! If a task ends while it is stopped for a migration, its images may be complete, and copies of
+//! its processes may run at the target soon. So what it leaves behind stays stopped until the
+//! daemon orders that it runs, or that it is killed.
+//!
 //! The daemon learns the number of processes from [`FromTasker::LeftBehind`], before it learns of
 //! the end of the task.
 
@@ -54,10 +58,10 @@ impl Remains {
         pids
     }
 
-    fn kill(&self) {
+    fn kill(&self, census: &Census) {
         match self {
             Self::Namespace(namespace) => namespace.kill_processes(),
-            Self::Tree(_) => stop::kill(&self.processes().pids()),
+            Self::Tree(_) => stop::kill(&self.processes().pids_in(census)),
         }
     }
 }
@@ -109,10 +113,29 @@ impl Leftover {
             // If the group was removed, the processes are stopped by signals.
             let _ = group.start_freeze();
         }
+        self.begin_stopping();
+    }
+
+    fn begin_stopping(&mut self) {
         self.permission = RunPermission::Stopping {
             ordered_at: Instant::now(),
             is_delay_reported: false,
         };
+    }
+
+    /// Stops by signals the processes that run although they were stopped by signals: an engine
+    /// that has died may have continued them.
+    fn stop_stragglers(&mut self, census: &Census) {
+        if !matches!(
+            self.permission,
+            RunPermission::Stopping { .. } | RunPermission::Stopped
+        ) {
+            return;
+        }
+        let mut signalled_pids = BTreeSet::new();
+        let (processes, rule) = (self.remains.processes(), VforkRule::ChildRuns);
+        stop::signal_running(&processes, census, &mut signalled_pids, rule);
+        self.signalled_pids.append(&mut signalled_pids);
     }
 
     /// Stops the processes because the lease does not permit them to run.
@@ -125,19 +148,20 @@ impl Leftover {
 
     /// Lets the processes run on the daemon's order. While the lease permits no process to run,
     /// stopped processes stay stopped until the lease is renewed.
-    fn resume_unless_frozen(&mut self, is_frozen: bool) {
+    fn resume_unless_frozen(&mut self, is_frozen: bool, census: &Census) {
         self.is_held = is_frozen
             && matches!(
                 self.permission,
                 RunPermission::Stopping { .. } | RunPermission::Stopped
             );
         if !self.is_held {
-            self.resume();
+            self.resume(census);
         }
     }
 
-    /// Lets the processes run, except those that were stopped for other reasons.
-    fn resume(&mut self) {
+    /// Lets the processes run, except those that were stopped for other reasons. `census` must be
+    /// younger than their stop.
+    fn resume(&mut self, census: &Census) {
         if matches!(
             self.permission,
             RunPermission::Running | RunPermission::Killed
@@ -146,28 +170,28 @@ impl Leftover {
         }
         self.permission = RunPermission::Running;
         if let Remains::Namespace(namespace) = &self.remains {
-            namespace.thaw();
+            namespace.thaw(census);
         }
-        self.continue_signalled();
+        self.continue_signalled(census);
     }
 
     /// Sends SIGCONT to the processes that received SIGSTOP.
-    fn continue_signalled(&mut self) {
+    fn continue_signalled(&mut self, census: &Census) {
         let signalled_pids = std::mem::take(&mut self.signalled_pids);
         if signalled_pids.is_empty() {
             return;
         }
         // Another process may have the PID of a process that has ended.
-        let mut pids = self.remains.processes().pids();
+        let mut pids = self.remains.processes().pids_in(census);
         pids.retain(|pid| signalled_pids.contains(pid));
         for pid in stop::without_already_stopped(pids, &self.already_stopped_pids) {
             let _ = crate::sys::send_signal(pid, libc::SIGCONT);
         }
     }
 
-    fn kill(&mut self) {
+    fn kill(&mut self, census: &Census) {
         self.permission = RunPermission::Killed;
-        self.remains.kill();
+        self.remains.kill(census);
     }
 
     /// Checks whether processes that were ordered to stop have stopped.
@@ -184,12 +208,14 @@ impl Leftover {
             Remains::Tree(_) => None,
         };
         let has_stopped = match frozen_namespace {
-            Some((namespace, group)) => namespace.check_frozen(group, census),
-            None => stop::signal_and_check_stopped(
-                &self.remains.processes(),
-                &mut self.signalled_pids,
-                VforkRule::ChildStops,
-            ),
+            Some((namespace, group)) => namespace
+                .signal_outside(group, census)
+                .is_some_and(|seen| namespace.is_frozen(group, &seen, &Census::default())),
+            None => {
+                let (processes, rule) = (self.remains.processes(), VforkRule::ChildStops);
+                stop::signal_running(&processes, census, &mut self.signalled_pids, rule)
+                    .is_some_and(|seen| seen.are_all(&processes, &Census::default()))
+            }
         };
         if has_stopped {
             self.permission = RunPermission::Stopped;
@@ -231,10 +257,7 @@ impl Leftover {
         if !running_pids.is_empty() {
             self.signalled_pids
                 .retain(|pid| !running_pids.contains(pid));
-            self.permission = RunPermission::Stopping {
-                ordered_at: Instant::now(),
-                is_delay_reported: false,
-            };
+            self.begin_stopping();
         }
     }
 
@@ -319,7 +342,8 @@ impl Leftovers {
 
     /// Kills all leftover processes, because the tasker ends.
     pub(crate) fn kill_all(&mut self) {
-        self.items.iter_mut().for_each(Leftover::kill);
+        let census = Census::default();
+        self.items.iter_mut().for_each(|item| item.kill(&census));
     }
 
     /// Stops all leftover processes because the lease does not permit them to run.
@@ -329,9 +353,10 @@ impl Leftovers {
 
     /// Lets the processes run that are stopped only because the lease had not been renewed.
     pub(crate) fn resume_held(&mut self) {
+        let census = Census::default();
         for item in self.items.iter_mut().filter(|item| item.is_held) {
             item.is_held = false;
-            item.resume();
+            item.resume(&census);
         }
     }
 
@@ -375,9 +400,14 @@ impl Supervisor {
             task.frozen_group().is_none(),
             !matches!(task.phase, TaskPhase::Running),
         );
+        // Copies of the processes may run at the target soon.
+        let may_have_copies = matches!(
+            task.phase,
+            TaskPhase::Stopped { .. } | TaskPhase::Dumping { .. } | TaskPhase::ServingMemory { .. }
+        );
         let pause = std::mem::take(&mut task.pause);
         let pause_stops = matches!(pause, Pause::Stopping { .. } | Pause::Paused);
-        pause.restore_priorities(&task);
+        pause.restore_priorities(&task, &census);
         // Every process without an earlier stop signal may have received one.
         let signalled_pids = match was_stopped_by_signals && (pause_stops || phase_stops) {
             true => task.processes().pids_in(&census).into_iter().collect(),
@@ -385,7 +415,7 @@ impl Supervisor {
         };
         if !has_left_processes {
             if let Some(namespace) = task.namespace.take() {
-                namespace.thaw();
+                namespace.thaw(&census);
                 self.end_empty_namespace(namespace, task.output);
             }
             return;
@@ -403,17 +433,21 @@ impl Supervisor {
             output: Some(task.output),
             final_messages: Vec::new(),
             permission: RunPermission::Stopped,
-            is_held: task.is_held,
+            is_held: task.is_held && !may_have_copies,
             signalled_pids,
             already_stopped_pids: task.already_stopped_pids,
             reported_count: 0,
         };
-        if must_stop {
+        if may_have_copies {
+            // They are not frozen: an engine that is being cancelled could not leave them then.
+            leftover.begin_stopping();
+            leftover.stop_stragglers(&census);
+        } else if must_stop {
             // What is frozen stays frozen. Everything else is stopped now.
             leftover.permission = RunPermission::Running;
             leftover.order_stop();
         } else {
-            leftover.resume();
+            leftover.resume(&census);
         }
         if let Some(report) = leftover.count(&census) {
             self.send(&report);
@@ -471,13 +505,27 @@ impl Supervisor {
 
     pub(crate) fn resume_leftovers(&mut self, tid: Tid) {
         let is_frozen = self.lease.is_frozen();
+        let census = Census::default();
         for leftover in self.leftovers.of_task(tid) {
-            leftover.resume_unless_frozen(is_frozen);
+            leftover.resume_unless_frozen(is_frozen, &census);
         }
     }
 
+    /// Stops the leftover processes of a task again that an engine has continued. Called when the
+    /// engine's worker has ended after the end of the task.
+    pub(crate) fn stop_leftover_stragglers(&mut self, tid: Tid) {
+        let census = Census::default();
+        for leftover in self.leftovers.of_task(tid) {
+            leftover.stop_stragglers(&census);
+        }
+        self.check_leftovers();
+    }
+
     pub(crate) fn kill_leftovers(&mut self, tid: Tid) {
-        self.leftovers.of_task(tid).for_each(Leftover::kill);
+        let census = Census::default();
+        for leftover in self.leftovers.of_task(tid) {
+            leftover.kill(&census);
+        }
     }
 
     fn schedule_check(&mut self) {
@@ -519,7 +567,7 @@ impl Supervisor {
                 item.verify_stopped(&census);
                 if matches!(item.permission, RunPermission::Killed) {
                     // A process may have been created while the others were killed.
-                    item.remains.kill();
+                    item.remains.kill(&census);
                 }
                 if item.is_counted() {
                     messages.extend(item.count(&census));

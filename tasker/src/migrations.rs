@@ -5,11 +5,12 @@
 //! source and that no process of the task remains at the target.
 
 use crate::binary_hashing::BinaryHasher;
+use crate::census::Census;
 use crate::dump_attempt::{DumpAttempt, random_number, sleep_unless_cancelled};
 use crate::engine_probe::EngineProbe;
 use crate::feasibility::{self, Requester};
 use crate::file_transfer;
-use crate::image_manifest::{ImageManifest, prepare_image_dir};
+use crate::image_manifest::{ImageManifest, TaskFiles, prepare_image_dir};
 use crate::memory_reservations::MemoryReservations;
 use crate::namespace::Namespace;
 use crate::nice;
@@ -24,7 +25,7 @@ use crate::task::{Task, TaskPhase, to_micros};
 use crate::workers::{WorkerResult, Workers};
 use checkpoint::engine::{CallLimits, CancelHandle, DumpParams, Engine, MemoryServer};
 use checkpoint::facts::{self, HashCache};
-use sempa_proto::migration::{Failure, Usage};
+use sempa_proto::migration::{Failure, Refusal, Usage};
 use sempa_proto::task::RedirectAddress;
 use sempa_proto::tasker::{DumpReport, EngineUnavailable, FromTasker, MemoryWrite, ToTasker};
 use sempa_proto::{MigrationId, Tid};
@@ -394,8 +395,27 @@ impl Supervisor {
     /// and reports them.
     pub(crate) fn report_stopped_tasks(&mut self) {
         let now = Instant::now();
-        let mut stop_results = Vec::new();
+        let census = Census::default();
+        let mut seen_stopped = BTreeMap::new();
         for (tid, task) in &mut self.tasks {
+            if let (TaskPhase::Stopping { signalled_pids, .. }, Some(namespace)) =
+                (&mut task.phase, &task.namespace)
+            {
+                let seen = stop::signal_running(
+                    &TaskProcesses::Namespace(namespace),
+                    &census,
+                    signalled_pids,
+                    VforkRule::ChildRuns,
+                );
+                seen_stopped.insert(*tid, seen);
+            }
+        }
+        let later_census = Census::default();
+        let mut stop_results = Vec::new();
+        for (tid, seen) in seen_stopped {
+            let Some(task) = self.tasks.get_mut(&tid) else {
+                continue;
+            };
             let (
                 TaskPhase::Stopping {
                     migration,
@@ -408,24 +428,23 @@ impl Supervisor {
                 continue;
             };
             let migration = *migration;
-            if stop::signal_and_check_stopped(
-                &TaskProcesses::Namespace(namespace),
-                signalled_pids,
-                VforkRule::ChildRuns,
-            ) && !stop::continue_unfinished_forks(
-                &namespace.member_pids(),
-                &task.already_stopped_pids,
-                signalled_pids,
-            ) {
+            let processes = TaskProcesses::Namespace(namespace);
+            if seen.is_some_and(|seen| seen.are_all(&processes, &later_census))
+                && !stop::continue_unfinished_forks(
+                    &namespace.member_pids(),
+                    &task.already_stopped_pids,
+                    signalled_pids,
+                )
+            {
                 let redirect_result = write_redirect(namespace, task.pending_redirect.take());
                 task.phase = TaskPhase::Stopped { migration };
-                stop_results.push((*tid, migration, redirect_result));
+                stop_results.push((tid, migration, redirect_result));
             } else if now >= *deadline {
                 // The task stays in this phase until the daemon orders it to continue, as after any
                 // failed migration.
                 task.phase = TaskPhase::Stopped { migration };
                 stop_results.push((
-                    *tid,
+                    tid,
                     migration,
                     Err(Failure::Deadline {
                         allowed: to_micros(STOP_TIMEOUT),
@@ -558,25 +577,30 @@ impl Supervisor {
         };
         let running_dump = engine.start_dump(dump_params)?;
         let (cancel, engine_pid) = (limits.cancel.clone(), running_dump.engine_pid());
+        let hashes = self.migrations.hash_cache.clone();
         self.migrations
             .workers
             .start_worker(&cancel, Some(engine_pid), move || {
                 // The engine is at work meanwhile.
                 let process_settings = ProcessSettings::read_all(&processes);
+                let open_files = facts::open_files(&processes);
                 let result =
                     running_dump
                         .wait_until_dumped(&limits)
                         .and_then(|(report, memory_server)| {
-                            let files =
-                                file_transfer::copy_files_to_images(&dir, root_pid, &processes)?;
-                            let (file_count, files_being_written) =
-                                (files.len() as u32, facts::written_files(&processes));
+                            let files = TaskFiles {
+                                open: open_files,
+                                transferred: file_transfer::copy_files_to_images(
+                                    &dir, root_pid, &processes,
+                                )?,
+                                written: facts::written_files(&processes),
+                            };
+                            let file_count = files.transferred.len() as u32;
                             let manifest = ImageManifest::from_image_dir(
                                 &dir,
                                 output_and_stopped_pids.0,
                                 output_and_stopped_pids.1,
                                 memory_bytes,
-                                files_being_written,
                                 files,
                                 process_settings?,
                             )?;
@@ -588,9 +612,10 @@ impl Supervisor {
                             };
                             Ok((report, memory_server))
                         });
-                if result.is_err() {
+                let result = result.map_err(|failure| {
                     stop::wait_until_stopped(&processes);
-                }
+                    explain_failed_dump(failure, root_pid, processes, &hashes)
+                });
                 WorkerResult::Dumped {
                     migration,
                     tid,
@@ -615,6 +640,7 @@ impl Supervisor {
         result: Result<(DumpReport, Option<Box<dyn MemoryServer>>), Failure>,
     ) {
         let Some(task) = self.tasks.get_mut(&tid) else {
+            self.stop_leftover_stragglers(tid);
             return self.send(&FromTasker::Dumped {
                 migration,
                 result: Err(Failure::TaskEnded),
@@ -783,7 +809,7 @@ impl Supervisor {
                 | TaskPhase::Stopped {
                     migration: phase_migration,
                 } if *phase_migration == migration => {
-                    task.continue_after_migration();
+                    task.continue_after_migration(&Census::default());
                 }
                 _ => {}
             }
@@ -807,14 +833,18 @@ impl Supervisor {
                 self.migrations
                     .post_copies
                     .keep_memory_after_kill(migration);
-                task.kill_immediately();
+                task.kill_immediately(&Census::default());
                 self.remove_killed_task(migration, tid, usage);
             }
-            // The task has exited, and its exit was already reported.
-            None => self.send(&FromTasker::SourceKilled {
-                migration,
-                usage: Usage::default(),
-            }),
+            // The task has exited, and its exit was already reported. Copies of what it has left
+            // behind run at the target.
+            None => {
+                self.kill_leftovers(tid);
+                self.send(&FromTasker::SourceKilled {
+                    migration,
+                    usage: Usage::default(),
+                });
+            }
         }
     }
 
@@ -855,6 +885,31 @@ impl Supervisor {
                 ..
             } => self.stop_serving(migration, active_worker_id),
             TaskPhase::Running | TaskPhase::Stopped { .. } => {}
+        }
+    }
+}
+
+/// Replaces the failure of an engine by the reason for which the stopped task would be refused now,
+/// if there is one: the task may have got a resource since it was inspected, for example a file
+/// that it has opened.
+fn explain_failed_dump(
+    failure: Failure,
+    root_pid: i32,
+    processes: Vec<i32>,
+    hashes: &HashCache,
+) -> Failure {
+    let Failure::Engine(engine_text) = &failure else {
+        return failure;
+    };
+    let task = facts::TaskProcesses {
+        root_pid,
+        processes,
+    };
+    match facts::inspect(&task, String::new(), hashes) {
+        Ok(_) | Err(Refusal::NoSuchTask) => failure,
+        Err(refusal) => {
+            tracing::warn!("the dump failed because the task has changed: {engine_text}");
+            Failure::Refused(vec![refusal])
         }
     }
 }

@@ -12,7 +12,7 @@ use crate::freezer::{ControlGroup, Freezer};
 use crate::last_pid;
 use crate::namespace_init;
 use crate::pid_numbering::{FirstPid, PidNumbering};
-use crate::stop::{self, TaskProcesses, VforkRule};
+use crate::stop::{self, SeenStopped, TaskProcesses, VforkRule};
 use crate::sys::{self, Child, ExecPlan, StartError, StartGuard};
 use checkpoint::proc;
 use nix::fcntl::OFlag;
@@ -177,40 +177,40 @@ impl Namespace {
     pub(crate) fn start_waiting(
         &self,
         plan: &ExecPlan<'_>,
-        timeout: Duration,
         first_pid: Option<FirstPid>,
     ) -> Result<Child, StartError> {
         self.start_in_group(first_pid, |group, pid| {
-            sys::start_stopped_before_exec(plan, timeout, group, pid)
+            sys::start_stopped_before_exec(plan, group, pid)
         })
     }
 
     /// Creates a process in the namespace by calling `create_process`, which receives the control
     /// group and the PID. If the kernel refuses the group or the PID, `create_process` is called
-    /// again without it. Records whether the processes in the namespace are members of the group,
-    /// and the PID.
+    /// again without the PID, without the group, and without both. Records whether the processes in
+    /// the namespace are members of the group, and the PID.
     fn start_in_group(
         &self,
         first_pid: Option<FirstPid>,
         create_process: impl Fn(Option<BorrowedFd<'_>>, Option<i32>) -> Result<Child, StartError>,
     ) -> Result<Child, StartError> {
-        let mut set_pid = first_pid.filter(|pid| pid.is_set_by_clone());
+        let set_pid = first_pid.filter(|pid| pid.is_set_by_clone());
         if let Some(first_pid) = first_pid.filter(|pid| !pid.is_set_by_clone()) {
             // If this fails, the kernel chooses the PID.
             let _ = self.set_last_pid(first_pid.pid() - 1);
         }
         let dir = self.group.as_ref().and_then(|group| group.open_dir().ok());
-        let mut group = dir.as_ref().map(AsFd::as_fd);
+        let group = dir.as_ref().map(AsFd::as_fd);
+        let mut attempts = creation_attempts(group, set_pid.map(FirstPid::pid)).into_iter();
         loop {
+            let (group, pid) = attempts.next().expect("the last attempt returns");
             let creation_result = self
-                .run_with_children_inside(|| create_process(group, set_pid.map(FirstPid::pid)))
+                .run_with_children_inside(|| create_process(group, pid))
                 .map_err(StartError::NoProcess)?;
             match creation_result {
-                Err(StartError::NoProcess(_)) if group.is_some() => group = None,
-                Err(StartError::NoProcess(_)) if set_pid.is_some() => set_pid = None,
+                Err(StartError::NoProcess(_)) if attempts.len() > 0 => {}
                 other => {
                     self.members_in_group.set(group.is_some());
-                    self.first_pid.set(set_pid.map(FirstPid::pid));
+                    self.first_pid.set(pid);
                     return other;
                 }
             }
@@ -229,9 +229,7 @@ impl Namespace {
     /// it. [`Namespace::pids`] scans all processes of the host; during such a scan, tasks that must
     /// be stopped immediately would continue to run.
     pub(crate) fn member_pids(&self) -> Vec<i32> {
-        self.complete_control_group()
-            .and_then(|group| group.member_pids().ok())
-            .unwrap_or_else(|| self.pids())
+        self.member_pids_in(&Census::default())
     }
 
     /// Returns the path of the control group's file `cgroup.procs`. `None` if the namespace has no
@@ -296,6 +294,13 @@ impl Namespace {
         self.pids_in(&Census::default())
     }
 
+    /// As [`Namespace::member_pids`]; a namespace without a control group uses the census.
+    pub(crate) fn member_pids_in(&self, census: &Census) -> Vec<i32> {
+        self.complete_control_group()
+            .and_then(|group| group.member_pids().ok())
+            .unwrap_or_else(|| self.pids_in(census))
+    }
+
     /// As [`Namespace::pids`], from a census of the host.
     pub(crate) fn pids_in(&self, census: &Census) -> Vec<i32> {
         // After the init has ended, its PID may belong to another process.
@@ -328,41 +333,56 @@ impl Namespace {
     }
 
     /// Stops the processes outside the control group, whose freeze was requested, by SIGSTOP.
-    /// Returns true if the group is frozen and no process outside runs. The caller must repeat the
-    /// call until then. `census` must be younger than the freeze.
-    pub(crate) fn check_frozen(&self, group: &ControlGroup, census: &Census) -> bool {
+    /// Returns the processes outside if the group is frozen and each of them has stopped. The
+    /// caller must repeat the call until then and until [`Namespace::is_frozen`] returns true.
+    /// `census` must be younger than the freeze.
+    pub(crate) fn signal_outside(
+        &self,
+        group: &ControlGroup,
+        census: &Census,
+    ) -> Option<SeenStopped> {
         if !group.is_fully_frozen() {
-            return false;
+            return None;
         }
-        let outside_pids = self.pids_outside_group(census);
-        if stop::running_pids(&outside_pids).is_empty() {
-            return true;
+        if self.pids_outside_group(census).is_empty() {
+            return Some(SeenStopped::without_forks());
         }
-        stop::signal_and_check_stopped(
+        stop::signal_running(
             &TaskProcesses::OutsideGroup(self),
+            census,
             &mut self.stopped_outside.borrow_mut(),
             VforkRule::ChildStops,
-        ) && group.is_fully_frozen()
+        )
+    }
+
+    /// True if the control group is frozen, and `seen` are all processes outside it.
+    pub(crate) fn is_frozen(
+        &self,
+        group: &ControlGroup,
+        seen: &SeenStopped,
+        later_census: &Census,
+    ) -> bool {
+        seen.are_all(&TaskProcesses::OutsideGroup(self), later_census) && group.is_fully_frozen()
     }
 
     /// Returns the PIDs, in the namespace, of the processes outside the control group that were
-    /// stopped by a signal before [`Namespace::check_frozen`].
+    /// stopped by a signal before [`Namespace::signal_outside`].
     pub(crate) fn already_stopped_outside(&self, census: &Census) -> Vec<i32> {
         let mut pids = self.pids_outside_group(census);
         pids.retain(|pid| !self.stopped_outside.borrow().contains(pid));
         stop::stopped_by_signal(&pids)
     }
 
-    /// Lets [`Namespace::check_frozen`] stop these processes again.
+    /// Lets [`Namespace::signal_outside`] stop these processes again.
     pub(crate) fn forget_stopped_outside(&self, pids: &[i32]) {
         self.stopped_outside
             .borrow_mut()
             .retain(|pid| !pids.contains(pid));
     }
 
-    /// Ends the effect of [`Namespace::check_frozen`]: thaws the group, and continues the processes
-    /// outside it that received SIGSTOP.
-    pub(crate) fn thaw(&self) {
+    /// Ends the effect of [`Namespace::signal_outside`]: thaws the group, and continues the
+    /// processes outside it that received SIGSTOP. `census` must be younger than their stop.
+    pub(crate) fn thaw(&self, census: &Census) {
         if let Some(group) = self.frozen_group() {
             group.thaw();
         }
@@ -372,13 +392,30 @@ impl Namespace {
         }
         // Another process may have the PID of a stopped process that was killed meanwhile.
         for pid in self
-            .pids()
+            .pids_in(census)
             .into_iter()
             .filter(|pid| stopped_pids.contains(pid))
         {
             let _ = sys::send_signal(pid, libc::SIGCONT);
         }
     }
+}
+
+/// Returns the control group and the PID of each attempt to create a process, without repetitions.
+/// A PID that is in use, or that the kernel does not let the tasker choose, costs no group, without
+/// which the task cannot be frozen.
+fn creation_attempts<G: Copy>(group: Option<G>, pid: Option<i32>) -> Vec<(Option<G>, Option<i32>)> {
+    let mut attempts = vec![(group, pid)];
+    if pid.is_some() {
+        attempts.push((group, None));
+    }
+    if group.is_some() {
+        attempts.push((None, pid));
+    }
+    if group.is_some() && pid.is_some() {
+        attempts.push((None, None));
+    }
+    attempts
 }
 
 /// Returns the path in /proc of the namespace of `init`. The path stays valid until the init is
@@ -471,6 +508,21 @@ impl SpareNamespaces {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// The PID is given up before the control group, and each alone before both.
+    #[test]
+    fn refused_pid_costs_no_control_group() {
+        let (group, pid) = (Some('g'), Some(7));
+        assert_eq!(
+            creation_attempts(group, pid),
+            [(group, pid), (group, None), (None, pid), (None, None)]
+        );
+        assert_eq!(
+            creation_attempts(group, None),
+            [(group, None), (None, None)]
+        );
+        assert_eq!(creation_attempts::<char>(None, None), [(None, None)]);
+    }
 
     /// The PID of the next process follows the one that was set. The kernel lets a tasker of root
     /// choose PIDs.

@@ -16,7 +16,7 @@
 
 use crate::census::Census;
 use crate::nice::{self, DeprioritizedThreads};
-use crate::stop::{self, VforkRule};
+use crate::stop::{self, SeenStopped, VforkRule};
 use crate::supervisor::Supervisor;
 use crate::task::{Task, TaskPhase};
 use checkpoint::criu::FrozenThreads;
@@ -117,7 +117,7 @@ impl Pause {
 
     /// Restores the priorities of the task's threads. Returns the PIDs of the processes that have
     /// received SIGSTOP.
-    pub(crate) fn restore_priorities(self, task: &Task) -> BTreeSet<i32> {
+    pub(crate) fn restore_priorities(self, task: &Task, census: &Census) -> BTreeSet<i32> {
         let (deprioritized, signalled_pids) = match self {
             Self::NotPaused | Self::Paused => return BTreeSet::new(),
             Self::Quiescing { deprioritized, .. } => (deprioritized, BTreeSet::new()),
@@ -127,7 +127,7 @@ impl Pause {
                 ..
             } => (deprioritized, signalled_pids),
         };
-        deprioritized.restore_priorities(&task.member_pids());
+        deprioritized.restore_priorities(&task.member_pids_in(census));
         signalled_pids
     }
 
@@ -139,24 +139,25 @@ impl Pause {
 impl Task {
     /// Pauses the task. The task may run for the time `run_time` so that its library can quiesce.
     fn pause(&mut self, run_time: Duration) {
+        let census = Census::default();
         match (&self.phase, std::mem::take(&mut self.pause)) {
-            (TaskPhase::Running, pause) if run_time.is_zero() => self.stop_paused(pause),
+            (TaskPhase::Running, pause) if run_time.is_zero() => self.stop_paused(pause, &census),
             (TaskPhase::Running, pause) => {
                 let stop_at = Instant::now() + run_time;
                 let (deprioritized, was_stopped) = match pause {
                     Pause::NotPaused => (
-                        DeprioritizedThreads::change_priorities(&self.member_pids()),
+                        DeprioritizedThreads::change_priorities(&self.member_pids_in(&census)),
                         false,
                     ),
                     Pause::Quiescing { deprioritized, .. } => (deprioritized, false),
                     Pause::Stopping { deprioritized, .. } => (deprioritized, true),
                     Pause::Paused => (
-                        DeprioritizedThreads::change_priorities(&self.member_pids()),
+                        DeprioritizedThreads::change_priorities(&self.member_pids_in(&census)),
                         true,
                     ),
                 };
                 if was_stopped {
-                    self.continue_processes();
+                    self.continue_processes(&census);
                 }
                 self.pause = Pause::Quiescing {
                     stop_at,
@@ -167,7 +168,7 @@ impl Task {
             // The task is stopped or being stopped for a migration. It remains stopped when the
             // migration ends.
             (_, pause) => {
-                pause.restore_priorities(self);
+                pause.restore_priorities(self, &census);
                 self.pause = Pause::Paused;
             }
         }
@@ -181,6 +182,7 @@ impl Task {
         if !matches!(self.phase, TaskPhase::Running) || matches!(&self.pause, Pause::NotPaused) {
             return self.pause(run_time);
         }
+        let census = Census::default();
         let was_stopped = match std::mem::take(&mut self.pause) {
             pause @ Pause::Quiescing {
                 program_freeze: ProgramThreadFreeze::Active { .. } | ProgramThreadFreeze::Expired,
@@ -189,12 +191,12 @@ impl Task {
             // Freezing a thread wakes it first, so the threads must not have the lowest priority.
             pause => {
                 let was_stopped = !matches!(pause, Pause::Quiescing { .. });
-                pause.restore_priorities(self);
+                pause.restore_priorities(self, &census);
                 was_stopped
             }
         };
         if !was_stopped {
-            self.record_already_stopped();
+            self.record_already_stopped(&census);
         }
         let (now, frozen_threads) = (Instant::now(), self.freeze_program_threads());
         let library_phase =
@@ -204,9 +206,9 @@ impl Task {
                     _frozen_threads: frozen_threads,
                 }
             });
-        let deprioritized = DeprioritizedThreads::change_priorities(&self.member_pids());
+        let deprioritized = DeprioritizedThreads::change_priorities(&self.member_pids_in(&census));
         if was_stopped {
-            self.continue_processes();
+            self.continue_processes(&census);
         }
         self.pause = Pause::Quiescing {
             stop_at: now + run_time,
@@ -226,13 +228,13 @@ impl Task {
     }
 
     /// Stops the task, even if it has not quiesced.
-    pub(crate) fn stop_now(&mut self) {
+    pub(crate) fn stop_now(&mut self, census: &Census) {
         let pause = std::mem::take(&mut self.pause);
-        self.stop_paused(pause);
+        self.stop_paused(pause, census);
     }
 
     /// Stops the task. `pause` is the pause's current state, which may be any.
-    fn stop_paused(&mut self, pause: Pause) {
+    fn stop_paused(&mut self, pause: Pause, census: &Census) {
         let (deprioritized, program_freeze) = match pause {
             Pause::Paused | Pause::Stopping { .. } => return self.pause = pause,
             Pause::NotPaused => (
@@ -252,7 +254,7 @@ impl Task {
         }
         // Processes that were already stopped by a signal must be recorded before any process
         // receives SIGSTOP. Afterwards they could not be distinguished from the other processes.
-        self.record_already_stopped();
+        self.record_already_stopped(census);
         let signalled_pids = match program_freeze {
             ProgramThreadFreeze::Active { .. } if self.frozen_group().is_none() => {
                 stop::send_stop_to_frozen(&self.processes())
@@ -283,8 +285,8 @@ impl Task {
     }
 
     /// Records the processes that were stopped for other reasons than the pause.
-    fn record_already_stopped(&mut self) {
-        self.already_stopped_pids = stop::stopped_by_signal(&self.member_pids());
+    fn record_already_stopped(&mut self, census: &Census) {
+        self.already_stopped_pids = stop::stopped_by_signal(&self.member_pids_in(census));
     }
 
     /// Prepares the task for being stopped by a migration: restores the priorities of its threads,
@@ -293,8 +295,9 @@ impl Task {
     /// have received SIGSTOP.
     pub(crate) fn end_pause_for_migration(&mut self) -> BTreeSet<i32> {
         let pause = std::mem::take(&mut self.pause);
+        let census = Census::default();
         if matches!(pause, Pause::NotPaused | Pause::Quiescing { .. }) {
-            self.record_already_stopped();
+            self.record_already_stopped(&census);
         }
         if !pause.is_inactive() {
             self.pause = Pause::Paused;
@@ -305,12 +308,12 @@ impl Task {
                 ..
             } => stop::send_stop_to_frozen(&self.processes()),
             Pause::Stopping { .. } | Pause::Paused => {
-                stop::continue_vfork_children(&self.processes().pids());
+                stop::continue_vfork_children(&self.processes().pids_in(&census));
                 BTreeSet::new()
             }
             _ => BTreeSet::new(),
         };
-        signalled_pids.extend(pause.restore_priorities(self));
+        signalled_pids.extend(pause.restore_priorities(self, &census));
         if let Some(group) = self.frozen_group() {
             signalled_pids.extend(stop::send_stop_to_frozen(&self.processes()));
             group.thaw();
@@ -318,22 +321,23 @@ impl Task {
         signalled_pids
     }
 
-    /// Ends the pause of the task and lets it run, unless a migration has stopped it.
-    pub(crate) fn end_pause(&mut self) {
+    /// Ends the pause of the task and lets it run, unless a migration has stopped it. `census` must
+    /// be younger than the stop.
+    pub(crate) fn end_pause(&mut self, census: &Census) {
         let pause = std::mem::take(&mut self.pause);
         let is_stopped = match &pause {
             Pause::NotPaused | Pause::Quiescing { .. } => false,
             Pause::Stopping { .. } => true,
             Pause::Paused => matches!(self.phase, TaskPhase::Running),
         };
-        pause.restore_priorities(self);
+        pause.restore_priorities(self, census);
         if is_stopped {
-            self.continue_after_migration();
+            self.continue_after_migration(census);
         }
     }
 
     /// Stops a task that is being paused, if its time to quiesce has passed.
-    fn stop_if_due(&mut self) {
+    fn stop_if_due(&mut self, census: &Census) {
         let now = Instant::now();
         if let Pause::Quiescing {
             stop_at,
@@ -347,15 +351,45 @@ impl Task {
                 }
                 return;
             }
-            self.stop_now();
+            self.stop_now(census);
         }
     }
 
-    /// Checks whether a task that was ordered to stop has stopped: no process of its namespace
-    /// runs, whether or not it is in the control group. `census` must be younger than the order.
-    fn check_stopping(&mut self, census: &Census) -> StopProgress {
+    /// Stops the processes of a task that was ordered to stop, as far as signals must do it. Returns
+    /// the processes if each of them has stopped. `census` must be younger than the order.
+    fn signal_running(&mut self, census: &Census) -> Option<SeenStopped> {
+        let mut pause = std::mem::take(&mut self.pause);
+        let seen = match (&self.namespace, self.frozen_group(), &mut pause) {
+            (Some(namespace), Some(group), Pause::Stopping { .. }) => {
+                namespace.signal_outside(group, census)
+            }
+            (_, _, Pause::Stopping { signalled_pids, .. }) => stop::signal_running(
+                &self.processes(),
+                census,
+                signalled_pids,
+                VforkRule::ChildStops,
+            ),
+            _ => None,
+        };
+        self.pause = pause;
+        seen
+    }
+
+    /// True if `seen` are all processes of the task, which was ordered to stop: no process of its
+    /// namespace runs, whether or not it is in the control group.
+    fn has_stopped(&self, seen: &SeenStopped, later_census: &Census) -> bool {
+        match (&self.namespace, self.frozen_group()) {
+            (Some(namespace), Some(group)) => namespace.is_frozen(group, seen, later_census),
+            _ => seen.are_all(&self.processes(), later_census),
+        }
+    }
+
+    /// Concludes the check of a task that was ordered to stop. `seen` is the result of
+    /// [`Task::signal_running`], and `census` has begun after that call.
+    fn conclude_check(&mut self, seen: Option<&SeenStopped>, census: &Census) -> StopProgress {
+        let has_stopped = seen.is_some_and(|seen| self.has_stopped(seen, census));
         let Pause::Stopping {
-            mut signalled_pids,
+            signalled_pids,
             ordered_at,
             deprioritized,
             mut is_delay_reported,
@@ -363,23 +397,17 @@ impl Task {
         else {
             unreachable!()
         };
-        let has_stopped = match (&self.namespace, self.frozen_group()) {
-            (Some(namespace), Some(group)) => namespace.check_frozen(group, census),
-            _ => stop::signal_and_check_stopped(
-                &self.processes(),
-                &mut signalled_pids,
-                VforkRule::ChildStops,
-            ),
-        };
         if has_stopped {
             self.record_already_stopped_outside(census);
             // Images include the threads' priorities, so the priorities must be restored before a
             // dump.
-            deprioritized.restore_priorities(&self.member_pids());
+            deprioritized.restore_priorities(&self.member_pids_in(census));
             self.pause = Pause::Paused;
             return StopProgress::Stopped;
         }
-        let is_late = !is_delay_reported && ordered_at.elapsed() >= FAST_POLL_DURATION;
+        // The daemon has not ordered a stop of a held task. If it does later, it gets the report.
+        let is_late =
+            !self.is_held && !is_delay_reported && ordered_at.elapsed() >= FAST_POLL_DURATION;
         is_delay_reported |= is_late;
         self.pause = Pause::Stopping {
             signalled_pids,
@@ -521,7 +549,7 @@ impl Supervisor {
             && matches!(task.pause, Pause::Stopping { .. } | Pause::Paused);
         task.is_held = is_frozen && is_stopped;
         if !task.is_held {
-            task.end_pause();
+            task.end_pause(&Census::default());
         }
     }
 
@@ -542,21 +570,27 @@ impl Supervisor {
             .map(|task| task.tid)
             .collect();
         // All tasks are frozen before the processes of the host are read for the first check.
+        let census = Census::default();
         for tid in &due_tids {
-            self.tasks
-                .get_mut(tid)
-                .into_iter()
-                .for_each(Task::stop_if_due);
+            if let Some(task) = self.tasks.get_mut(tid) {
+                task.stop_if_due(&census);
+            }
         }
         let census = Census::default();
+        let mut checks = Vec::new();
         for tid in due_tids {
+            if let Some(task) = self.tasks.get_mut(&tid)
+                && matches!(task.pause, Pause::Stopping { .. })
+            {
+                checks.push((tid, task.signal_running(&census)));
+            }
+        }
+        let later_census = Census::default();
+        for (tid, seen) in checks {
             let Some(task) = self.tasks.get_mut(&tid) else {
                 continue;
             };
-            if !matches!(task.pause, Pause::Stopping { .. }) {
-                continue;
-            }
-            let progress = task.check_stopping(&census);
+            let progress = task.conclude_check(seen.as_ref(), &later_census);
             // The daemon has not ordered a stop of a held task, so it expects no report.
             if task.is_held {
                 continue;

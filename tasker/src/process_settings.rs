@@ -181,11 +181,26 @@ mod tests {
     use super::*;
     use std::process::{Child, Command};
 
-    fn start_sleeping_process() -> Child {
-        Command::new("sleep")
-            .arg("1000")
-            .spawn()
-            .expect("it starts")
+    /// A process that sleeps until this value is dropped. It must not outlive a failed test: it has
+    /// the test's output open, and readers would wait for its end.
+    struct SleepingProcess(Child);
+
+    impl SleepingProcess {
+        fn start() -> Self {
+            let mut command = Command::new("sleep");
+            Self(command.arg("1000").spawn().expect("it starts"))
+        }
+
+        fn pid(&self) -> i32 {
+            self.0.id().cast_signed()
+        }
+    }
+
+    impl Drop for SleepingProcess {
+        fn drop(&mut self) {
+            let _ = self.0.kill();
+            let _ = self.0.wait();
+        }
     }
 
     #[test]
@@ -199,8 +214,8 @@ mod tests {
     /// with usual settings needs nothing to be written.
     #[test]
     fn settings_are_written_where_they_differ() {
-        let mut children = [start_sleeping_process(), start_sleeping_process()];
-        let [source_pid, target_pid] = children.each_ref().map(|child| child.id() as i32);
+        let processes = [SleepingProcess::start(), SleepingProcess::start()];
+        let [source_pid, target_pid] = processes.each_ref().map(SleepingProcess::pid);
         let usual = ProcessSettings::read_all(&[source_pid]).expect("readable");
         write_differing(&usual, || panic!("nothing differs")).expect("nothing to do");
         write_setting(source_pid, "coredump_filter", "0x7f").expect("writable");
@@ -210,10 +225,6 @@ mod tests {
         write_differing(&settings, || vec![source_pid, target_pid]).expect("writable");
         let filter = read_coredump_filter(&target_pid.to_string());
         assert_eq!(filter, Ok(Some(0x7f)));
-        for child in &mut children {
-            child.kill().expect("it runs");
-            child.wait().expect("it ends");
-        }
         assert_eq!(ProcessSettings::read_all(&[i32::MAX]), Ok(Vec::new()));
     }
 }

@@ -93,28 +93,64 @@ pub(crate) fn without_already_stopped(
     pids
 }
 
-/// Sends SIGCONT to all processes of a task except those that were already stopped before the task
-/// was stopped.
-pub(crate) fn continue_processes(processes: &TaskProcesses<'_>, already_stopped_pids: &[i32]) {
-    for pid in without_already_stopped(processes.pids(), already_stopped_pids) {
+/// Sends SIGCONT to these processes except those that were already stopped before their task was
+/// stopped.
+pub(crate) fn continue_processes(pids: Vec<i32>, already_stopped_pids: &[i32]) {
+    for pid in without_already_stopped(pids, already_stopped_pids) {
         let _ = sys::send_signal(pid, libc::SIGCONT);
     }
 }
 
-/// Stops all processes of a task. Returns true if no process of the task runs. The caller must
-/// repeat the call until then.
-///
-/// Each call sends SIGSTOP to the running processes that are not in `signalled_pids`, and adds
-/// these processes to the set. Parents are stopped before their children: a parent that waits in
-/// vfork until its child's exec could never stop if the child were stopped first. `vfork_rule`
-/// decides about such a child. A second SIGSTOP would stay pending and disturb a dump.
+/// The processes of a task, each of which was seen stopped. One of them may have forked between the
+/// reading of their list and its own stop, so a later list must confirm that these are all.
+#[derive(Debug)]
+pub(crate) struct SeenStopped {
+    /// `None` if no process could fork.
+    pids: Option<BTreeSet<i32>>,
+}
+
+impl SeenStopped {
+    /// Describes processes of which none could fork.
+    pub(crate) fn without_forks() -> Self {
+        Self { pids: None }
+    }
+
+    /// True if a census that began after the processes were seen contains no other process.
+    pub(crate) fn are_all(&self, processes: &TaskProcesses<'_>, later_census: &Census) -> bool {
+        self.pids.as_ref().is_none_or(|pids| {
+            let later_pids = processes.pids_in(later_census);
+            later_pids.iter().all(|pid| pids.contains(pid))
+        })
+    }
+}
+
+/// Stops all processes of a task as [`signal_running`]. Returns true if no process of the task
+/// runs. The caller must repeat the call until then.
 pub(crate) fn signal_and_check_stopped(
     processes: &TaskProcesses<'_>,
     signalled_pids: &mut BTreeSet<i32>,
     vfork_rule: VforkRule,
 ) -> bool {
+    signal_running(processes, &Census::default(), signalled_pids, vfork_rule)
+        .is_some_and(|seen| seen.are_all(processes, &Census::default()))
+}
+
+/// Stops all processes of a task that a census contains. Returns them if each of them has stopped.
+/// The caller must repeat the call, with a new census, until then and until
+/// [`SeenStopped::are_all`] returns true.
+///
+/// Each call sends SIGSTOP to the running processes that are not in `signalled_pids`, and adds
+/// these processes to the set. Parents are stopped before their children: a parent that waits in
+/// vfork until its child's exec could never stop if the child were stopped first. `vfork_rule`
+/// decides about such a child. A second SIGSTOP would stay pending and disturb a dump.
+pub(crate) fn signal_running(
+    processes: &TaskProcesses<'_>,
+    census: &Census,
+    signalled_pids: &mut BTreeSet<i32>,
+    vfork_rule: VforkRule,
+) -> Option<SeenStopped> {
     let states: BTreeMap<i32, (RunState, Option<i32>)> = processes
-        .pids()
+        .pids_in(census)
         .into_iter()
         .map(|pid| (pid, (run_state(pid), parent_pid(pid))))
         .collect();
@@ -146,9 +182,9 @@ pub(crate) fn signal_and_check_stopped(
             let _ = sys::send_signal(*pid, libc::SIGSTOP);
         }
     }
-    // A process may have forked after the list of states was read and before it stopped. A second
-    // list contains the child.
-    all_stopped && processes.pids().iter().all(|pid| states.contains_key(pid))
+    all_stopped.then(|| SeenStopped {
+        pids: Some(states.keys().copied().collect()),
+    })
 }
 
 /// Kills these processes by SIGKILL; those that have ended are skipped.
@@ -212,7 +248,7 @@ pub(crate) fn continue_unfinished_forks(
 
 /// Sends SIGSTOP to all processes of a frozen task that are not stopped yet, so that none of them
 /// runs when the task is thawed. Returns the PIDs of these processes. A child between vfork and
-/// exec receives no signal, as in [`signal_and_check_stopped`]: it must run until its parent can
+/// exec receives no signal, as in [`signal_running`]: it must run until its parent can
 /// stop.
 pub(crate) fn send_stop_to_frozen(processes: &TaskProcesses<'_>) -> BTreeSet<i32> {
     let shares_memory =

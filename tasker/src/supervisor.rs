@@ -4,6 +4,7 @@
 //! The main thread creates, kills and reaps all processes except engines. Worker threads (see
 //! [`crate::workers`]) only control an engine or read files, and report through a channel.
 
+use crate::census::Census;
 use crate::daemon_socket::DaemonSocket;
 use crate::freezer::{Freezer, FreezerUnavailable};
 use crate::lease::Lease;
@@ -13,10 +14,9 @@ use crate::namespace::{Namespace, SpareNamespaces};
 use crate::pid_numbering::{FirstPid, PidNumbering};
 use crate::signal_disposition;
 use crate::sys::{self, StartGuard, TaskStartState};
-use crate::task::{
-    self, DEFERRED_SIGNALS_MAX, EXEC_TIMEOUT, StartTaskError, StartTaskFailure, Task, TaskPhase,
-};
+use crate::task::{self, DEFERRED_SIGNALS_MAX, StartTaskError, StartTaskFailure, Task, TaskPhase};
 use checkpoint::allocator;
+use checkpoint::boot_clock;
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signal::{SigSet, Signal, kill};
@@ -50,6 +50,9 @@ const HEAP_TRIM_DELAY: Duration = Duration::from_secs(1);
 /// Resolution of the timeout of poll(2). Timeouts are extended by this duration, so that a deadline
 /// has passed when poll(2) returns.
 const POLL_GRANULARITY: Duration = Duration::from_millis(1);
+/// Time after which the main loop interrupts the handling of orders for other events. Orders that
+/// were received and not handled yet are handled afterwards.
+const ORDERS_TIME_MAX: Duration = Duration::from_millis(100);
 
 /// The daemon has not renewed its lease. All tasks are killed, and the tasker exits.
 #[derive(Debug, Error)]
@@ -123,7 +126,7 @@ impl Supervisor {
             pid_numbering,
             spare_namespaces: SpareNamespaces::new(),
             task_start_state: TaskStartState::prepare()?,
-            start_guard: StartGuard::new(EXEC_TIMEOUT)?,
+            start_guard: StartGuard::new()?,
             lease: Lease::new()?,
             leftovers: Leftovers::default(),
             probe_at: Some(Instant::now() + PROBE_DELAY),
@@ -181,9 +184,9 @@ impl Supervisor {
     fn run_main_loop(&mut self) -> anyhow::Result<()> {
         while !self.termination_requested && !self.daemon_socket.is_closed() {
             let ready_sources = self.poll_events()?;
-            for (source, events) in &ready_sources {
+            for source in &ready_sources {
                 match *source {
-                    EventSource::DaemonSocket => self.handle_daemon_socket(*events)?,
+                    EventSource::DaemonSocket => self.handle_daemon_socket()?,
                     EventSource::Signals => {}
                     EventSource::LeaseTimer => self.lease.clear_timer(),
                     EventSource::WorkerResults => {
@@ -200,10 +203,7 @@ impl Supervisor {
                     }
                 }
             }
-            if ready_sources
-                .iter()
-                .any(|(source, _)| *source == EventSource::Signals)
-            {
+            if ready_sources.contains(&EventSource::Signals) {
                 // Signals are handled after the exits of tasks, so that `handle_signals` finds only
                 // children that no other code reaps.
                 self.handle_signals();
@@ -225,30 +225,50 @@ impl Supervisor {
             self.check_leftovers();
             self.report_stopped_tasks();
             self.check_pauses();
-            if self.lease.is_overdue() {
-                // If this whole process hung, the daemon may have renewed the lease meanwhile.
-                self.handle_daemon_socket(PollFlags::POLLIN)?;
-            }
-            if let Some(reason) = self.enforce_lease() {
-                self.end_expired_lease(reason.clone());
-                return Err(LeaseExpired(reason).into());
-            }
+            self.handle_urgent_orders()?;
         }
         Ok(())
     }
 
-    fn handle_daemon_socket(&mut self, events: PollFlags) -> anyhow::Result<()> {
+    /// Handles received orders, for [`ORDERS_TIME_MAX`] at most. An order may take long, for
+    /// example a start from a slow file system, so urgent orders and the lease come before each.
+    fn handle_daemon_socket(&mut self) -> anyhow::Result<()> {
         self.daemon_socket.flush();
-        if events.intersects(PollFlags::POLLIN | PollFlags::POLLHUP | PollFlags::POLLERR) {
-            for order in self.daemon_socket.receive()? {
-                self.handle_order(order);
+        let started_at = Instant::now();
+        loop {
+            self.handle_urgent_orders()?;
+            if started_at.elapsed() >= ORDERS_TIME_MAX {
+                return Ok(());
             }
+            match self.daemon_socket.next_order() {
+                Some(order) => self.handle_order(order),
+                None => return Ok(()),
+            }
+        }
+    }
+
+    /// Receives the available orders, handles those that are urgent, and enforces the lease.
+    ///
+    /// # Errors
+    /// The daemon sent an invalid order, or its lease has run out and all tasks are killed.
+    fn handle_urgent_orders(&mut self) -> anyhow::Result<()> {
+        // The lease is enforced as of a time before the reading. If this whole process hung, the
+        // daemon may have renewed the lease meanwhile.
+        let now = boot_clock::now();
+        self.daemon_socket.receive()?;
+        while let Some(order) = self.daemon_socket.next_urgent_order() {
+            self.handle_order(order);
+        }
+        if let Some(reason) = self.enforce_lease(now) {
+            self.end_expired_lease(reason.clone());
+            return Err(LeaseExpired(reason).into());
         }
         Ok(())
     }
 
-    /// Waits for events. Returns each ready source with its poll events.
-    fn poll_events(&self) -> io::Result<Vec<(EventSource, PollFlags)>> {
+    /// Waits for events. Returns each ready source. The daemon's socket is ready, too, while received
+    /// orders wait.
+    fn poll_events(&self) -> io::Result<Vec<EventSource>> {
         let mut sources: Vec<(EventSource, BorrowedFd<'_>)> = vec![
             (EventSource::DaemonSocket, self.daemon_socket.fd()),
             (EventSource::Signals, self.signals.as_fd()),
@@ -296,14 +316,18 @@ impl Supervisor {
             Ok(_) => {}
         }
         let ready_sources = fds.iter().zip(&sources).filter_map(|(fd, (source, _))| {
-            let events = fd.revents().unwrap_or(PollFlags::POLLERR);
-            (!events.is_empty()).then_some((*source, events))
+            let is_ready = fd.any().unwrap_or(true)
+                || (*source == EventSource::DaemonSocket && self.daemon_socket.has_orders());
+            is_ready.then_some(*source)
         });
         Ok(ready_sources.collect())
     }
 
     /// Returns the time limit for waiting for events.
     fn poll_timeout(&self) -> PollTimeout {
+        if self.daemon_socket.has_orders() {
+            return PollTimeout::ZERO;
+        }
         if self.has_stopping_task() {
             return PollTimeout::from(POLL_INTERVAL_MS);
         }
@@ -437,7 +461,13 @@ impl Supervisor {
             }
             false => None,
         };
-        task::start_task_process(order, namespace, &self.task_start_state, &self.start_guard)
+        let (state, guard) = (&self.task_start_state, &self.start_guard);
+        task::start_task_process(order, namespace, state, guard, self.exec_time_limit())
+    }
+
+    /// Returns the time for which the exec of a program may block the main thread now.
+    pub(crate) fn exec_time_limit(&self) -> Duration {
+        task::exec_time_limit(self.lease.time_until_freeze())
     }
 
     /// Returns the time until the spare namespaces must be checked; `None` if no check is needed,
@@ -511,7 +541,7 @@ impl Supervisor {
 
     fn kill_task(&mut self, tid: Tid) {
         if let Some(task) = self.tasks.get(&tid) {
-            task.kill_processes();
+            task.kill_processes(&Census::default());
         }
     }
 
@@ -631,8 +661,9 @@ impl Supervisor {
 
     /// Ends every process that the tasker has started and waits until all have ended.
     fn shut_down(&mut self) {
+        let census = Census::default();
         for task in self.tasks.values() {
-            task.kill_immediately();
+            task.kill_immediately(&census);
         }
         self.migrations.cancel_all();
         self.leftovers.kill_all();

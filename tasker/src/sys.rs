@@ -170,6 +170,8 @@ pub(crate) struct ExecPlan<'a> {
     /// The number after which the PIDs of the process's children begin: its own PID. `None` if the
     /// kernel has chosen the PID.
     last_pid: Option<LastPid>,
+    /// Time limit of the start, in which the calling thread is blocked.
+    time_limit: Duration,
     /// The error of a failed start. The new process writes it into the memory that it shares with
     /// the tasker.
     error: Cell<Option<ExecError>>,
@@ -183,6 +185,7 @@ impl<'a> ExecPlan<'a> {
         output: BorrowedFd<'_>,
         start_state: &'a TaskStartState,
         die_with_parent: bool,
+        time_limit: Duration,
     ) -> Self {
         let pointers = |list: &[CString]| {
             list.iter()
@@ -200,6 +203,7 @@ impl<'a> ExecPlan<'a> {
             die_with_parent,
             wait_before_exec: false,
             last_pid: None,
+            time_limit,
             error: Cell::new(None),
         }
     }
@@ -325,8 +329,8 @@ pub(crate) enum StartError {
     NoProcess(io::Error),
     /// The process could not execute the program, and has ended.
     Failed(ExecError),
-    /// The process was killed because its exec took too long.
-    TimedOut,
+    /// The process was killed because its exec took longer than this time limit.
+    TimedOut(Duration),
 }
 
 /// Creates a process that executes the program of `plan`. The process is created in the PID
@@ -342,7 +346,9 @@ pub(crate) fn start_program(
     namespace_pid: Option<i32>,
 ) -> Result<Child, StartError> {
     let mut stack = vec![0u128; CHILD_STACK_BYTES / size_of::<u128>()];
-    let guarded_start = guard.start_timer().map_err(StartError::NoProcess)?;
+    let guarded_start = guard
+        .start_timer(plan.time_limit)
+        .map_err(StartError::NoProcess)?;
     let flags = libc::CLONE_VM | libc::CLONE_VFORK | libc::CLONE_PIDFD | libc::SIGCHLD;
     // SAFETY: the new process runs `exec_child` on its own stack. The stack and the plan outlive
     // their use by the new process: this thread continues only after the exec or the end of that
@@ -384,7 +390,7 @@ pub(crate) fn start_program(
         }
     };
     match (pidfd, plan.error.get()) {
-        (None, _) => Err(StartError::TimedOut),
+        (None, _) => Err(StartError::TimedOut(plan.time_limit)),
         (Some(_), Some(error)) => Err(StartError::Failed(error)),
         (Some(pidfd), None) => Ok(Child { pid, pidfd }),
     }
@@ -400,7 +406,6 @@ pub(crate) fn start_program(
 /// reaped.
 pub(crate) fn start_stopped_before_exec(
     plan: &ExecPlan<'_>,
-    timeout: Duration,
     group: Option<BorrowedFd<'_>>,
     namespace_pid: Option<i32>,
 ) -> Result<Child, StartError> {
@@ -411,7 +416,7 @@ pub(crate) fn start_stopped_before_exec(
         // SAFETY: this is the new process.
         None => unsafe { libc::_exit(exec_child(std::ptr::from_ref(plan).cast_mut().cast())) },
     };
-    let deadline = Instant::now() + timeout;
+    let deadline = Instant::now() + plan.time_limit;
     loop {
         let wait_flags = WaitPidFlag::WEXITED
             | WaitPidFlag::WSTOPPED
@@ -422,10 +427,12 @@ pub(crate) fn start_stopped_before_exec(
             Ok(WaitStatus::Exited(_, status)) => {
                 return Err(StartError::Failed(ExecError::from_exit_status(status)));
             }
-            Ok(WaitStatus::Signaled(..)) | Err(_) => return Err(StartError::TimedOut),
+            Ok(WaitStatus::Signaled(..)) | Err(_) => {
+                return Err(StartError::TimedOut(plan.time_limit));
+            }
             Ok(_) if Instant::now() >= deadline => {
                 kill_pidfd(child.pidfd.as_fd());
-                return Err(StartError::TimedOut);
+                return Err(StartError::TimedOut(plan.time_limit));
             }
             Ok(_) => std::thread::sleep(STOP_POLL_INTERVAL),
         }
@@ -576,15 +583,14 @@ pub(crate) struct StartGuard {
     /// Pidfd of the process that is being started, or [`NO_FD`]. The thread that replaces the
     /// descriptor by [`NO_FD`] owns it.
     pidfd: Arc<AtomicI32>,
-    timeout: Duration,
 }
 
 impl StartGuard {
-    /// Starts the guard's thread. `timeout` is the time limit of each start.
+    /// Starts the guard's thread.
     ///
     /// # Errors
     /// No thread or descriptor can be created.
-    pub(crate) fn new(timeout: Duration) -> io::Result<Self> {
+    pub(crate) fn new() -> io::Result<Self> {
         let timer = Arc::new(TimerFd::new(
             ClockId::CLOCK_MONOTONIC,
             TimerFlags::TFD_CLOEXEC,
@@ -603,16 +609,12 @@ impl StartGuard {
                     }
                 }
             })?;
-        Ok(Self {
-            timer,
-            pidfd,
-            timeout,
-        })
+        Ok(Self { timer, pidfd })
     }
 
-    fn start_timer(&self) -> io::Result<GuardedStart<'_>> {
+    fn start_timer(&self, time_limit: Duration) -> io::Result<GuardedStart<'_>> {
         self.timer.set(
-            Expiration::OneShot(TimeSpec::from_duration(self.timeout)),
+            Expiration::OneShot(TimeSpec::from_duration(time_limit)),
             TimerSetTimeFlags::empty(),
         )?;
         Ok(GuardedStart(self))
@@ -851,12 +853,14 @@ mod tests {
 
     #[test]
     fn start_guard_kills_late_process() {
-        let guard = StartGuard::new(Duration::from_millis(20)).expect("a thread");
+        let guard = StartGuard::new().expect("a thread");
         let mut child = std::process::Command::new("sleep")
             .arg("60")
             .spawn()
             .expect("sleep");
-        let guarded_start = guard.start_timer().expect("a timer");
+        let guarded_start = guard
+            .start_timer(Duration::from_millis(20))
+            .expect("a timer");
         let pidfd = pidfd_of(child.id() as i32).expect("it exists");
         guard.pidfd.store(pidfd.into_raw_fd(), Ordering::Release);
         let status = child.wait().expect("a child");
@@ -869,12 +873,14 @@ mod tests {
 
     #[test]
     fn start_guard_spares_timely_process() {
-        let guard = StartGuard::new(Duration::from_millis(20)).expect("a thread");
+        let guard = StartGuard::new().expect("a thread");
         let mut child = std::process::Command::new("sleep")
             .arg("0.2")
             .spawn()
             .expect("sleep");
-        let guarded_start = guard.start_timer().expect("a timer");
+        let guarded_start = guard
+            .start_timer(Duration::from_millis(20))
+            .expect("a timer");
         let pidfd = pidfd_of(child.id() as i32).expect("it exists");
         guard.pidfd.store(pidfd.into_raw_fd(), Ordering::Release);
         assert!(guarded_start.stop_timer().is_some(), "it is still there");

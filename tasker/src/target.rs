@@ -1,7 +1,7 @@
 //! The target of a migration: reserves a namespace, restores the task or restarts its program, then
 //! runs or discards the task.
 
-use crate::census::ProcessTree;
+use crate::census::{Census, ProcessTree};
 use crate::file_transfer::PlacedFiles;
 use crate::freezer;
 use crate::image_manifest::ImageManifest;
@@ -15,7 +15,8 @@ use crate::task::{self, Output, Task, TaskPhase};
 use crate::workers::{WorkerResult, Workers};
 use crate::written_files;
 use checkpoint::engine::{CancelHandle, ExternalResources, RestoreParams};
-use sempa_proto::migration::{Failure, Refusal, Usage};
+use checkpoint::facts::{self, ThisHost};
+use sempa_proto::migration::{Failure, Refusal, RequiredFile, Usage};
 use sempa_proto::tasker::{FromTasker, MemoryWrite, TaskStart};
 use sempa_proto::{MigrationId, Tid};
 use std::io;
@@ -242,7 +243,8 @@ impl Supervisor {
                 .get(&migration)
                 .and_then(|target| target.namespace.as_ref())
                 .map(|namespace| (namespace, first_pid));
-            task::start_stopped_process(order, namespace, &self.task_start_state)
+            let limit = self.exec_time_limit();
+            task::start_stopped_process(order, namespace, &self.task_start_state, limit)
                 .map_err(|why| Failure::Io(why.to_string()))
         });
         match (
@@ -329,6 +331,8 @@ impl Supervisor {
         };
         let running_restore = engine.start_restore(restore_params)?;
         let (cancel, engine_pid) = (limits.cancel.clone(), running_restore.engine_pid());
+        let open_files = manifest.open_files.clone();
+        let host = ThisHost::new(self.migrations.hash_cache.clone(), 0, u32::MAX);
         // The images contain a stopped task. Therefore the task remains stopped when the engine
         // detaches.
         let work = move || {
@@ -341,7 +345,8 @@ impl Supervisor {
                     });
             WorkerResult::Restored {
                 migration,
-                result: restore_result,
+                result: restore_result
+                    .map_err(|failure| explain_failed_restore(failure, &open_files, &host)),
             }
         };
         let restore_worker_id =
@@ -567,7 +572,7 @@ impl Supervisor {
             deferred_signals: Vec::new(),
         };
         if !stays_stopped {
-            task.continue_after_migration();
+            task.continue_after_migration(&Census::default());
         }
         self.tasks.insert(tid, task);
         self.send(&FromTasker::Running {
@@ -627,6 +632,24 @@ impl Supervisor {
             self.reap_unowned();
         }
     }
+}
+
+/// Replaces the failure of an engine by the files that the task had open and that this host lacks,
+/// if there are any: the task may have opened a file after this host had accepted it.
+fn explain_failed_restore(
+    failure: Failure,
+    open_files: &[RequiredFile],
+    host: &ThisHost,
+) -> Failure {
+    let Failure::Engine(engine_text) = &failure else {
+        return failure;
+    };
+    let verdict = facts::refused_open_files(open_files, host);
+    if verdict.is_empty() {
+        return failure;
+    }
+    tracing::warn!("the restore failed because files are missing: {engine_text}");
+    Failure::Refused(verdict)
 }
 
 /// Starts a worker that adds the processes of a restored task to its control group. Returns false

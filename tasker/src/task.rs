@@ -1,6 +1,6 @@
 //! State of a task, and functions that start it and read its output.
 
-use crate::census::ProcessTree;
+use crate::census::{Census, ProcessTree};
 use crate::dump_attempt::DumpAttempt;
 use crate::freezer::ControlGroup;
 use crate::namespace::Namespace;
@@ -33,9 +33,21 @@ const CHUNKS_PER_READ_MAX: usize = 16;
 /// Maximum number of signals that are stored for a task which is stopped for a migration. Further
 /// signals are dropped; the kernel, too, merges equal pending signals.
 pub(crate) const DEFERRED_SIGNALS_MAX: usize = 64;
-/// Time limit for the exec of a program. The exec may be slow because the program is on a slow file
-/// system.
-pub(crate) const EXEC_TIMEOUT: Duration = Duration::from_secs(10);
+/// Longest time for the exec of a program, which may be on a slow file system. The main thread is
+/// blocked meanwhile, so the limit is lower if the tasks must be frozen soon; see
+/// [`exec_time_limit`].
+const EXEC_TIMEOUT_MAX: Duration = Duration::from_secs(3);
+/// Shortest time limit for an exec, for a host whose tasks must be frozen at once.
+const EXEC_TIMEOUT_MIN: Duration = Duration::from_millis(200);
+
+/// Returns the time limit for the exec of a program: at most half of the time until the tasks must
+/// be frozen, so that the main thread can read a renewal of the lease before. `None` stands for
+/// tasks without a lease.
+pub(crate) fn exec_time_limit(time_until_freeze: Option<Duration>) -> Duration {
+    time_until_freeze.map_or(EXEC_TIMEOUT_MAX, |time| {
+        (time / 2).clamp(EXEC_TIMEOUT_MIN, EXEC_TIMEOUT_MAX)
+    })
+}
 
 /// The migration step of a task at the source.
 #[derive(Debug)]
@@ -126,19 +138,25 @@ impl Task {
     /// Returns the PIDs of the task's processes. They are read from the control group if possible,
     /// because that is fastest; processes that have left the group are then missing.
     pub(crate) fn member_pids(&self) -> Vec<i32> {
-        self.namespace
-            .as_ref()
-            .map_or_else(|| self.processes().pids(), Namespace::member_pids)
+        self.member_pids_in(&Census::default())
+    }
+
+    /// As [`Task::member_pids`]; a task without a control group uses the census.
+    pub(crate) fn member_pids_in(&self, census: &Census) -> Vec<i32> {
+        match &self.namespace {
+            Some(namespace) => namespace.member_pids_in(census),
+            None => self.processes().pids_in(census),
+        }
     }
 
     /// Ends the migration step of a stopped task. If the task is not paused, continues the task and
-    /// sends it the stored signals.
-    pub(crate) fn continue_after_migration(&mut self) {
+    /// sends it the stored signals. `census` must be younger than the stop.
+    pub(crate) fn continue_after_migration(&mut self, census: &Census) {
         self.phase = TaskPhase::Running;
         if !self.pause.is_inactive() {
             return;
         }
-        self.continue_processes();
+        self.continue_processes(census);
         self.already_stopped_pids.clear();
         for signal in std::mem::take(&mut self.deferred_signals) {
             self.send_signal(signal);
@@ -158,24 +176,25 @@ impl Task {
     }
 
     /// Continues the task's processes, except those that were already stopped before the task was
-    /// stopped.
-    pub(crate) fn continue_processes(&self) {
+    /// stopped. `census` must be younger than the stop.
+    pub(crate) fn continue_processes(&self, census: &Census) {
         if self.frozen_group().is_none() {
-            stop::continue_processes(&self.processes(), &self.already_stopped_pids);
+            let pids = self.processes().pids_in(census);
+            stop::continue_processes(pids, &self.already_stopped_pids);
         }
         if let Some(namespace) = &self.namespace {
-            namespace.thaw();
+            namespace.thaw(census);
         }
     }
 
     /// Kills all processes in the task's namespace. Without a namespace, kills the process group
-    /// and the descendants, which may miss processes that are being created.
-    pub(crate) fn kill_processes(&self) {
+    /// and the descendants in the census, which misses processes that were created since.
+    pub(crate) fn kill_processes(&self, census: &Census) {
         match &self.namespace {
             Some(namespace) => namespace.kill_processes(),
             None => {
                 let _ = sys::send_signal(-self.process.pid, libc::SIGKILL);
-                stop::kill(&self.processes().pids());
+                stop::kill(&self.processes().pids_in(census));
             }
         }
         sys::kill_pidfd(self.process.pidfd.as_fd());
@@ -183,9 +202,10 @@ impl Task {
 
     /// Kills the task like [`Task::kill_processes`]. After the return, no process of the task
     /// executes another instruction, even if its exit takes long.
-    pub(crate) fn kill_immediately(&self) {
-        stop::kill(&self.processes().pids());
-        self.kill_processes();
+    pub(crate) fn kill_immediately(&self, census: &Census) {
+        stop::kill(&self.member_pids_in(census));
+        stop::kill(&self.processes().pids_in(census));
+        self.kill_processes(census);
     }
 
     /// True if the task's first process was stopped by a signal that did not come from the tasker.
@@ -307,20 +327,17 @@ pub(crate) fn start_task_process(
     namespace: Option<(Namespace, Option<FirstPid>)>,
     task_start_state: &TaskStartState,
     guard: &StartGuard,
+    time_limit: Duration,
 ) -> Result<Task, StartTaskError> {
-    let (process, output) =
-        create_process(
-            order,
-            task_start_state,
-            namespace.is_none(),
-            |plan| match &namespace {
-                Some((namespace, first_pid)) => {
-                    let plan = plan.numbering_children_from(first_pid.map(FirstPid::pid));
-                    namespace.start_program(&plan, guard, *first_pid)
-                }
-                None => sys::start_program(&plan, guard, None, None),
-            },
-        )?;
+    let new_group = namespace.is_none();
+    let start = |plan: ExecPlan<'_>| match &namespace {
+        Some((namespace, first_pid)) => {
+            let plan = plan.numbering_children_from(first_pid.map(FirstPid::pid));
+            namespace.start_program(&plan, guard, *first_pid)
+        }
+        None => sys::start_program(&plan, guard, None, None),
+    };
+    let (process, output) = create_process(order, task_start_state, new_group, time_limit, start)?;
     let namespace = namespace.map(|(namespace, _)| namespace);
     Ok(Task {
         tid: order.tid,
@@ -348,15 +365,17 @@ pub(crate) fn start_stopped_process(
     order: &TaskStart,
     namespace: Option<(&Namespace, Option<FirstPid>)>,
     task_start_state: &TaskStartState,
+    time_limit: Duration,
 ) -> Result<(Child, Output), StartTaskError> {
-    create_process(order, task_start_state, namespace.is_none(), |plan| {
+    let new_group = namespace.is_none();
+    create_process(order, task_start_state, new_group, time_limit, |plan| {
         let plan = plan.stopping_before_exec();
         match namespace {
             Some((namespace, first_pid)) => {
                 let plan = plan.numbering_children_from(first_pid.map(FirstPid::pid));
-                namespace.start_waiting(&plan, EXEC_TIMEOUT, first_pid)
+                namespace.start_waiting(&plan, first_pid)
             }
-            None => sys::start_stopped_before_exec(&plan, EXEC_TIMEOUT, None, None),
+            None => sys::start_stopped_before_exec(&plan, None, None),
         }
     })
 }
@@ -367,6 +386,7 @@ fn create_process(
     order: &TaskStart,
     task_start_state: &TaskStartState,
     new_process_group: bool,
+    time_limit: Duration,
     start: impl FnOnce(ExecPlan<'_>) -> Result<Child, StartError>,
 ) -> Result<(Child, Output), StartTaskError> {
     let start_error = |failure| StartTaskError::new(order, failure);
@@ -381,6 +401,7 @@ fn create_process(
         output_writer.as_fd(),
         task_start_state,
         new_process_group,
+        time_limit,
     ));
     // The main loop reaps a failed process. Waiting for it here could block on a file system that
     // hangs.
@@ -427,8 +448,11 @@ pub(crate) enum StartTaskFailure {
     #[error("no new process: {0}")]
     CreateProcess(#[source] io::Error),
     /// The new process was killed.
-    #[error("the system did not execute it within {} s", EXEC_TIMEOUT.as_secs())]
-    TimedOut,
+    #[error(
+        "the system did not execute it within {:.1} s; the file system of the program may be slow",
+        .0.as_secs_f64()
+    )]
+    TimedOut(Duration),
     /// The new process has ended before its exec. The following variants have the same meaning, for
     /// other steps.
     #[error("its standard descriptors: {}", .0.desc())]
@@ -443,7 +467,7 @@ impl StartTaskFailure {
     fn from_start_error(order: &TaskStart, start_error: StartError) -> Self {
         let (stage, errno) = match start_error {
             StartError::NoProcess(error) => return Self::CreateProcess(error),
-            StartError::TimedOut => return Self::TimedOut,
+            StartError::TimedOut(limit) => return Self::TimedOut(limit),
             StartError::Failed(ExecError { stage, errno }) => (stage, errno),
         };
         match stage {
@@ -460,4 +484,20 @@ impl StartTaskFailure {
 /// Converts a duration to microseconds. A duration that is too long becomes the maximum.
 pub(crate) fn to_micros(duration: Duration) -> Micros {
     Micros(u64::try_from(duration.as_micros()).unwrap_or(u64::MAX))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A slow exec ends before the tasks must be frozen, and a host whose lease has run out still
+    /// grants the shortest time.
+    #[test]
+    fn exec_ends_before_the_freeze() {
+        let limit = |until_freeze_ms| exec_time_limit(Some(Duration::from_millis(until_freeze_ms)));
+        assert_eq!(exec_time_limit(None), EXEC_TIMEOUT_MAX);
+        assert_eq!(limit(60_000), EXEC_TIMEOUT_MAX);
+        assert_eq!(limit(5000), Duration::from_millis(2500));
+        assert_eq!(limit(0), EXEC_TIMEOUT_MIN);
+    }
 }

@@ -4,8 +4,10 @@
 mod common;
 
 use checkpoint::proc;
-use common::migration_steps::{compile_program, count_lines};
-use common::{Tasker, can_make_namespaces, is_alive, shell_path, tid, wait_until};
+use common::migration_steps::{
+    compile_program, count_lines, kill_source_and_wait, stop_and_wait as stop_for_migration,
+};
+use common::{Tasker, can_make_namespaces, is_alive, migration_id, shell_path, tid, wait_until};
 use sempa_proto::cgroup;
 use sempa_proto::tasker::{FromTasker, ToTasker};
 use sempa_proto::{Micros, Tid};
@@ -162,6 +164,36 @@ fn child_with_own_session_stops() {
         tasker.send(ToTasker::Resume { tid: tid(1) });
         assert_runs(computing_child);
     });
+}
+
+/// A child of a task whose first process dies while the task is stopped for a migration does not
+/// run beside its copy at the target: it runs when the daemon says that there is none, and is
+/// killed with the source otherwise.
+#[test]
+#[ignore = "system tier: needs root"]
+fn child_left_during_a_migration_waits_for_the_decision() {
+    assert!(can_make_namespaces(), "cannot run here: needs root");
+    for continues_at_target in [false, true] {
+        with_each_mechanism(|tasker| {
+            let (pid, child) = start_parent(tasker);
+            stop_for_migration(tasker, tid(1), migration_id(1), &mut Vec::new());
+            nix::sys::signal::kill(
+                nix::unistd::Pid::from_raw(pid),
+                nix::sys::signal::Signal::SIGKILL,
+            )
+            .expect("it exists");
+            tasker.wait_for_exit(tid(1));
+            assert_stands_still_after_reports(tasker, child);
+            if continues_at_target {
+                kill_source_and_wait(tasker, tid(1), migration_id(1), &mut Vec::new());
+                wait_until_none_left(tasker, tid(1));
+                assert!(!is_alive(child));
+            } else {
+                tasker.send(ToTasker::ResumeLeftovers { tid: tid(1) });
+                assert_runs(child);
+            }
+        });
+    }
 }
 
 /// What a task has left behind ends with the tasker.

@@ -193,9 +193,9 @@ fn tasks_continue_if_their_daemon_does_in_time() {
 #[test]
 #[ignore = "system tier: needs root and hosts"]
 fn tasks_of_the_master_end_if_it_hangs() {
-    let bed = require_testbed_with_env(1, &[SHORT_LEASE_ENV]);
+    let bed = require_testbed_with_env(2, &[SHORT_LEASE_ENV]);
     let vm = start_vm(&bed, SHORT_LEASE_ENV, None);
-    vm.spawn_connected(&["trace", TRACE_FILE])
+    vm.spawn_connected(&["-h1", "trace", TRACE_FILE])
         .or_panic_with_logs(&vm);
     let stopped_daemon = StoppedProcess::new(bed.host(1), ProcessRole::Daemon);
     wait_until_no_process(bed.host(1), TRACE_FILE, TIMEOUT).or_panic_with_logs(&vm);
@@ -206,6 +206,30 @@ fn tasks_of_the_master_end_if_it_hangs() {
         |entry| matches!(&entry.kind, EventKind::TaskerGone { why, .. } if why.contains("lease")),
     )
     .or_panic_with_logs(&vm);
+    vm.halt_and_wait().or_panic_with_logs(&vm);
+}
+
+/// If the master hangs and there is no other host, its tasks are frozen, and continue when it does.
+#[test]
+#[ignore = "system tier: needs root and hosts"]
+fn tasks_of_a_single_host_outlive_the_lease() {
+    let bed = require_testbed_with_env(1, &[SHORT_LEASE_ENV]);
+    let vm = start_vm(&bed, SHORT_LEASE_ENV, None);
+    vm.spawn_connected(&["trace", TRACE_FILE])
+        .or_panic_with_logs(&vm);
+    wait_for_lines(&vm, 10);
+    let stopped_daemon = StoppedProcess::new(bed.host(1), ProcessRole::Daemon);
+    wait_until_still(&vm);
+    // The lease is 3 s long.
+    let lease_end = Instant::now() + Duration::from_secs(4);
+    wait_for(TIMEOUT, || match Instant::now() > lease_end {
+        true => Ok(()),
+        false => Err("the lease has not run out".into()),
+    })
+    .or_panic_with_logs(&vm);
+    drop(stopped_daemon);
+    wait_for_lines(&vm, 100);
+    wait_for_note(&vm, "were frozen for");
     vm.halt_and_wait().or_panic_with_logs(&vm);
 }
 

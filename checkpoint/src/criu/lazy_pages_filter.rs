@@ -440,13 +440,15 @@ mod tests {
     /// A guard page that the kernel does not report is found by reading it.
     #[test]
     fn unreported_guard_page_is_not_hidden() {
-        let Some(guard_page) = forget_guard_category() else {
+        let Some(forgotten_category) = forget_guard_category() else {
             eprintln!("this kernel has no guard pages");
             return;
         };
         let process = ProcessLazyPages::choose(std::process::id() as i32);
         let process = process.expect("readable").expect("it has memory");
-        assert_eq!(process.unreadable_pages, [guard_page]);
+        let guard_page = forgotten_category.guard_page;
+        // The C library may have made further ones, for the stacks of threads.
+        assert!(process.unreadable_pages.contains(&guard_page));
         assert!(!process.areas.iter().any(|area| contains(area, guard_page)));
         assert!(!process.areas.is_empty() && !process.page_ranges.is_empty());
     }

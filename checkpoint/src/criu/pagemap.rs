@@ -206,9 +206,22 @@ pub(super) mod tests {
     /// Advice that turns pages into guard pages, since Linux 6.13.
     const MADV_GUARD_INSTALL: libc::c_int = 102;
 
-    /// Lets scans of this process behave as on Linux 6.13, which does not report guard pages.
-    /// Returns the address of a new guard page; `None` if the kernel has none.
-    pub(in super::super) fn forget_guard_category() -> Option<u64> {
+    /// Lets scans of this process behave as on Linux 6.13, which does not report guard pages, until
+    /// it is dropped.
+    pub(in super::super) struct ForgottenGuardCategory {
+        /// Address of a new guard page.
+        pub(in super::super) guard_page: u64,
+        had_category: bool,
+    }
+
+    impl Drop for ForgottenGuardCategory {
+        fn drop(&mut self) {
+            HAS_GUARD_CATEGORY.store(self.had_category, Ordering::Relaxed);
+        }
+    }
+
+    /// Forgets that the kernel reports guard pages. Returns `None` if the kernel has none.
+    pub(in super::super) fn forget_guard_category() -> Option<ForgottenGuardCategory> {
         let page_bytes = page_size() as usize;
         // Pages before and after the guard page make it a part of a larger mapping.
         let memory = map_untouched_memory(8 * page_bytes);
@@ -217,9 +230,9 @@ pub(super) mod tests {
             .step_by(page_bytes)
             .for_each(|byte| *byte = 1);
         let guard_page = memory.as_ptr() as u64 + 3 * page_size();
-        install_guard_page(guard_page).then(|| {
-            HAS_GUARD_CATEGORY.store(false, Ordering::Relaxed);
-            guard_page
+        install_guard_page(guard_page).then(|| ForgottenGuardCategory {
+            guard_page,
+            had_category: HAS_GUARD_CATEGORY.swap(false, Ordering::Relaxed),
         })
     }
 

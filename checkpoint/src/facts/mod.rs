@@ -18,6 +18,7 @@ mod inspect;
 mod kcmp;
 mod kernel;
 mod memory_map;
+mod open_files;
 mod shared_state;
 mod sockets;
 mod sysv;
@@ -32,5 +33,8 @@ pub use inspect::{
     written_files,
 };
 pub use kcmp::share_memory;
+pub use open_files::open_files;
 pub use this_host::ThisHost;
-pub use verdict::{FoundFile, HostProperties, MEMORY_SLACK_BYTES, decide_verdict};
+pub use verdict::{
+    FoundFile, HostProperties, MEMORY_SLACK_BYTES, decide_verdict, refused_open_files,
+};

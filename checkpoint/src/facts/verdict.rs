@@ -126,6 +126,25 @@ pub fn decide_verdict(facts: &TaskFacts, host: &dyn HostProperties) -> Verdict {
     verdict
 }
 
+/// Maximum number of files in the refusal of [`refused_open_files`].
+const REFUSED_OPEN_FILES_MAX: usize = 8;
+
+/// Returns which of the files that a task had open when it was stopped do not fulfill their
+/// requirement on this host. This host had accepted the task, so the task has opened the file, or a
+/// file has changed, since then.
+pub fn refused_open_files(files: &[RequiredFile], host: &dyn HostProperties) -> Verdict {
+    let refusals = files.iter().filter_map(|file| {
+        let reason = file_refusal_reason(file, 0, host)?;
+        Some(Refusal::File {
+            path: file.path.clone(),
+            why: format!(
+                "{reason}; the task has opened it, or it has changed, since the target was asked"
+            ),
+        })
+    });
+    refusals.take(REFUSED_OPEN_FILES_MAX).collect()
+}
+
 /// Returns the refusal of a host that has too little memory for the task.
 fn memory_refusal(facts: &TaskFacts, host: &dyn HostProperties) -> Option<Refusal> {
     let need = facts.memory_bytes.saturating_add(MEMORY_SLACK_BYTES);

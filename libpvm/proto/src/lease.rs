@@ -13,11 +13,17 @@
 //! | 1.2 | 12 s | master | starts copies of the tasks elsewhere |
 //!
 //! Lease clocks count CLOCK_BOOTTIME, which includes the time for which the machine sleeps.
+//!
+//! The tasks of a virtual machine with a single host are only frozen: no other host takes their
+//! place, so they may continue after their daemon hung or their machine slept.
 
 use crate::ids::Micros;
 
 /// Number of heartbeats that a daemon sends within a lease.
 pub const HEARTBEATS_PER_LEASE: u64 = 10;
+
+/// Time at which tasks are ended that are only frozen.
+pub const NEVER: Micros = Micros(u64::MAX);
 
 fn tenths(lease: Micros, count: u64) -> Micros {
     Micros(lease.0 / 10 * count)

@@ -252,7 +252,7 @@ pub enum ToTasker {
     RenewLease {
         /// Time on CLOCK_BOOTTIME at which the tasks are frozen.
         freeze_at: Micros,
-        /// Time on CLOCK_BOOTTIME at which the tasks are ended.
+        /// Time on CLOCK_BOOTTIME at which the tasks are ended, or [`crate::lease::NEVER`].
         kill_at: Micros,
     },
     /// Asks whether the tasker handles orders. → [`FromTasker::Pong`]

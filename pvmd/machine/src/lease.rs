@@ -8,7 +8,8 @@
 //!   does not hear, renews nothing, and the tasker ends the tasks by itself. A tasker that does not
 //!   end them in time is killed.
 //! - The master's own lease counts from its last heartbeat time. If the master hangs, the
-//!   tasks of its host end as those of all other hosts do, which have lost their master.
+//!   tasks of its host end as those of all other hosts do, which have lost their master. If there
+//!   is no other host, they are only frozen.
 
 use super::{Machine, Output, Timer};
 use sempa_proto::host::HostMsg;
@@ -100,9 +101,15 @@ impl Machine {
 
     fn renew_lease(&mut self, valid_since: Micros) {
         self.lease.valid_since = Some(valid_since);
+        let own_host = self.config.host;
+        let has_other_hosts = self.table.hosts.iter().any(|h| h.id != own_host);
+        let kill_at = match self.master.is_some() && !has_other_hosts {
+            true => lease::NEVER,
+            false => valid_since + lease::kill_delay(self.config.lease),
+        };
         self.send_to_tasker(ToTasker::RenewLease {
             freeze_at: valid_since + lease::freeze_delay(self.config.lease),
-            kill_at: valid_since + lease::kill_delay(self.config.lease),
+            kill_at,
         });
     }
 

@@ -5,6 +5,10 @@
 //! When the owner's directive is due to evict guests, they are killed if the directive ends guests
 //! ([`EvictionMode::Kill`]) or vacates their jobs ([`EvictionMode::Checkpoint`]); under
 //! [`EvictionMode::Move`] they stay stopped, as tasks do that no host accepts.
+//!
+//! If a task ends while its images are being transferred, the images contain copies of what it
+//! leaves behind. The tasker keeps the processes stopped until the coordinator has decided: they
+//! are killed if the task continues at the target, and run otherwise.
 
 use super::Machine;
 use sempa_proto::event::{EventKind, LeftoverCount};
@@ -112,7 +116,31 @@ impl Machine {
             self.evict_leftovers();
         } else {
             // The task may have been suspended. The suspension ends with the task.
+            self.resume_leftover(tid);
+        }
+    }
+
+    /// Lets leftover processes run, unless the coordinator must still decide whether their task
+    /// continues at the target of a migration.
+    fn resume_leftover(&mut self, tid: Tid) {
+        let is_transferring = self
+            .tasks
+            .get(tid)
+            .is_some_and(|task| task.transferring_migration.is_some());
+        if !is_transferring {
             self.send_to_tasker(ToTasker::ResumeLeftovers { tid });
+        }
+    }
+
+    /// Handles the coordinator's decision on a task that has ended during its migration: kills what
+    /// the task has left behind if it continues at the target, or else lets that run.
+    pub(super) fn settle_leftovers(&mut self, tid: Tid, continues_at_target: bool) {
+        if continues_at_target {
+            self.kill_leftovers(tid);
+        } else if self.owner_control.leftovers.by_tid.contains_key(&tid)
+            && !self.owner_control.pauses_guests()
+        {
+            self.resume_leftover(tid);
         }
     }
 
@@ -151,7 +179,7 @@ impl Machine {
     pub(super) fn resume_leftovers(&mut self) {
         self.owner_control.leftovers.unstopped_tids.clear();
         for tid in self.owner_control.leftovers.tids() {
-            self.send_to_tasker(ToTasker::ResumeLeftovers { tid });
+            self.resume_leftover(tid);
         }
     }
 

@@ -11,8 +11,12 @@ use super::outbox::{Outbox, Outgoing, outbox};
 use super::sys::{OpenFilesLimit, pass_descriptor};
 use super::task_listener::write_frames;
 use checkpoint::boot_clock;
+use checkpoint::descendants::kill_descendants;
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
 use pvmd_machine::io::Event;
 use sempa_proto::frame::encode_control;
+use sempa_proto::lease;
 use sempa_proto::tasker::{FromTasker, ToTasker};
 use std::os::fd::AsRawFd;
 use std::os::unix::net::UnixStream;
@@ -203,7 +207,9 @@ impl TaskerProcess {
     /// when the lease has run out, because the master may then start copies of its tasks.
     pub(crate) async fn shut_down(&mut self, is_lease_binding: bool) {
         let exit_time = match &self.lease {
-            Some(ToTasker::RenewLease { kill_at, .. }) if is_lease_binding => {
+            Some(ToTasker::RenewLease { kill_at, .. })
+                if is_lease_binding && *kill_at != lease::NEVER =>
+            {
                 Duration::from_micros(kill_at.since(boot_clock::now()).0)
             }
             _ => EXIT_TIMEOUT,
@@ -227,6 +233,19 @@ impl TaskerProcess {
         }
         let _ = timeout(EXIT_TIMEOUT + Duration::from_secs(2), forward_task).await;
     }
+}
+
+/// Kills the tasker and everything that descends from it: without PID namespaces the kernel would
+/// kill only the first processes of the tasks.
+fn kill_with_descendants(child: &mut Child) {
+    if let Some(pid) = child.id().map(u32::cast_signed) {
+        // The tasker must start no process meanwhile, and stays the subreaper of its descendants.
+        // Fails only if it has ended.
+        let _ = kill(Pid::from_raw(pid), Signal::SIGSTOP);
+        kill_descendants(pid);
+    }
+    // Fails only if the process has ended.
+    let _ = child.start_kill();
 }
 
 /// Forwards the tasker's messages until the tasker ends. Returns the reason of the end. A reason
@@ -254,8 +273,7 @@ async fn forward_messages(
                 can_be_killed = false;
                 if let Ok(reason) = kill_reason {
                     end_cause.get_or_insert(format!("it was killed: {reason}"));
-                    // Fails only if the process has ended.
-                    let _ = child.start_kill();
+                    kill_with_descendants(&mut child);
                 }
                 continue;
             }
@@ -303,7 +321,9 @@ async fn forward_messages(
         Some(Ok(Ok(status))) => format!("it ended with {status}"),
         Some(Ok(Err(e))) => format!("it cannot be waited for: {e}"),
         Some(Err(_)) | None => {
-            let _ = child.kill().await;
+            kill_with_descendants(&mut child);
+            // Fails only if it was waited for.
+            let _ = child.wait().await;
             "it did not end by itself and was killed".to_string()
         }
     };

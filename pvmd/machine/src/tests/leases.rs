@@ -67,6 +67,20 @@ fn tasks_of_stopped_master_end() {
     }
 }
 
+/// The tasks of a virtual machine with a single host are only frozen while their daemon hangs or
+/// their machine sleeps.
+#[test]
+fn tasks_of_single_host_outlive_the_lease() {
+    for seed in seeds(20) {
+        let (mut sim, console) = Sim::cluster(seed, 1);
+        let task_proc = spawn(&mut sim, console, spawn_on("h1", "child", 1))[0];
+        sim.inject_fault(Victim::Master, Fault::Stop(LONG_OUTAGE));
+        sim.run_until("the task is frozen", |s| s.procs[task_proc].is_frozen());
+        sim.run_until("the task continues", |s| !s.procs[task_proc].is_frozen());
+        assert!(!sim.procs[task_proc].exited, "seed {seed}");
+    }
+}
+
 /// A daemon that continues before its lease has run out keeps its tasks. They continue, and an
 /// event tells why they were frozen.
 #[test]

@@ -1,7 +1,7 @@
 //! Processes that ended tasks have left behind are guests of their host.
 
 use super::scenario::{
-    Scenario, evict_guests_request, list_events, list_tasks, stop_guests_request,
+    Scenario, evict_guests_request, list_events, list_tasks, migrate_request, stop_guests_request,
     welcome_guests_request,
 };
 use super::sim::{host, seeds};
@@ -66,12 +66,12 @@ fn leftovers_stop_for_owner_and_are_named() {
         );
         scenario.send_directive(1, stop_guests_request());
         scenario.sim.advance(SETTLE_TIME);
-        assert_eq!(scenario.sim.leftovers[&(host(2), tid)], true);
+        assert!(scenario.sim.leftovers[&(host(2), tid)]);
         assert_eq!(pause_events(&mut scenario), [vec![left]]);
         assert!(leftovers_of(&mut scenario)[0].paused);
         scenario.send_directive(1, welcome_guests_request());
         scenario.sim.advance(SETTLE_TIME);
-        assert_eq!(scenario.sim.leftovers[&(host(2), tid)], false);
+        assert!(!scenario.sim.leftovers[&(host(2), tid)]);
         assert!(!leftovers_of(&mut scenario)[0].paused);
     }
 }
@@ -83,11 +83,11 @@ fn leftovers_of_paused_guest_stay_stopped() {
     scenario.send_directive(1, stop_guests_request());
     scenario.sim.advance(SETTLE_TIME);
     let tid = end_guest(&mut scenario);
-    assert_eq!(scenario.sim.leftovers[&(host(2), tid)], true);
+    assert!(scenario.sim.leftovers[&(host(2), tid)]);
     assert!(leftovers_of(&mut scenario)[0].paused);
     scenario.send_directive(1, welcome_guests_request());
     scenario.sim.advance(SETTLE_TIME);
-    assert_eq!(scenario.sim.leftovers[&(host(2), tid)], false);
+    assert!(!scenario.sim.leftovers[&(host(2), tid)]);
 }
 
 /// What a suspended task leaves behind runs, because the suspension ends with the task.
@@ -98,7 +98,7 @@ fn leftovers_of_suspended_task_run() {
     scenario.set_suspended(tid, true);
     scenario.sim.advance(SETTLE_TIME);
     end_guest(&mut scenario);
-    assert_eq!(scenario.sim.leftovers[&(host(2), tid)], false);
+    assert!(!scenario.sim.leftovers[&(host(2), tid)]);
 }
 
 /// While a process that was left behind runs, nothing says that the guests have stopped.
@@ -199,6 +199,48 @@ fn eviction_kills_leftovers_unless_guests_only_move() {
             assert_eq!(events.contains(&end_event), is_killed);
         }
     }
+}
+
+/// If the first process of a task dies during its migration, what it leaves behind does not run
+/// beside its copies at the target: it is killed if the task continues there, and runs otherwise.
+#[test]
+fn leftovers_never_run_beside_their_copies() {
+    let (mut moved_count, mut ended_count) = (0, 0);
+    for seed in seeds(100) {
+        let mut scenario = Scenario::new(seed);
+        let (proc, tid, key) = (
+            scenario.procs[2],
+            scenario.tids[2],
+            (host(2), scenario.tids[2]),
+        );
+        let console = scenario.console;
+        let sim = &mut scenario.sim;
+        sim.request(console, migrate_request(tid, "h3"));
+        sim.run_until("it is stopped", |s| s.procs[proc].is_frozen());
+        let delay = Micros(sim.rng.below(10_000));
+        sim.advance(delay);
+        if sim.procs[proc].host != host(2) || sim.injection.source_was_killed() {
+            continue;
+        }
+        sim.exit_and_leave_processes(proc, PROCESS_COUNT);
+        let mut has_run = false;
+        for _ in 0..5000 {
+            sim.advance(Micros::from_millis(1));
+            has_run |= sim.leftovers.get(&key) == Some(&false);
+        }
+        if sim.procs[proc].host == host(3) {
+            moved_count += 1;
+            assert!(!has_run, "seed {seed}");
+            assert!(!sim.leftovers.contains_key(&key), "seed {seed}");
+        } else {
+            ended_count += 1;
+            assert_eq!(sim.leftovers.get(&key), Some(&false), "seed {seed}");
+        }
+    }
+    assert!(
+        moved_count > 0 && ended_count > 0,
+        "{moved_count} {ended_count}"
+    );
 }
 
 /// A request from any host ends what a task has left behind.

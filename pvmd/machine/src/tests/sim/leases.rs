@@ -1,6 +1,7 @@
 //! The leases of the simulated taskers: they freeze and end their processes by themselves.
 
 use super::{Sim, SimEvent};
+use sempa_proto::lease;
 use sempa_proto::tasker::FromTasker;
 use sempa_proto::{HostId, Micros};
 
@@ -76,7 +77,10 @@ impl Sim {
         node.tasker_lease.frozen_since.get_or_insert(now);
         if now < kill_at {
             self.hold_procs(host_id);
-            return self.schedule_lease_check(host_id, kill_at);
+            if kill_at < lease::NEVER {
+                self.schedule_lease_check(host_id, kill_at);
+            }
+            return;
         }
         node.tasker_lease.deadlines = None;
         self.kill_tasker(host_id);

@@ -75,8 +75,10 @@ impl Sim {
     pub(in crate::tests) fn exit_and_leave_processes(&mut self, proc: usize, process_count: u32) {
         let host_id = self.procs[proc].host;
         let tid = self.procs[proc].tid();
-        self.leftovers
-            .insert((host_id, tid), self.procs[proc].paused);
+        let p = &mut self.procs[proc];
+        p.images_remain |= p.stopped_for_migration && !p.exited;
+        let are_stopped = p.paused || p.stopped_for_migration;
+        self.leftovers.insert((host_id, tid), are_stopped);
         let pids = (0..process_count as i32).map(|n| 7000 + n).collect();
         self.send_from_tasker(
             host_id,
@@ -361,8 +363,9 @@ impl Sim {
                 }
                 FromTasker::MigrationAborted { migration }
             }
-            ToTasker::KillSource { migration, .. } => {
+            ToTasker::KillSource { migration, tid } => {
                 self.injection.killed_sources.insert(migration);
+                self.handle_leftover_order(host_id, &ToTasker::KillLeftovers { tid });
                 FromTasker::SourceKilled {
                     migration,
                     usage: Usage::default(),
