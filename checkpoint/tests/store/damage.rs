@@ -2,10 +2,12 @@
 
 use super::{JOB, OTHER_JOB, ScratchDir, small_files};
 use checkpoint::store::{CheckpointId, CheckpointStore, StoreLimits};
+use sempa_proto::Micros;
 use std::fs;
 
-/// The newest older checkpoint of the same job is found. Checkpoints of other jobs, of other
-/// virtual machines, damaged and unreadable ones are not.
+/// The newest older checkpoint of the same job is found, whichever virtual machine made it.
+/// Checkpoints of other jobs, also of those with the same number, damaged and unreadable ones are
+/// not.
 #[test]
 fn older_intact_checkpoint_of_the_job_is_found() {
     let scratch_dir = ScratchDir::new();
@@ -20,8 +22,16 @@ fn older_intact_checkpoint_of_the_job_is_found() {
         .map(|second| write(&own_store, JOB, 2 * second))
         .collect();
     write(&own_store, OTHER_JOB, 5);
-    write(&other_store, JOB, 7);
-    let find_older = |id: &CheckpointId| own_store.find_older_checkpoint(id, JOB).expect("read");
+    let draft = own_store
+        .begin(JOB, Micros::from_secs(7))
+        .expect("there is room");
+    draft.finish(b"another job").expect("finished");
+    let find_older = |id: &CheckpointId| {
+        let is_same_job = |description: &[u8]| description == b"meta";
+        own_store
+            .find_older_checkpoint(id, JOB, is_same_job)
+            .expect("read")
+    };
     assert_eq!(find_older(&ids[3]), Some(ids[2]));
     own_store
         .mark_damaged(&ids[2], Some("a byte was changed"))
@@ -36,6 +46,9 @@ fn older_intact_checkpoint_of_the_job_is_found() {
     assert_eq!(find_older(&ids[0]), None);
     // The damaged checkpoint itself may be unreadable.
     assert_eq!(find_older(&ids[1]), Some(ids[0]));
+    // The job ran elsewhere for a time.
+    let foreign_id = write(&other_store, JOB, 7);
+    assert_eq!(find_older(&ids[3]), Some(foreign_id));
 }
 
 /// A mark keeps its first reason, is listed, and can be removed. The checkpoint itself is

@@ -811,6 +811,13 @@ impl Machine {
             .is_some_and(|master| master.host_changes.leaving_hosts.contains(&host))
     }
 
+    /// True if any host is leaving ([`Machine::is_leaving`]).
+    pub(super) fn has_leaving_hosts(&self) -> bool {
+        self.master
+            .as_ref()
+            .is_some_and(|master| !master.host_changes.leaving_hosts.is_empty())
+    }
+
     /// Completes the removal of a host whose daemon has ended.
     pub(super) fn finish_removal(&mut self, host: HostId) {
         self.host_changes().leaving_hosts.remove(&host);
@@ -830,6 +837,7 @@ impl Machine {
             self.log_warning(format!(
                 "{host} did not end in time; it ends when its lease expires"
             ));
+            self.record_lost_lease(host);
             self.finish_removal(host);
         }
     }
