@@ -63,6 +63,36 @@ fn silent_resource_manager_is_replaced() {
     }
 }
 
+/// A resource manager that waits for the reply to its own request, which concerns a host that
+/// hangs, is not blamed. It answers again when it has the reply.
+#[test]
+fn resource_manager_that_awaits_a_reply_stays() {
+    for seed in seeds(20) {
+        let (mut sim, console) = Sim::cluster(seed, 3);
+        let rm = spawn_rm(&mut sim, console);
+        let rm_tid = sim.procs[rm].tid();
+        sim.advance(SOME_CHECKS);
+        sim.inject_fault(Victim::SourceTasker, Fault::Stop(SOME_CHECKS));
+        let request = sim.request(rm, Request::Spawn(spawn_on("h2", "child", 1)));
+        sim.advance(Micros::from_millis(100));
+        // Its only thread waits for the reply.
+        sim.procs[rm].stop();
+        sim.advance(SOME_CHECKS);
+        assert!(!sim.procs[rm].exited, "seed {seed}");
+        assert!(knows_rm(&sim, console, rm_tid), "seed {seed}");
+        sim.continue_proc(rm);
+        sim.run_until("it has the reply", |s| {
+            s.procs[rm].replies.contains_key(&request)
+        });
+        sim.advance(SOME_CHECKS);
+        assert!(!sim.procs[rm].exited, "seed {seed}");
+        assert!(!has_note(&mut sim, console, "resource manager"));
+        // One that hangs without such a request is noticed.
+        sim.procs[rm].stop();
+        sim.run_until("it is dead", |s| s.procs[rm].exited);
+    }
+}
+
 /// A resource manager from a command line that hangs is not killed. When it answers, it is
 /// the resource manager again.
 #[test]
