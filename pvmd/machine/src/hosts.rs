@@ -126,7 +126,7 @@ pub(super) struct HostChanges {
     pending_removals: Vec<Removal>,
     table_change: Option<TableChange>,
     /// Hosts that are not in the table any more and were ordered to end, but have not ended yet.
-    leaving_hosts: BTreeSet<HostId>,
+    pub(super) leaving_hosts: BTreeSet<HostId>,
 }
 
 impl HostChanges {
@@ -809,13 +809,6 @@ impl Machine {
         self.master
             .as_ref()
             .is_some_and(|master| master.host_changes.leaving_hosts.contains(&host))
-    }
-
-    /// True if any host is leaving ([`Machine::is_leaving`]).
-    pub(super) fn has_leaving_hosts(&self) -> bool {
-        self.master
-            .as_ref()
-            .is_some_and(|master| !master.host_changes.leaving_hosts.is_empty())
     }
 
     /// Completes the removal of a host whose daemon has ended.

@@ -63,7 +63,11 @@ impl Machine {
     /// Returns the time until no task of a lost or deleted host can run; `None` if none can.
     pub(super) fn lost_tasks_wait(&self) -> Option<Micros> {
         let lease_wait = self.lost_leases_end().map(|end| end.since(self.now));
-        lease_wait.or_else(|| self.has_leaving_hosts().then_some(EXIT_CHECK_INTERVAL))
+        let has_leaving_hosts = self
+            .master
+            .as_ref()
+            .is_some_and(|master| !master.host_changes.leaving_hosts.is_empty());
+        lease_wait.or_else(|| has_leaving_hosts.then_some(EXIT_CHECK_INTERVAL))
     }
 
     /// Releases the claim of a job that has no task according to an inventory of all hosts.

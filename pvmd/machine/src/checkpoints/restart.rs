@@ -60,6 +60,65 @@ impl JobCheckpoints {
     }
 }
 
+/// What the end of a restart means for the entry of its job, with the time until the job's next
+/// check.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum ActivityEnd {
+    /// The activity belongs to another restart, which continues, or another virtual machine has
+    /// taken over the job.
+    Unchanged,
+    /// The job runs again.
+    Idle(Option<Micros>),
+    /// The restart is tried again; without a time, when the store has named an older checkpoint.
+    RollsBack(Option<Micros>),
+    /// The job has no entry any more.
+    Forgotten,
+}
+
+impl JobCheckpoints {
+    /// Updates the entry of a job after the end of a restart that has set the job's activity.
+    /// `rollback` has the reason of a rollback, and is true if its checkpoint is damaged.
+    fn end_activity(
+        &mut self,
+        (job, restart_number): (Tid, u64),
+        failure: Option<&RestartFailure>,
+        rollback: Option<(String, bool)>,
+        (checkpoint, members, schedule): (&str, &BTreeSet<Tid>, Option<CheckpointSchedule>),
+    ) -> ActivityEnd {
+        let entry = self.jobs.get_mut(&job);
+        let Some(entry) =
+            entry.filter(|entry| entry.activity == JobActivity::Restarting(restart_number))
+        else {
+            return ActivityEnd::Unchanged;
+        };
+        entry.activity = JobActivity::Idle;
+        entry.attempt_count += 1;
+        let Some(failure) = failure else {
+            return ActivityEnd::Idle(entry.continue_from(checkpoint, members, schedule));
+        };
+        // Any other obstacle may disappear, so the restart is tried again later.
+        let runs_elsewhere = matches!(failure, RestartFailure::RunsElsewhere { .. });
+        let may_retry = entry.schedule.is_some() || entry.attempt_count < ATTEMPTS_MAX;
+        match rollback {
+            Some((why, is_damaged)) if may_retry && !runs_elsewhere => {
+                entry.activity = JobActivity::RollingBack {
+                    lost_host: None,
+                    why,
+                    check_count: 0,
+                };
+                // A damaged checkpoint is not tried again. The restart continues when the store has
+                // named an older checkpoint.
+                let delay = restart_retry_interval(entry.attempt_count);
+                ActivityEnd::RollsBack((!is_damaged).then_some(delay))
+            }
+            _ => {
+                self.jobs.remove(&job);
+                ActivityEnd::Forgotten
+            }
+        }
+    }
+}
+
 impl Machine {
     /// Master: handles a request to restart from a checkpoint.
     pub(crate) fn handle_restart_request(
@@ -520,47 +579,24 @@ impl Machine {
             job_checkpoints.record_origin(meta);
         }
         let has_begun = restart_id.is_some();
-        let (mut next_check_delay, mut is_retried, mut is_forgotten) = (None, false, false);
-        // Any other activity belongs to another restart, which continues, or means that another
-        // virtual machine has taken over the job.
-        if let Some(entry) = job_checkpoints
-            .jobs
-            .get_mut(&job)
-            .filter(|entry| entry.activity == JobActivity::Restarting(restart_number))
-        {
-            entry.activity = JobActivity::Idle;
-            entry.attempt_count += 1;
-            if result.is_ok() {
-                let schedule = meta.as_ref().and_then(|meta| meta.schedule);
-                next_check_delay = entry.continue_from(&checkpoint, &members, schedule);
-            } else if rollback_job.is_some()
-                && !matches!(result, Err(RestartFailure::RunsElsewhere { .. }))
-                && (entry.schedule.is_some() || entry.attempt_count < ATTEMPTS_MAX)
-            {
-                // The obstacle may disappear, so the restart is tried again later.
-                entry.activity = JobActivity::RollingBack {
-                    lost_host: None,
-                    why: why.clone(),
-                    check_count: 0,
-                };
-                is_retried = true;
-                // A damaged checkpoint is not tried again. The restart continues when the store has
-                // named an older checkpoint.
-                next_check_delay = damage
-                    .is_none()
-                    .then(|| restart_retry_interval(entry.attempt_count));
-            } else {
-                job_checkpoints.jobs.remove(&job);
-                is_forgotten = true;
-            }
-        }
+        let schedule = meta.as_ref().and_then(|meta| meta.schedule);
+        let end = job_checkpoints.end_activity(
+            (job, restart_number),
+            result.as_ref().err(),
+            rollback_job.map(|_| (why.clone(), damage.is_some())),
+            (&checkpoint, &members, schedule),
+        );
+        let (is_retried, is_forgotten) = (
+            matches!(end, ActivityEnd::RollsBack(_)),
+            end == ActivityEnd::Forgotten,
+        );
         // A restart that has begun may have tasks to end before the claim is released.
         self.outputs.push_back(Output::CloseCheckpoint {
             restart_number,
             keeps_claim: result.is_ok() || has_begun || is_retried,
         });
-        if let Some(next_check_delay) = next_check_delay {
-            self.schedule_check(job, next_check_delay);
+        if let ActivityEnd::Idle(Some(delay)) | ActivityEnd::RollsBack(Some(delay)) = end {
+            self.schedule_check(job, delay);
         }
         if result.is_ok() {
             // The job runs again, so its checkpoint must no longer be marked as that of an ended

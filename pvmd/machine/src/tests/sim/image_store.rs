@@ -163,6 +163,20 @@ impl ImageStore {
             .max_by_key(|older_name| snapshot_number(older_name))
     }
 
+    /// Returns the result of a search for an older checkpoint.
+    fn next_search_result(
+        &mut self,
+        older_checkpoint: Option<String>,
+    ) -> Result<Option<String>, StoreFailure> {
+        match self.failing_search_count.checked_sub(1) {
+            None => Ok(older_checkpoint),
+            Some(remaining_count) => {
+                self.failing_search_count = remaining_count;
+                Err(StoreFailure("the disk does not answer".into()))
+            }
+        }
+    }
+
     /// Returns the names of the checkpoints of jobs that have ended.
     pub(in crate::tests) fn checkpoints_of_ended_jobs(&self) -> Vec<String> {
         self.checkpoints_of_ended_jobs.iter().cloned().collect()
@@ -730,14 +744,7 @@ impl Sim {
                     .marked_checkpoints
                     .insert(checkpoint.clone());
                 if let Some(ClaimKey { job, .. }) = rollback_job {
-                    let failing_search_count = &mut self.image_store.failing_search_count;
-                    let result = match failing_search_count.checked_sub(1) {
-                        None => Ok(older_checkpoint),
-                        Some(remaining_count) => {
-                            *failing_search_count = remaining_count;
-                            Err(StoreFailure("the disk does not answer".into()))
-                        }
-                    };
+                    let result = self.image_store.next_search_result(older_checkpoint);
                     let event = Event::OlderCheckpointFound {
                         job,
                         damaged_checkpoint: checkpoint,
