@@ -779,7 +779,7 @@ impl Machine {
         // The store has claimed the job. The master may have forgotten the job meanwhile.
         let job = key.and_then(|key| job_checkpoints.jobs.get(&key.job));
         if let Some(key) = key
-            && !job.is_some_and(|entry| entry.may_have_claim)
+            && job.is_none_or(|entry| !entry.may_have_claim)
         {
             self.release_when_ended(key, BTreeSet::new());
         }

@@ -3,11 +3,11 @@
 use super::{JobScenario, is_listed};
 use crate::tests::scenario::list_events;
 use crate::tests::sim::{LEASE, Sim, host, seeds};
-use sempa_proto::Micros;
 use sempa_proto::checkpoint::{CheckpointSchedule, ClaimKey, JobHolder, RestartFailure};
 use sempa_proto::event::EventKind;
 use sempa_proto::lease::{heartbeat_interval, replacement_delay};
 use sempa_proto::task::{Reply, Request};
+use sempa_proto::{Micros, RequestId};
 
 fn other_holder() -> JobHolder {
     JobHolder {
@@ -97,7 +97,11 @@ fn job_taken_over_during_its_restart_does_not_run() {
         let request = scenario
             .sim
             .request(scenario.console, restart_request(&name));
-        let delay = Micros(2_000 + scenario.sim.rng.below(40_000));
+        scenario
+            .sim
+            .run_until("it is claimed", |sim| has_claim(sim, key));
+        // The store reports the claim after a millisecond.
+        let delay = Micros(1_001 + scenario.sim.rng.below(30_000));
         scenario.sim.advance(delay);
         scenario.sim.take_over_job(key, other_holder());
         scenario.sim.advance(Micros::from_secs(40));
@@ -225,9 +229,9 @@ fn refused_second_restart_changes_nothing() {
             requests.iter().all(|id| replies.contains_key(id))
         });
         let replies = &scenario.sim.procs[console].replies;
-        let is_success = |id: &&_| matches!(replies[*id], Reply::Restarted(Ok(_)));
+        let is_success = |id: &&RequestId| matches!(replies[*id], Reply::Restarted(Ok(_)));
         let success_count = requests.iter().filter(is_success).count();
-        let is_in_progress = |id: &&_| {
+        let is_in_progress = |id: &&RequestId| {
             matches!(
                 replies[*id],
                 Reply::Restarted(Err(RestartFailure::InProgress))
