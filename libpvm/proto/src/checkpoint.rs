@@ -291,15 +291,12 @@ impl WriterVersion {
 impl fmt::Display for WriterVersion {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { format, wire } = self;
-        write!(
-            f,
-            "checkpoint format {format} and protocol version {wire}"
-        )
+        write!(f, "checkpoint format {format} and protocol version {wire}")
     }
 }
 
 /// The reason why the metadata of a checkpoint cannot be used.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub enum MetaError {
     /// Another version wrote it, so the rest of it may have another format.
     #[error("it was written with {0}, and this version uses {own}", own = WriterVersion::OWN)]

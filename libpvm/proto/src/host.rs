@@ -366,7 +366,7 @@ impl SavedTask {
 }
 
 /// The reason why the stored state of a task cannot be used.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub enum SavedTaskError {
     /// Another version wrote it, so the rest of it may have another format.
     #[error(

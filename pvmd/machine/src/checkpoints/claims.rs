@@ -61,7 +61,7 @@ impl JobCheckpoints {
 
 impl Machine {
     /// Returns the time until no task of a lost or deleted host can run; `None` if none can.
-    pub(super) fn lost_tasks_wait(&self) -> Option<Micros> {
+    pub(crate) fn lost_tasks_wait(&self) -> Option<Micros> {
         let lease_wait = self.lost_leases_end().map(|end| end.since(self.now));
         let has_leaving_hosts = self
             .master

@@ -461,8 +461,7 @@ impl Machine {
             return;
         };
         let restart = job_checkpoints.restarts.restart_of(part_id);
-        let restart_number =
-            restart.and_then(|restart| job_checkpoints.restart_number_of(restart));
+        let restart_number = restart.and_then(|restart| job_checkpoints.restart_number_of(restart));
         let open_restart = restart_number
             .and_then(|restart_number| job_checkpoints.open_restarts.get_mut(&restart_number));
         let Some(open_restart) = open_restart else {

@@ -7,8 +7,8 @@ use super::{
     CheckpointedJob, EXIT_CHECK_INTERVAL, EXIT_CHECKS_MAX, JobActivity, RESTART_RETRY_INTERVAL,
     SIGKILL,
 };
-use crate::rpc::RpcPurpose;
 use crate::Machine;
+use crate::rpc::RpcPurpose;
 use sempa_proto::checkpoint::CheckpointFailure;
 use sempa_proto::event::EventKind;
 use sempa_proto::host::HostRequest;

@@ -15,9 +15,9 @@ use checkpoint_protocol::{
 };
 use pvmd_machine::io::Event;
 use ring::rand::{SecureRandom, SystemRandom};
+use sempa_proto::Micros;
 use sempa_proto::checkpoint::{ClaimKey, JobClaim, JobHolder, RestartFailure, StoreFailure};
 use sempa_proto::frame::{from_bytes, to_bytes};
-use sempa_proto::Micros;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fs;
 use std::sync::{Arc, Mutex};

@@ -4,8 +4,8 @@ use super::{Proc, Received, Sim, SimEvent};
 use crate::{Event, Output};
 use checkpoint_protocol::SnapshotId;
 use sempa_proto::checkpoint::{
-    CheckpointEntry, CheckpointMeta, ClaimKey, JobHolder, RemovalRefusal, RemovalResults, RemovalSelection,
-    RestartFailure, StoreFailure,
+    CheckpointEntry, CheckpointMeta, ClaimKey, JobHolder, RemovalRefusal, RemovalResults,
+    RemovalSelection, RestartFailure, StoreFailure,
 };
 use sempa_proto::frame::from_bytes;
 use sempa_proto::host::SavedTask;
@@ -365,7 +365,10 @@ impl Sim {
             "two live copies of {tid:?} (seed {})",
             self.seed
         );
-        let has_leftovers = self.leftovers.keys().any(|(_, left_by)| Some(*left_by) == tid);
+        let has_leftovers = self
+            .leftovers
+            .keys()
+            .any(|(_, left_by)| Some(*left_by) == tid);
         assert!(
             !has_leftovers,
             "{tid:?} runs again next to its children (seed {})",
