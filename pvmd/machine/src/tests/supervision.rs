@@ -72,14 +72,21 @@ fn resource_manager_that_awaits_a_reply_stays() {
         let rm = spawn_rm(&mut sim, console);
         let rm_tid = sim.procs[rm].tid();
         sim.advance(SOME_CHECKS);
-        sim.inject_fault(Victim::SourceTasker, Fault::Stop(SOME_CHECKS));
-        let request = sim.request(rm, Request::Spawn(spawn_on("h2", "child", 1)));
-        sim.advance(Micros::from_millis(100));
-        // Its only thread waits for the reply.
+        let all_tasks = Request::Tasks {
+            selector: Tid::NONE,
+        };
+        let request = sim.request(rm, all_tasks);
+        // Host 2 hangs: its reply never arrives.
+        for _ in 0..200 {
+            sim.advance(Micros(100));
+            sim.drop_in_flight(host(2), HostId::MASTER);
+        }
+        // The only thread of the resource manager waits for the reply.
         sim.procs[rm].stop();
         sim.advance(SOME_CHECKS);
         assert!(!sim.procs[rm].exited, "seed {seed}");
         assert!(knows_rm(&sim, console, rm_tid), "seed {seed}");
+        sim.kill_host(host(2));
         sim.continue_proc(rm);
         sim.run_until("it has the reply", |s| {
             s.procs[rm].replies.contains_key(&request)
