@@ -697,6 +697,7 @@ mod tests {
     fn claims_of(vm: &str) -> JobClaims {
         let mut identity = ClaimIdentity::new(vm, "h1", Micros(0));
         identity.process.boot_id = format!("boot of {vm}");
+        identity.process.machine_id = format!("machine of {vm}");
         JobClaims::new(identity)
     }
 
