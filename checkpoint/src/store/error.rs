@@ -218,10 +218,15 @@ pub enum StoreError {
 }
 
 impl StoreError {
-    /// True if the checkpoint is not as it was written, or was removed: reading it again fails
-    /// again, while other checkpoints of the store may be intact.
+    /// True if the checkpoint is not as it was written: reading it again fails again, while other
+    /// checkpoints of the store may be intact.
     pub fn is_damage(&self) -> bool {
-        matches!(self, Self::Changed { .. } | Self::NoCheckpoint(_))
+        matches!(self, Self::Changed { .. })
+    }
+
+    /// True if the store has no checkpoint with this name.
+    pub fn is_missing(&self) -> bool {
+        matches!(self, Self::NoCheckpoint(_))
     }
 }
 

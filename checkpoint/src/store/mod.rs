@@ -304,34 +304,45 @@ impl CheckpointStore {
         damage_mark::write_damage_mark(&state.disk, &dir, reason)
     }
 
-    /// Returns the newest checkpoint of the same job that is older than the checkpoint `id` and not
-    /// known to be damaged; `None` if there is none. Only checkpoints of this virtual machine and
-    /// of the one that made `id` are considered, because others may have another job with the same
-    /// number.
+    /// Returns the newest checkpoint of the job that is older than the checkpoint `id` and not
+    /// known to be damaged; `None` if there is none. Virtual machines number their jobs
+    /// independently, so `is_same_job` decides by the description of a checkpoint whether the job
+    /// with this number is meant. Checkpoints that turn out to be damaged or are being removed are
+    /// omitted.
     ///
     /// # Errors
-    /// The store cannot be read.
+    /// The store cannot be read. It may have such a checkpoint.
     pub fn find_older_checkpoint(
         &self,
         id: &CheckpointId,
         job: Tid,
+        is_same_job: impl Fn(&[u8]) -> bool,
     ) -> Result<Option<CheckpointId>, StoreError> {
-        let (checkpoints, _) = self.list_checkpoints()?;
-        let maker = checkpoints
+        let (checkpoints, unreadable_entries) = self.list_checkpoints()?;
+        let intact_checkpoints = checkpoints
             .iter()
-            .find(|checkpoint| checkpoint.id == *id)
-            .map_or(&*self.vm, |checkpoint| &checkpoint.vm);
-        let is_candidate = |checkpoint: &&CheckpointInfo| {
-            checkpoint.job == job
-                && checkpoint.id < *id
-                && checkpoint.damage.is_none()
-                && (checkpoint.vm == self.vm || checkpoint.vm == maker)
-        };
-        Ok(checkpoints
+            .filter(|checkpoint| checkpoint.damage.is_none());
+        // The disk may read these again.
+        let unread_ids = unreadable_entries
             .iter()
-            .filter(is_candidate)
+            .filter(|(_, error)| matches!(error, StoreError::Io { .. }))
+            .filter_map(|(name, _)| name.parse().ok());
+        let mut candidates: Vec<CheckpointId> = intact_checkpoints
             .map(|checkpoint| checkpoint.id)
-            .max())
+            .chain(unread_ids)
+            .filter(|candidate| candidate.job() == job && candidate < id)
+            .collect();
+        candidates.sort_unstable();
+        for older_id in candidates.into_iter().rev() {
+            match self.open_checkpoint(&older_id) {
+                Ok(checkpoint) if is_same_job(checkpoint.description()) => {
+                    return Ok(Some(older_id));
+                }
+                Err(error @ StoreError::Io { .. }) => return Err(error),
+                Ok(_) | Err(_) => {}
+            }
+        }
+        Ok(None)
     }
 
     /// Removes the checkpoints of jobs whose recorded end is at least [`ENDED_JOB_RETENTION`] ago,

@@ -2,10 +2,12 @@
 
 use super::{JOB, OTHER_JOB, ScratchDir, small_files};
 use checkpoint::store::{CheckpointId, CheckpointStore, StoreLimits};
+use sempa_proto::Micros;
 use std::fs;
 
-/// The newest older checkpoint of the same job is found. Checkpoints of other jobs, of other
-/// virtual machines, damaged and unreadable ones are not.
+/// The newest older checkpoint of the same job is found, whichever virtual machine made it.
+/// Checkpoints of other jobs, also of those with the same number, damaged and unreadable ones are
+/// not.
 #[test]
 fn older_intact_checkpoint_of_the_job_is_found() {
     let scratch_dir = ScratchDir::new();
@@ -16,16 +18,31 @@ fn older_intact_checkpoint_of_the_job_is_found() {
             .write_checkpoint(store, job, second, &small_files())
             .id
     };
-    let ids: Vec<CheckpointId> = (1..=4)
+    let mut ids: Vec<CheckpointId> = (1..=3)
         .map(|second| write(&own_store, JOB, 2 * second))
         .collect();
-    write(&own_store, OTHER_JOB, 5);
-    write(&other_store, JOB, 7);
-    let find_older = |id: &CheckpointId| own_store.find_older_checkpoint(id, JOB).expect("read");
+    // The job ran elsewhere for a time.
+    let foreign_id = write(&other_store, JOB, 7);
+    write(&own_store, OTHER_JOB, 7);
+    let draft = own_store
+        .begin(JOB, Micros::from_secs(7))
+        .expect("there is room");
+    draft.finish(b"another job").expect("finished");
+    ids.push(write(&own_store, JOB, 8));
+    let find_older = |id: &CheckpointId| {
+        let is_same_job = |description: &[u8]| description == b"meta";
+        own_store
+            .find_older_checkpoint(id, JOB, is_same_job)
+            .expect("read")
+    };
+    assert_eq!(find_older(&ids[3]), Some(foreign_id));
+    let mark_damaged = |id: &CheckpointId| {
+        let result = own_store.mark_damaged(id, Some("a byte was changed"));
+        result.expect("marked");
+    };
+    mark_damaged(&foreign_id);
     assert_eq!(find_older(&ids[3]), Some(ids[2]));
-    own_store
-        .mark_damaged(&ids[2], Some("a byte was changed"))
-        .expect("marked");
+    mark_damaged(&ids[2]);
     assert_eq!(find_older(&ids[3]), Some(ids[1]));
     let manifest = scratch_dir
         .path("store")

@@ -1,6 +1,8 @@
 //! Records and errors of checkpoints of jobs. A checkpoint contains all tasks of a job as they were
 //! at one moment; the job can be restarted from the checkpoint.
 
+use crate::WIRE_VERSION;
+use crate::frame::{FrameError, decode_start, from_bytes};
 use crate::group::GroupState;
 use crate::ids::{HostId, Micros, Tid};
 use crate::message::Message;
@@ -13,8 +15,8 @@ pub const CHECKPOINT_TASKS_MAX: usize = 1024;
 /// Maximum total size, in bytes, of the mailbox entries that belong to the tasks of one checkpoint.
 pub const SAVED_MAILBOX_BYTES_MAX: usize = 16 << 20;
 /// Version of [`CheckpointMeta`], [`SavedTask`](crate::host::SavedTask) and the other files that
-/// are stored next to the images.
-pub const CHECKPOINT_VERSION: u16 = 5;
+/// are stored next to the images. Each begins with its version, whatever follows.
+pub const CHECKPOINT_VERSION: u16 = 6;
 
 /// The reason why a checkpoint store did not do what was asked. Complete checkpoints are unchanged,
 /// except that a checkpoint whose removal failed may be gone. A checkpoint that was being written
@@ -265,6 +267,43 @@ pub enum RestartFailure {
         /// Time after which the restart is accepted by force.
         time_until_force: Micros,
     },
+    /// The checkpoint was written by another version.
+    OtherVersion(WriterVersion),
+}
+
+/// The versions of the programs that wrote a checkpoint.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct WriterVersion {
+    /// Value of [`CHECKPOINT_VERSION`].
+    pub format: u16,
+    /// Value of [`WIRE_VERSION`] in the libraries of the tasks.
+    pub wire: u16,
+}
+
+impl WriterVersion {
+    /// The version of this program.
+    pub const OWN: Self = Self {
+        format: CHECKPOINT_VERSION,
+        wire: WIRE_VERSION,
+    };
+}
+
+impl fmt::Display for WriterVersion {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { format, wire } = self;
+        write!(f, "checkpoint format {format} and protocol version {wire}")
+    }
+}
+
+/// The reason why the metadata of a checkpoint cannot be used.
+#[derive(Debug, PartialEq, Eq, thiserror::Error)]
+pub enum MetaError {
+    /// Another version wrote it, so the rest of it may have another format.
+    #[error("it was written with {0}, and this version uses {own}", own = WriterVersion::OWN)]
+    OtherVersion(WriterVersion),
+    /// It has the format of this version, and cannot be decoded.
+    #[error(transparent)]
+    Decode(FrameError),
 }
 
 /// Identifies a job in a store: its first task, and the start time of the virtual machine in which
@@ -384,6 +423,12 @@ impl fmt::Display for RestartFailure {
             Self::Deadline { time_limit: limit } => {
                 write!(f, "not done within {} s", limit.0 / 1_000_000)
             }
+            Self::OtherVersion(version) => write!(
+                f,
+                "the checkpoint was written with {version}; this virtual machine uses {own}. The checkpoint is \
+                 unchanged: restart it with the version that wrote it",
+                own = WriterVersion::OWN
+            ),
             Self::RunsElsewhere {
                 holder,
                 time_until_force,
@@ -433,6 +478,30 @@ pub struct CheckpointMeta {
     pub origin: Micros,
 }
 
+impl CheckpointMeta {
+    /// Decodes the metadata of a checkpoint.
+    ///
+    /// # Errors
+    /// Another version wrote the metadata, or they cannot be decoded.
+    pub fn decode(bytes: &[u8]) -> Result<Self, MetaError> {
+        let (format, wire) = decode_start(bytes).map_err(MetaError::Decode)?;
+        let writer = WriterVersion { format, wire };
+        if writer != WriterVersion::OWN {
+            return Err(MetaError::OtherVersion(writer));
+        }
+        from_bytes(bytes).map_err(MetaError::Decode)
+    }
+
+    /// Returns the key of the job in the claims of the store.
+    #[must_use]
+    pub fn claim_key(&self) -> ClaimKey {
+        ClaimKey {
+            job: self.job,
+            origin: self.origin,
+        }
+    }
+}
+
 /// A mailbox entry at the time of the checkpoint.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SavedMailboxEntry {
@@ -467,4 +536,52 @@ pub struct SavedGroup {
     /// Members by instance number; [`Tid::NONE`] for a free instance and for a member outside the
     /// checkpoint.
     pub members: Vec<Tid>,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::frame::to_bytes;
+
+    fn meta() -> CheckpointMeta {
+        CheckpointMeta {
+            version: CHECKPOINT_VERSION,
+            wire_version: WIRE_VERSION,
+            vm_start_time: Micros(1),
+            job: Tid::from_raw(0x40001),
+            latest_incarnation: 0,
+            tasks: Vec::new(),
+            groups: Vec::new(),
+            mailbox_entries: Vec::new(),
+            contexts: Vec::new(),
+            schedule: None,
+            origin: Micros(7),
+        }
+    }
+
+    /// The metadata of another version are refused with that version, whatever their format is.
+    #[test]
+    fn other_version_is_named_whatever_follows() {
+        let bytes = to_bytes(&meta()).expect("short");
+        assert_eq!(CheckpointMeta::decode(&bytes), Ok(meta()));
+        for (format, wire) in [
+            (CHECKPOINT_VERSION - 1, WIRE_VERSION),
+            (CHECKPOINT_VERSION, WIRE_VERSION + 1),
+        ] {
+            let mut bytes = to_bytes(&(format, wire)).expect("short");
+            bytes.extend([0xff; 20]);
+            let error = CheckpointMeta::decode(&bytes);
+            let writer = WriterVersion { format, wire };
+            assert_eq!(error, Err(MetaError::OtherVersion(writer)));
+            let text = RestartFailure::OtherVersion(writer).to_string();
+            assert!(
+                text.contains(&format!("format {format} and")) && text.contains("unchanged"),
+                "{text}"
+            );
+        }
+        assert!(matches!(
+            CheckpointMeta::decode(&[]),
+            Err(MetaError::Decode(_))
+        ));
+    }
 }

@@ -5,9 +5,10 @@
 //! There is no order between the two channels. Items that must not overtake a task's own messages
 //! (its exit, replies, notifications) therefore travel as [`DataMsg`].
 
-use crate::checkpoint::CopyFailure;
+use crate::checkpoint::{CHECKPOINT_VERSION, CopyFailure};
 use crate::engine::{Engine, LaunchInfo};
 use crate::event::EventKind;
+use crate::frame::{FrameError, decode_start, from_bytes};
 use crate::ids::{Epoch, HostId, Micros, MigrationId, RequestId, Tid};
 use crate::message::Message;
 use crate::migration::{Migration, MigrationOrder, Refusal, StepReport, TaskFacts, Verdict};
@@ -349,6 +350,33 @@ pub struct SavedTask {
     /// Items that were waiting for the task. For a task that wrote its own checkpoint, also the
     /// messages that its process had sent and the partial messages that it had received.
     pub waiting_items: Vec<PendingItem>,
+}
+
+impl SavedTask {
+    /// Decodes the state of a task.
+    ///
+    /// # Errors
+    /// Another version wrote the state, or it cannot be decoded.
+    pub fn decode(bytes: &[u8]) -> Result<Self, SavedTaskError> {
+        let version: u16 = decode_start(bytes).map_err(SavedTaskError::Decode)?;
+        if version != CHECKPOINT_VERSION {
+            return Err(SavedTaskError::OtherVersion(version));
+        }
+        from_bytes(bytes).map_err(SavedTaskError::Decode)
+    }
+}
+
+/// The reason why the stored state of a task cannot be used.
+#[derive(Debug, PartialEq, Eq, thiserror::Error)]
+pub enum SavedTaskError {
+    /// Another version wrote it, so the rest of it may have another format.
+    #[error(
+        "it was written with checkpoint format {0}, and this version uses {CHECKPOINT_VERSION}"
+    )]
+    OtherVersion(u16),
+    /// It has the format of this version, and cannot be decoded.
+    #[error(transparent)]
+    Decode(FrameError),
 }
 
 /// A message on the data channel, for a task on the receiving host or about a task.

@@ -175,17 +175,27 @@ impl Machine {
         if self.master.is_none() {
             return;
         }
+        self.forget_lease(host);
         if let Some(shutdown) = &mut self.shutdown {
             shutdown.awaited_hosts.remove(&host);
             return self.advance_stop();
         }
         self.send_to_host(host, HostMsg::Shutdown);
-        self.forget_lease(host);
         self.notify_coordinators_of_lost_host(host);
         if !self.is_leaving(host) {
             self.roll_back_for_lost_host(host);
             self.remove_lost_host(host, why);
         }
+    }
+
+    /// Master: true if the virtual machine ends and no task can run on any other host: all have
+    /// reported the end of their tasks, and the leases of lost hosts are over.
+    pub fn have_other_hosts_ended(&self) -> bool {
+        let are_reported = self
+            .shutdown
+            .as_ref()
+            .is_some_and(|shutdown| shutdown.awaited_hosts.is_empty());
+        self.master.is_some() && are_reported && self.lost_tasks_wait().is_none()
     }
 
     /// Master: stops waiting for a host that was lost.

@@ -126,7 +126,7 @@ pub(super) struct HostChanges {
     pending_removals: Vec<Removal>,
     table_change: Option<TableChange>,
     /// Hosts that are not in the table any more and were ordered to end, but have not ended yet.
-    leaving_hosts: BTreeSet<HostId>,
+    pub(super) leaving_hosts: BTreeSet<HostId>,
 }
 
 impl HostChanges {
@@ -831,6 +831,7 @@ impl Machine {
             self.log_warning(format!(
                 "{host} did not end in time; it ends when its lease expires"
             ));
+            self.record_lost_lease(host);
             self.finish_removal(host);
         }
     }

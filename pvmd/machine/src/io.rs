@@ -8,8 +8,8 @@
 use bytes::Bytes;
 use checkpoint_protocol::SnapshotId;
 use sempa_proto::checkpoint::{
-    CheckpointEntry, CheckpointMeta, JobHolder, RemovalRefusal, RemovalResults, RemovalSelection,
-    RestartFailure, StoreFailure,
+    CheckpointEntry, CheckpointMeta, ClaimKey, JobHolder, RemovalRefusal, RemovalResults,
+    RemovalSelection, RestartFailure, StoreFailure,
 };
 use sempa_proto::host::SavedTask;
 use sempa_proto::host::{DataMsg, HostMsg};
@@ -267,16 +267,18 @@ pub enum Event {
     },
     /// Another virtual machine has taken over a job of this one.
     JobTakenOver {
-        job: Tid,
+        key: ClaimKey,
         by: JobHolder,
     },
-    /// The checkpoint of this restart is damaged. Precedes the report of the step that has failed
+    /// The checkpoint of this restart is damaged or missing. Precedes the report of the step that has failed
     /// for this reason.
     CheckpointDamaged {
         /// Id from the request.
         restart_number: u64,
         /// How the damage was detected.
         why: String,
+        /// True if the store has no such checkpoint.
+        is_missing: bool,
     },
     /// Result of [`Output::MarkDamaged`] for a job that rolls back.
     OlderCheckpointFound {
@@ -284,8 +286,9 @@ pub enum Event {
         /// The damaged checkpoint, and how the damage was detected.
         damaged_checkpoint: String,
         why: String,
-        /// The newest older checkpoint of the job that is not known to be damaged.
-        older_checkpoint: Option<String>,
+        /// The newest older checkpoint of the job that is not known to be damaged; `None` if there
+        /// is none. `Err` if the store could not be read.
+        result: Result<Option<String>, StoreFailure>,
     },
     /// Result of [`Output::ReadPart`]: the daemon's state of a task, which is stored next to the
     /// images.
@@ -559,14 +562,14 @@ pub enum Output {
     CloseCheckpoint {
         /// Id under which the checkpoint was opened.
         restart_number: u64,
-        /// False if the restart has failed: the claim is released, unless this virtual machine had
-        /// it before.
+        /// False if the restart was refused: the claim is released, unless this virtual machine had
+        /// it before. True if the job runs, or if [`Output::ReleaseJob`] will follow.
         keeps_claim: bool,
     },
     /// Master: a job that has checkpoints does not run any more. Another virtual machine may
     /// restart it. Idempotent.
     ReleaseJob {
-        job: Tid,
+        key: ClaimKey,
     },
     /// Master: mark checkpoints as those of ended jobs, or of jobs that run again. The latter are
     /// intact, so their damage marks are removed. Outputs of this kind are performed in order.
@@ -582,7 +585,7 @@ pub enum Output {
     MarkDamaged {
         checkpoint: String,
         why: String,
-        rollback_job: Option<Tid>,
+        rollback_job: Option<ClaimKey>,
     },
     /// Master: remove checkpoints. → [`Event::CheckpointsRemoved`]
     RemoveCheckpoints {

@@ -35,6 +35,9 @@ pub(super) struct Lease {
     /// Times at which the last heartbeat of each host arrived (master only). Contains at most one
     /// entry for each host index.
     last_heartbeats: BTreeMap<HostId, Micros>,
+    /// Times until which tasks of lost hosts may run there (master only), if they have not passed.
+    /// Contains at most one entry for each host index.
+    lost_until: BTreeMap<HostId, Micros>,
 }
 
 impl Machine {
@@ -162,6 +165,25 @@ impl Machine {
     /// end of its lease.
     pub(super) fn forget_lease(&mut self, host: HostId) {
         self.lease.last_heartbeats.remove(&host);
+        self.lease.lost_until.remove(&host);
+    }
+
+    /// Master: records that a host is lost. Its tasks may run until
+    /// [`Machine::replacement_time`].
+    pub(super) fn record_lost_lease(&mut self, host: HostId) {
+        let (now, replacement_time) = (self.now, self.replacement_time(host));
+        let lost_until = &mut self.lease.lost_until;
+        lost_until.retain(|_, time| *time > now);
+        if replacement_time > now {
+            lost_until.insert(host, replacement_time);
+        }
+    }
+
+    /// Master: returns the time after which no task of any lost host can run; `None` if this time
+    /// has passed.
+    pub(super) fn lost_leases_end(&self) -> Option<Micros> {
+        let times = self.lease.lost_until.values().copied();
+        times.filter(|time| *time > self.now).max()
     }
 
     /// Master: returns the time from which copies of a lost host's tasks may run elsewhere. The

@@ -172,6 +172,10 @@ enum Timer {
     /// A job is due for its next checkpoint, for a retry of a checkpoint, or for a check whether
     /// its last tasks have ended.
     JobCheckDue(Tid),
+    /// The master must check whether the tasks have ended whose jobs' claims must be released.
+    ClaimCheckDue,
+    /// No task of a lost host can run any more: this restart can begin.
+    RestartDue(u64),
     /// The time limit for the receiver of a failed checkpoint copy to report the reason has passed.
     CopyFailureTimeout(MigrationId),
     /// The time limit for the last messages of `exited` to arrive at `watcher` has passed.
@@ -396,17 +400,18 @@ impl Machine {
                 restart_number: restart,
                 result,
             } => self.handle_checkpoint_opened(restart, result),
-            Event::JobTakenOver { job, by } => self.end_taken_over_job(job, &by),
+            Event::JobTakenOver { key, by } => self.end_taken_over_job(key, &by),
             Event::CheckpointDamaged {
                 restart_number,
                 why,
-            } => self.handle_checkpoint_damaged(restart_number, why),
+                is_missing,
+            } => self.handle_checkpoint_damaged(restart_number, why, is_missing),
             Event::OlderCheckpointFound {
                 job,
                 damaged_checkpoint,
                 why,
-                older_checkpoint,
-            } => self.roll_back_further(job, damaged_checkpoint, why, older_checkpoint),
+                result,
+            } => self.handle_older_checkpoint(job, damaged_checkpoint, why, result),
             Event::PartRead { migration, result } => self.handle_part_read(migration, result),
             Event::StateCollected { migration, result } => {
                 self.handle_state_collected(migration, result)
@@ -597,6 +602,8 @@ impl Machine {
                 Timer::RmBatchDue => self.handle_rm_batch_timer(),
                 Timer::PlacementQueryTimeout(query) => self.handle_placement_query_timeout(query),
                 Timer::JobCheckDue(job) => self.handle_job_timer(job),
+                Timer::ClaimCheckDue => self.check_unreleased_claims(),
+                Timer::RestartDue(restart_number) => self.retry_begin_restart(restart_number),
                 Timer::CopyFailureTimeout(migration) => self.fail_broken_copy(migration),
                 Timer::SocketDrainTimeout(tid, spawn_token) => {
                     self.handle_socket_drain_timeout(tid, spawn_token)

@@ -9,7 +9,8 @@
 //!   checks, it is killed and started again.
 //! - **Resource manager**. If it is silent for as long, it is not the resource manager any more, so
 //!   that spawns are placed round robin, and it is killed and started again. One that a user has
-//!   started from a command line is not killed, and is registered again when it answers.
+//!   started from a command line is not killed, and is registered again when it answers. While it
+//!   waits for the reply to a request, which may concern a host that hangs, it is not asked.
 //! - **Tasker**, while it has tasks. If it is silent for as long while guests must stop for the
 //!   owner, an event reports that they are not stopped, and the tasker is killed with all its
 //!   tasks. Otherwise it has time until [`SILENT_TASKER_CHECKS_MAX`].
@@ -23,6 +24,7 @@
 //! are not supervised.
 
 use super::guest_stops::GUEST_STOP_TIMEOUT;
+use super::tasks::Task;
 use super::{Machine, Timer};
 use bytes::Bytes;
 use sempa_proto::event::EventKind;
@@ -139,7 +141,8 @@ impl Machine {
         let Some(service) = self.supervision.services.get_mut(&tid) else {
             return;
         };
-        if !is_needed {
+        let awaits_reply = is_rm && self.tasks.get(tid).is_some_and(Task::awaits_timed_reply);
+        if !is_needed || awaits_reply {
             service.answers = Answers::default();
             return;
         }

@@ -283,6 +283,11 @@ impl Task {
             )
     }
 
+    /// True if daemons owe the task a reply that does not depend on what other tasks do.
+    pub(super) fn awaits_timed_reply(&self) -> bool {
+        !self.open_requests.is_subset(&self.untimed_requests)
+    }
+
     /// If the task has settled ([`Task::has_settled`]), removes and returns the part of a
     /// checkpoint that has waited for the task to settle.
     pub(super) fn take_settled_part(&mut self) -> Option<MigrationId> {

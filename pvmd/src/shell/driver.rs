@@ -498,7 +498,7 @@ impl Driver {
                 .parts
                 .checkpoints
                 .close_checkpoint(restart_number, keeps_claim),
-            Output::ReleaseJob { job } => self.parts.checkpoints.release_job(job),
+            Output::ReleaseJob { key } => self.parts.checkpoints.release_job(key),
             Output::MarkCheckpoints {
                 checkpoints,
                 has_ended,
@@ -736,16 +736,13 @@ impl Driver {
         let conns: Vec<ConnId> = self.tasks.keys().copied().collect();
         conns.into_iter().for_each(|conn| self.disconnect(conn));
         let had_slaves = self.is_master && self.parts.sessions.has_sessions();
+        let may_release_jobs = self.parts.machine.have_other_hosts_ended();
         self.await_connection_ends(|driver| {
             driver.tasks.is_empty() && !(driver.is_master && driver.parts.sessions.has_sessions())
         })
         .await;
-        let Self {
-            parts,
-            is_master,
-            has_lost_master,
-            ..
-        } = self;
+        let (is_master, has_lost_master) = (self.is_master, self.has_lost_master);
+        let Self { parts, .. } = self;
         let DaemonParts {
             mut sessions,
             mut tasker,
@@ -764,8 +761,8 @@ impl Driver {
         // messages have no effect.
         let discard_task = tokio::spawn(async move { while inputs.recv().await.is_some() {} });
         tasker.shut_down(has_lost_master).await;
-        // Hosts that are not reachable end their tasks within the lease.
-        if is_master && !had_slaves {
+        // Hosts that have not reported the end of their tasks end them within the lease.
+        if may_release_jobs {
             checkpoints.release_all_jobs().await;
         }
         drop((image_transfers, host_starter, migration_files));

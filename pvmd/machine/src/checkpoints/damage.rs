@@ -1,18 +1,28 @@
 //! Damaged checkpoints: they are marked, and a job that rolls back uses the next older one.
 
-use super::{EXIT_CHECK_INTERVAL, JobActivity};
+use super::{EXIT_CHECK_INTERVAL, JobActivity, restart_retry_interval};
 use crate::{Machine, Output};
 use sempa_proto::Tid;
+use sempa_proto::checkpoint::StoreFailure;
 use sempa_proto::event::EventKind;
 
 impl Machine {
-    /// Records that the store has found the checkpoint of a restart damaged. The report of the
-    /// failed step follows.
-    pub(crate) fn handle_checkpoint_damaged(&mut self, restart_number: u64, why: String) {
+    /// Records that the store has found the checkpoint of a restart damaged or missing. The report
+    /// of the failed step follows.
+    pub(crate) fn handle_checkpoint_damaged(
+        &mut self,
+        restart_number: u64,
+        why: String,
+        is_missing: bool,
+    ) {
         let open_restart = self
             .job_checkpoints()
             .and_then(|k| k.open_restarts.get_mut(&restart_number));
-        if let Some(open_restart) = open_restart {
+        // A rollback uses an older checkpoint instead of a missing one. A user may have mistyped
+        // the name.
+        if let Some(open_restart) = open_restart
+            && (!is_missing || open_restart.rollback_job.is_some())
+        {
             open_restart.damage.get_or_insert(why);
         }
     }
@@ -26,10 +36,14 @@ impl Machine {
         rollback_job: Option<Tid>,
         why: String,
     ) {
+        let rollback_key = rollback_job.and_then(|rollback_job| {
+            let job_checkpoints = self.job_checkpoints()?;
+            Some(job_checkpoints.claim_key(rollback_job))
+        });
         self.outputs.push_back(Output::MarkDamaged {
             checkpoint: checkpoint.to_string(),
             why: why.clone(),
-            rollback_job,
+            rollback_job: rollback_key,
         });
         if rollback_job.is_none() {
             self.record_event(EventKind::CheckpointDamaged {
@@ -42,14 +56,16 @@ impl Machine {
         }
     }
 
-    /// Continues the rollback of a job whose newest checkpoint is damaged with an older one. If
-    /// there is none, the rollback ends, because no further attempt could succeed.
-    pub(crate) fn roll_back_further(
+    /// Handles the store's report on the checkpoint that is used instead of a damaged one. The
+    /// rollback continues with this checkpoint. If there is none, the rollback ends, because no
+    /// further attempt could succeed. If the store could not be read, the damaged checkpoint is
+    /// tried again later, which asks the store again.
+    pub(crate) fn handle_older_checkpoint(
         &mut self,
         job: Tid,
         damaged_checkpoint: String,
         why: String,
-        older_checkpoint: Option<String>,
+        result: Result<Option<String>, StoreFailure>,
     ) {
         let Some(entry) = self.job_checkpoints().and_then(|k| k.jobs.get_mut(&job)) else {
             return;
@@ -59,6 +75,16 @@ impl Machine {
         if !is_expected {
             return;
         }
+        let older_checkpoint = match result {
+            Ok(older_checkpoint) => older_checkpoint,
+            Err(failure) => {
+                let delay = restart_retry_interval(entry.attempt_count);
+                self.log_warning(format!(
+                    "job {job} waits for the store, because its checkpoint {damaged_checkpoint} is damaged: {failure}"
+                ));
+                return self.schedule_check(job, delay);
+            }
+        };
         if entry.restart_checkpoint.as_ref() == Some(&damaged_checkpoint) {
             entry.restart_checkpoint = None;
         }
@@ -72,10 +98,7 @@ impl Machine {
         });
         match older_checkpoint {
             Some(_) => self.schedule_check(job, EXIT_CHECK_INTERVAL),
-            None => {
-                self.outputs.push_back(Output::ReleaseJob { job });
-                self.forget_job(job);
-            }
+            None => self.forget_job(job),
         }
     }
 }

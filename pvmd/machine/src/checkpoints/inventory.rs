@@ -110,7 +110,11 @@ impl Machine {
                 self.check_job_ended(job, &inventory.tasks)
             }
             // The silent host may have tasks of the job, so the job's checkpoints are retained.
-            (InventoryPurpose::CheckJobEnded(_), Some(_)) => {}
+            (InventoryPurpose::CheckJobEnded(job), Some(_)) => self.release_later(job),
+            (InventoryPurpose::ReleaseClaims, None) => {
+                self.release_ended_jobs(Some(&inventory.tasks))
+            }
+            (InventoryPurpose::ReleaseClaims, Some(_)) => self.release_ended_jobs(None),
         }
     }
 

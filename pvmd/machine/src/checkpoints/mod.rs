@@ -13,6 +13,7 @@
 //!   checkpoint is damaged, the one before it is used.
 
 mod admission;
+mod claims;
 mod completion;
 mod copies;
 mod damage;
@@ -34,7 +35,7 @@ use checkpoint_protocol::{RestartId, Restarts, SnapshotId, SnapshotOutput, Snaps
 use inventory::job_members;
 use sempa_proto::checkpoint::{
     CHECKPOINT_TASKS_MAX, CHECKPOINT_VERSION, CheckpointFailure, CheckpointMeta, CheckpointReport,
-    CheckpointSchedule, SavedGroup, SavedMailboxEntry, StoreFailure, TaskMeta,
+    CheckpointSchedule, ClaimKey, SavedGroup, SavedMailboxEntry, StoreFailure, TaskMeta,
 };
 use sempa_proto::migration::{Failure, Step, TaskFacts};
 use sempa_proto::table::TaskInfo;
@@ -93,8 +94,8 @@ enum JobActivity {
         report: CheckpointReport,
         check_count: u32,
     },
-    /// The job is being restarted from a checkpoint.
-    Restarting,
+    /// The job is being restarted from a checkpoint, by the restart with this number.
+    Restarting(u64),
     /// Another virtual machine has restarted the job: its tasks here are being killed. The checks
     /// for remaining tasks are counted.
     TakenOver { check_count: u32 },
@@ -138,6 +139,8 @@ struct CheckpointedJob {
     /// How the job's first task has ended.
     first_task_end: job_end::FirstTaskEnd,
     copies: copies::JobCopies,
+    /// True if this virtual machine may have the claim of the job in the store.
+    may_have_claim: bool,
 }
 
 impl CheckpointedJob {
@@ -199,6 +202,8 @@ enum InventoryPurpose {
     BeginRestart(u64),
     /// Check whether this job has ended. All its known tasks have ended.
     CheckJobEnded(Tid),
+    /// Check which jobs with unreleased claims have ended.
+    ReleaseClaims,
 }
 
 #[derive(Debug)]
@@ -225,6 +230,8 @@ struct OpenRestart {
     assigned_contexts: Vec<(i32, Tid)>,
     /// How the store has detected that the checkpoint is damaged; `None` if it has not.
     damage: Option<String>,
+    /// True if what the earlier tasks have left behind was ordered to be killed.
+    has_killed_leftovers: bool,
 }
 
 /// The master's state of all checkpoints and restarts.
@@ -240,6 +247,9 @@ pub(super) struct JobCheckpoints {
     /// Parts of checkpoints that are being unpacked and sent to their hosts.
     parts_in_transfer: BTreeSet<MigrationId>,
     snapshot_contents: BTreeMap<SnapshotId, SnapshotContents>,
+    /// Checkpoints that the store is completing, with the claims of their jobs.
+    seals_in_progress: BTreeMap<SnapshotId, ClaimKey>,
+    unreleased_claims: claims::UnreleasedClaims,
     /// The latest incarnation of any restarted task.
     latest_incarnation: u16,
     /// Incarnation of each restarted task.
@@ -273,11 +283,14 @@ impl JobCheckpoints {
         }
     }
 
-    /// Makes room for another job. If there are already [`JOBS_MAX`] jobs, forgets an idle job;
-    /// returns false if no job is idle.
-    fn make_room_for(&mut self, job: Tid) -> bool {
+    /// Returns the job that must be forgotten to make room for another job: an idle one, if there
+    /// are already [`JOBS_MAX`] jobs.
+    ///
+    /// # Errors
+    /// [`PvmError::OutOfRes`] if no job is idle.
+    fn job_to_forget_for(&self, job: Tid) -> Result<Option<Tid>, PvmError> {
         if self.jobs.len() < JOBS_MAX || self.jobs.contains_key(&job) {
-            return true;
+            return Ok(None);
         }
         let idle_job = |entry: &CheckpointedJob| {
             entry.schedule.is_none()
@@ -289,7 +302,7 @@ impl JobCheckpoints {
             .iter()
             .find(|(_, entry)| idle_job(entry))
             .map(|(tid, _)| *tid);
-        idle_job.is_some_and(|idle_job| self.jobs.remove(&idle_job).is_some())
+        idle_job.map(Some).ok_or(PvmError::OutOfRes)
     }
 
     fn job_of_snapshot(&self, snapshot: SnapshotId) -> Option<Tid> {
@@ -339,10 +352,18 @@ impl Machine {
         let Some(job_checkpoints) = self.job_checkpoints() else {
             return;
         };
-        if !job_checkpoints.make_room_for(job) {
-            let reason = format!("{JOBS_MAX} jobs have scheduled checkpoints already, the limit");
-            return self.reply_error(tid, id, PvmError::OutOfRes, reason);
+        match job_checkpoints.job_to_forget_for(job) {
+            Ok(None) => {}
+            Ok(Some(idle_job)) => self.forget_job(idle_job),
+            Err(error) => {
+                let reason =
+                    format!("{JOBS_MAX} jobs have scheduled checkpoints already, the limit");
+                return self.reply_error(tid, id, error, reason);
+            }
         }
+        let Some(job_checkpoints) = self.job_checkpoints() else {
+            return;
+        };
         let entry = job_checkpoints.jobs.entry(job).or_default();
         match schedule {
             Some(CheckpointSchedule::Disabled) => {
@@ -367,7 +388,7 @@ impl Machine {
             | JobActivity::RollingBack { .. }
             | JobActivity::EndingJob { .. }
             | JobActivity::TakenOver { .. }
-            | JobActivity::Restarting => {
+            | JobActivity::Restarting(_) => {
                 return match must_wait {
                     true => self.reply(
                         tid,
@@ -695,13 +716,12 @@ impl Machine {
             contexts,
             ..
         } = stored_contents;
-        let schedule = master
-            .checkpoints
-            .jobs
-            .get(&job)
-            .and_then(|entry| entry.schedule);
-        let origin = master.checkpoints.origins.get(&job).copied();
-        let origin = origin.unwrap_or(vm_created_at);
+        let mut schedule = None;
+        if let Some(entry) = master.checkpoints.jobs.get_mut(&job) {
+            (schedule, entry.may_have_claim) = (entry.schedule, true);
+        }
+        let key = master.checkpoints.claim_key(job);
+        master.checkpoints.seals_in_progress.insert(snapshot, key);
         let (version, wire_version) = (CHECKPOINT_VERSION, WIRE_VERSION);
         let meta = CheckpointMeta {
             version,
@@ -714,7 +734,7 @@ impl Machine {
             mailbox_entries: mailbox,
             contexts,
             schedule,
-            origin,
+            origin: key.origin,
         };
         let protected_checkpoints = master.checkpoints.needed_checkpoints();
         self.outputs.push_back(Output::SealCheckpoint {
@@ -738,6 +758,7 @@ impl Machine {
         else {
             return;
         };
+        let key = job_checkpoints.seals_in_progress.remove(&snapshot);
         if let Ok((checkpoint, _)) = &result
             && job_checkpoints.job_of_snapshot(snapshot).is_none()
         {
@@ -755,11 +776,24 @@ impl Machine {
             })
         });
         job_checkpoints.snapshots.on_sealed(snapshot, result);
+        // The store has claimed the job. The master may have forgotten the job meanwhile.
+        let job = key.and_then(|key| job_checkpoints.jobs.get(&key.job));
+        if let Some(key) = key
+            && job.is_none_or(|entry| !entry.may_have_claim)
+        {
+            self.release_when_ended(key, BTreeSet::new());
+        }
     }
 
+    /// Forgets a job. Its claim is released when its tasks have ended.
     fn forget_job(&mut self, job: Tid) {
-        if let Some(job_checkpoints) = self.job_checkpoints() {
-            job_checkpoints.jobs.remove(&job);
+        let Some(job_checkpoints) = self.job_checkpoints() else {
+            return;
+        };
+        let key = job_checkpoints.claim_key(job);
+        let entry = job_checkpoints.jobs.remove(&job);
+        if let Some(entry) = entry.filter(|entry| entry.may_have_claim) {
+            self.release_when_ended(key, entry.members);
         }
     }
 

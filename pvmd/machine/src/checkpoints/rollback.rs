@@ -7,8 +7,8 @@ use super::{
     CheckpointedJob, EXIT_CHECK_INTERVAL, EXIT_CHECKS_MAX, JobActivity, RESTART_RETRY_INTERVAL,
     SIGKILL,
 };
+use crate::Machine;
 use crate::rpc::RpcPurpose;
-use crate::{Machine, Output};
 use sempa_proto::checkpoint::CheckpointFailure;
 use sempa_proto::event::EventKind;
 use sempa_proto::host::HostRequest;
@@ -28,6 +28,7 @@ impl Machine {
         self.roll_back_jobs_on(host, Some(host), &why, |_| {
             CheckpointFailure::HostLost(host)
         });
+        self.end_members_on(host);
     }
 
     /// Master: handles the end of a host's tasker. All tasks of the host have died with the tasker.
@@ -50,12 +51,49 @@ impl Machine {
             .filter(|job| {
                 matches!(
                     job.activity,
-                    JobActivity::RollingBack { .. } | JobActivity::Restarting
+                    JobActivity::RollingBack { .. } | JobActivity::Restarting(_)
                 )
             })
             .collect();
         tids.retain(|tid| awaiting_jobs.iter().any(|job| job.members.contains(tid)));
         tids
+    }
+
+    /// Records that the tasks of a host have ended with it. Jobs that do not roll back may thereby
+    /// have ended.
+    fn end_members_on(&mut self, host: HostId) {
+        let Some(job_checkpoints) = self.job_checkpoints() else {
+            return;
+        };
+        let members: BTreeSet<Tid> = job_checkpoints
+            .jobs
+            .values()
+            .flat_map(|job| job.members.difference(&job.ended_members))
+            .copied()
+            .collect();
+        let ended_members: BTreeSet<Tid> = members
+            .into_iter()
+            .filter(|tid| self.location(*tid) == Some(host))
+            .collect();
+        let Some(job_checkpoints) = self.job_checkpoints() else {
+            return;
+        };
+        for (job, entry) in &mut job_checkpoints.jobs {
+            let may_run = matches!(
+                entry.activity,
+                JobActivity::Idle | JobActivity::TakingInventory | JobActivity::TakingSnapshot(_)
+            );
+            if !may_run || entry.has_only_ended_tasks() {
+                continue;
+            }
+            let ended_with_host = entry.members.intersection(&ended_members).copied();
+            let ended_with_host: Vec<Tid> = ended_with_host.collect();
+            entry.ended_members.extend(ended_with_host);
+            // The end of a checkpoint in progress checks the job, too.
+            if entry.activity == JobActivity::Idle && entry.has_only_ended_tasks() {
+                job_checkpoints.maybe_ended_jobs.push(*job);
+            }
+        }
     }
 
     /// Master: called when hosts have joined. Tries again to restart the jobs that could not be
@@ -166,7 +204,11 @@ impl Machine {
     /// Handles an inventory of a job whose tasks must end: kills the remaining tasks, or continues
     /// the rollback or the end of the job if no task remains.
     pub(super) fn check_tasks_ended(&mut self, job: Tid, tasks: &[TaskInfo]) {
-        let Some(entry) = self.job_checkpoints().and_then(|k| k.jobs.get_mut(&job)) else {
+        let Some(job_checkpoints) = self.job_checkpoints() else {
+            return;
+        };
+        let key = job_checkpoints.claim_key(job);
+        let Some(entry) = job_checkpoints.jobs.get_mut(&job) else {
             return;
         };
         let remaining_tasks: Vec<Tid> = job_members(job, &mut entry.members, tasks)
@@ -192,10 +234,11 @@ impl Machine {
         match &entry.activity {
             JobActivity::EndingJob { report, .. } if remaining_tasks.is_empty() || gives_up => {
                 let (report, waiters) = (report.clone(), std::mem::take(&mut entry.waiters));
-                self.forget_job(job);
                 if remaining_tasks.is_empty() {
-                    self.outputs.push_back(Output::ReleaseJob { job });
+                    entry.may_have_claim = false;
+                    self.release_ended_job(key);
                 }
+                self.forget_job(job);
                 for (tid, id) in waiters {
                     self.reply(tid, id, Reply::Checkpointed(Ok(report.clone())));
                 }
@@ -244,7 +287,6 @@ impl Machine {
             .job_checkpoints()
             .and_then(|k| k.jobs.get(&job)?.newest_checkpoint.clone());
         let Some(checkpoint) = newest_checkpoint else {
-            self.outputs.push_back(Output::ReleaseJob { job });
             return self.forget_job(job);
         };
         if remaining_count > 0 {
@@ -258,19 +300,20 @@ impl Machine {
         }
         // A lost host stays in the table for a moment. A deleted host ends its tasks after it was
         // removed from the table.
-        // The tasks of a lost host have ended when its lease is over. The tasks of a host whose
-        // tasker has ended have ended with the tasker.
-        let may_run_there = lost_host.is_some_and(|lost_host| {
-            self.table.get(lost_host).is_some()
-                || self.is_leaving(lost_host)
-                || self.now < self.replacement_time(lost_host)
-        });
-        if may_run_there {
-            return self.schedule_check(job, EXIT_CHECK_INTERVAL);
+        // The tasks of lost hosts have ended when their leases are over; more than one host may
+        // have had tasks of the job. The tasks of a host whose tasker has ended have ended with the
+        // tasker.
+        let is_in_table = lost_host.is_some_and(|host| self.table.get(host).is_some());
+        let wait = self.lost_tasks_wait();
+        if is_in_table || wait.is_some() {
+            let delay = wait.unwrap_or_default().max(EXIT_CHECK_INTERVAL);
+            return self.schedule_check(job, delay);
         }
-        if let Some(entry) = self.job_checkpoints().and_then(|k| k.jobs.get_mut(&job)) {
-            entry.activity = JobActivity::Restarting;
+        let restart_number =
+            self.restart_checkpoint(checkpoint, Some(job), Vec::new(), None, why, false);
+        let entry = self.job_checkpoints().and_then(|k| k.jobs.get_mut(&job));
+        if let (Some(entry), Some(restart_number)) = (entry, restart_number) {
+            entry.activity = JobActivity::Restarting(restart_number);
         }
-        self.restart_checkpoint(checkpoint, Some(job), Vec::new(), None, why, false);
     }
 }

@@ -243,6 +243,9 @@ impl Machine {
     /// Notifies the coordinators of migrations, checkpoints and restarts that a host is lost.
     pub(super) fn notify_coordinators_of_lost_host(&mut self, host: HostId) {
         let (now, replacement_time) = (self.now, self.replacement_time(host));
+        if self.master.is_some() {
+            self.record_lost_lease(host);
+        }
         let Some(master) = &mut self.master else {
             return;
         };

@@ -63,6 +63,43 @@ fn silent_resource_manager_is_replaced() {
     }
 }
 
+/// A resource manager that waits for the reply to its own request, which concerns a host that
+/// hangs, is not blamed. It answers again when it has the reply.
+#[test]
+fn resource_manager_that_awaits_a_reply_stays() {
+    for seed in seeds(20) {
+        let (mut sim, console) = Sim::cluster(seed, 3);
+        let rm = spawn_rm(&mut sim, console);
+        let rm_tid = sim.procs[rm].tid();
+        sim.advance(SOME_CHECKS);
+        let all_tasks = Request::Tasks {
+            selector: Tid::NONE,
+        };
+        let request = sim.request(rm, all_tasks);
+        // Host 2 hangs: its reply never arrives.
+        for _ in 0..200 {
+            sim.advance(Micros(100));
+            sim.drop_in_flight(host(2), HostId::MASTER);
+        }
+        // The only thread of the resource manager waits for the reply.
+        sim.procs[rm].stop();
+        sim.advance(SOME_CHECKS);
+        assert!(!sim.procs[rm].exited, "seed {seed}");
+        assert!(knows_rm(&sim, console, rm_tid), "seed {seed}");
+        sim.kill_host(host(2));
+        sim.continue_proc(rm);
+        sim.run_until("it has the reply", |s| {
+            s.procs[rm].replies.contains_key(&request)
+        });
+        sim.advance(SOME_CHECKS);
+        assert!(!sim.procs[rm].exited, "seed {seed}");
+        assert!(!has_note(&mut sim, console, "resource manager"));
+        // One that hangs without such a request is noticed.
+        sim.procs[rm].stop();
+        sim.run_until("it is dead", |s| s.procs[rm].exited);
+    }
+}
+
 /// A resource manager from a command line that hangs is not killed. When it answers, it is
 /// the resource manager again.
 #[test]

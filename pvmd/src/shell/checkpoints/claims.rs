@@ -7,22 +7,22 @@
 
 use super::{CheckpointError, CheckpointService, lock};
 use crate::shell::input::{Input, InputSender, LogRateLimit};
+use checkpoint::boot_clock;
 use checkpoint::proc::stat;
 use checkpoint::store::CheckpointStore;
 use checkpoint_protocol::{
     CLAIM_RENEWAL_INTERVAL, ClaimDecision, ClaimObserver, HolderState, decide_claim, is_taken_over,
 };
-use nix::time::{ClockId, clock_gettime};
 use pvmd_machine::io::Event;
 use ring::rand::{SecureRandom, SystemRandom};
+use sempa_proto::Micros;
 use sempa_proto::checkpoint::{ClaimKey, JobClaim, JobHolder, RestartFailure, StoreFailure};
 use sempa_proto::frame::{from_bytes, to_bytes};
-use sempa_proto::{Micros, Tid};
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fs;
 use std::sync::{Arc, Mutex};
 use std::thread::sleep;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 use tokio::time::timeout;
 
 /// Time limit for the release of all claims when the daemon ends. Claims that are not released are
@@ -169,19 +169,33 @@ impl ClaimIdentity {
 /// A claim of this virtual machine.
 #[derive(Clone, Copy, Debug)]
 struct HeldClaim {
-    key: ClaimKey,
     term: u64,
     since: Micros,
+    /// True if the store has the claim. Until then a failed write ends the claim.
+    is_stored: bool,
 }
 
 #[derive(Debug, Default)]
 struct ClaimState {
-    held_claims: BTreeMap<Tid, HeldClaim>,
+    held_claims: BTreeMap<ClaimKey, HeldClaim>,
+    /// Jobs that run here and could not be claimed with their first checkpoint. The next renewal
+    /// claims them. The value is the time at which the job was to be claimed.
+    unclaimed_jobs: BTreeMap<ClaimKey, Micros>,
     observer: ClaimObserver,
-    /// Jobs that restarts in progress have claimed, by the number of the restart.
-    claimed_by_restarts: HashMap<u64, Tid>,
-    last_renewal_at: Option<Instant>,
+    /// The claims that restarts in progress need, by the number of the restart.
+    claims_of_restarts: HashMap<u64, ClaimKey>,
+    /// Claims that only restarts in progress need. The end of the last one releases the claim,
+    /// unless the job runs then.
+    restart_only_claims: BTreeSet<ClaimKey>,
+    /// Time of the last renewal on the boot clock.
+    last_renewal_at: Option<Micros>,
     is_renewing: bool,
+}
+
+impl ClaimState {
+    fn is_needed_by_restart(&self, key: ClaimKey) -> bool {
+        self.claims_of_restarts.values().any(|used| *used == key)
+    }
 }
 
 /// The claims of this virtual machine. All clones share one state.
@@ -249,6 +263,8 @@ impl JobClaims {
         now: Micros,
         is_forced: bool,
     ) -> Result<bool, ClaimFailure> {
+        // The shared observer measures no time if it has too many claims. This one ends the wait.
+        let mut observer = ClaimObserver::default();
         loop {
             let mut result = Ok(false);
             let mut wait_time = None;
@@ -260,7 +276,7 @@ impl JobClaims {
                         return None;
                     }
                 };
-                match self.decide(key, claim.as_ref(), is_forced) {
+                match self.decide(key, claim.as_ref(), is_forced, &mut observer) {
                     Ok(ClaimDecision::Granted { term }) => {
                         let (is_new, new_claim) = self.hold(key, term, claim.as_ref(), now);
                         result = Ok(is_new);
@@ -284,8 +300,13 @@ impl JobClaims {
                     }
                 }
             };
-            let store_result = store.update_claim(key, update);
-            store_result.map_err(|error| ClaimFailure::Store(CheckpointError::Claim(error)))?;
+            if let Err(error) = store.update_claim(key, update) {
+                self.undo_hold(store, key);
+                return Err(ClaimFailure::Store(CheckpointError::Claim(error)));
+            }
+            if result.is_ok() && wait_time.is_none() {
+                self.confirm_hold(key);
+            }
             let Some(time) = wait_time else { return result };
             sleep(Duration::from_micros(time.min(WAIT_STEP_MAX).0));
         }
@@ -299,8 +320,7 @@ impl JobClaims {
         key: ClaimKey,
         inputs: &InputSender,
     ) -> Result<(), ClaimFailure> {
-        let Some(HeldClaim { term, .. }) = lock(&self.state).held_claims.get(&key.job).copied()
-        else {
+        let Some(HeldClaim { term, .. }) = lock(&self.state).held_claims.get(&key).copied() else {
             return Ok(());
         };
         let content = store.read_claim(key);
@@ -308,7 +328,7 @@ impl JobClaims {
             content.map_err(|error| ClaimFailure::Store(CheckpointError::Claim(error)))?;
         match content.and_then(|content| from_bytes::<JobClaim>(&content).ok()) {
             Some(claim) if is_taken_over(&claim, self.identity.instance, term) => {
-                self.report_take_over(key.job, claim.holder.clone(), inputs);
+                self.report_take_over(key, claim.holder.clone(), inputs);
                 Err(ClaimFailure::RunsElsewhere {
                     holder: claim.holder,
                     time_until_force: Micros(0),
@@ -318,7 +338,8 @@ impl JobClaims {
         }
     }
 
-    /// Claims a job whose first checkpoint has just been completed. Blocks.
+    /// Claims a job that runs here, because its first checkpoint has just been completed. If the
+    /// store fails, the next renewal tries again. Blocks.
     pub(super) fn claim_if_new(
         &self,
         store: &CheckpointStore,
@@ -326,20 +347,27 @@ impl JobClaims {
         now: Micros,
         inputs: &InputSender,
     ) {
-        if lock(&self.state).held_claims.contains_key(&key.job) {
-            return;
+        {
+            let mut state = lock(&self.state);
+            if state.held_claims.contains_key(&key) {
+                return;
+            }
+            state.unclaimed_jobs.insert(key, now);
         }
         match self.claim_job(store, key, now, false) {
-            Ok(_) => {}
+            Ok(_) => {
+                // The job may have ended meanwhile.
+                let has_ended = lock(&self.state).unclaimed_jobs.remove(&key).is_none();
+                if has_ended && self.end_hold(key) {
+                    self.release(store, &[key]);
+                }
+            }
             // Another virtual machine has restarted the job from this checkpoint at once.
             Err(ClaimFailure::RunsElsewhere { holder, .. }) => {
-                let event = Event::JobTakenOver {
-                    job: key.job,
-                    by: holder,
-                };
+                lock(&self.state).unclaimed_jobs.remove(&key);
+                let event = Event::JobTakenOver { key, by: holder };
                 let _ = inputs.blocking_send(Input::Event(event));
             }
-            // The next renewal writes the claim.
             Err(ClaimFailure::Store(error)) => self.warn(&error),
         }
     }
@@ -350,12 +378,12 @@ impl JobClaims {
         key: ClaimKey,
         claim: Option<&JobClaim>,
         is_forced: bool,
+        observer: &mut ClaimObserver,
     ) -> Result<ClaimDecision, ClaimFailure> {
         let mut state = lock(&self.state);
         let instance = self.identity.instance;
-        let held_claim = state.held_claims.get(&key.job).copied();
+        let held_claim = state.held_claims.get(&key).copied();
         if let (Some(claim), Some(held_claim)) = (claim, held_claim)
-            && held_claim.key == key
             && is_taken_over(claim, instance, held_claim.term)
         {
             return Err(ClaimFailure::RunsElsewhere {
@@ -364,10 +392,14 @@ impl JobClaims {
             });
         }
         let (unchanged_for, holder_state) = match claim {
-            Some(claim) => (
-                state.observer.observe(boot_time(), key, claim),
-                self.identity.state_of(claim),
-            ),
+            Some(claim) => {
+                let now = boot_clock::now();
+                let observed_time = state.observer.observe(now, key, claim);
+                (
+                    observed_time.max(observer.observe(now, key, claim)),
+                    self.identity.state_of(claim),
+                )
+            }
             None => (Micros(0), HolderState::MayLive),
         };
         Ok(decide_claim(
@@ -388,26 +420,75 @@ impl JobClaims {
         now: Micros,
     ) -> (bool, JobClaim) {
         let mut state = lock(&self.state);
-        let since = state
-            .held_claims
-            .get(&key.job)
-            .map_or(now, |held_claim| held_claim.since);
-        let held_claim = HeldClaim { key, term, since };
-        let is_new = state.held_claims.insert(key.job, held_claim).is_none();
+        let earlier_claim = state.held_claims.get(&key).copied();
+        let since = earlier_claim.map_or(now, |held_claim| held_claim.since);
+        let is_stored = earlier_claim.is_some_and(|held_claim| held_claim.is_stored);
+        let held_claim = HeldClaim {
+            term,
+            since,
+            is_stored,
+        };
+        // A claim that was just being released must not be, so it is held before it is written.
+        state.held_claims.insert(key, held_claim);
         let renewal = claim.map_or(0, |claim| claim.renewal) + 1;
-        (is_new, self.identity.claim(term, renewal, since))
+        (!is_stored, self.identity.claim(term, renewal, since))
     }
 
-    /// Records that a restart has claimed a job.
-    pub(super) fn record_restart(&self, restart: u64, job: Tid) {
-        lock(&self.state).claimed_by_restarts.insert(restart, job);
+    /// Records that the store has a claim.
+    fn confirm_hold(&self, key: ClaimKey) {
+        if let Some(held_claim) = lock(&self.state).held_claims.get_mut(&key) {
+            held_claim.is_stored = true;
+        }
+    }
+
+    /// Ends a new claim that could not be written. The write may have reached the disk.
+    fn undo_hold(&self, store: &CheckpointStore, key: ClaimKey) {
+        let ended_claim = {
+            let mut state = lock(&self.state);
+            let is_unstored = state
+                .held_claims
+                .get(&key)
+                .is_some_and(|held_claim| !held_claim.is_stored);
+            is_unstored
+                .then(|| state.held_claims.remove(&key))
+                .flatten()
+        };
+        if ended_claim.is_some() {
+            self.release(store, &[key]);
+        }
+    }
+
+    /// Ends the claim of a job that does not run any more, unless a restart in progress needs the
+    /// claim. Returns true if the claim must be released in the store.
+    fn end_hold(&self, key: ClaimKey) -> bool {
+        let mut state = lock(&self.state);
+        state.unclaimed_jobs.remove(&key);
+        if state.is_needed_by_restart(key) {
+            state.restart_only_claims.insert(key);
+            return false;
+        }
+        state.restart_only_claims.remove(&key);
+        state.held_claims.remove(&key).is_some()
+    }
+
+    /// Records that a restart needs a claim, until [`CheckpointService::end_restart_claim`].
+    pub(super) fn record_restart(&self, restart: u64, key: ClaimKey) {
+        lock(&self.state).claims_of_restarts.insert(restart, key);
+    }
+
+    /// Records that only restarts in progress need a claim.
+    pub(super) fn record_restart_only(&self, key: ClaimKey) {
+        lock(&self.state).restart_only_claims.insert(key);
     }
 
     /// Renews all claims of this virtual machine and observes the claims of others. Blocks.
     fn renew(&self, store: &CheckpointStore, inputs: &InputSender) {
-        let held_claims: Vec<HeldClaim> = lock(&self.state).held_claims.values().copied().collect();
-        for held_claim in held_claims {
-            let HeldClaim { key, term, since } = held_claim;
+        let unclaimed_jobs = lock(&self.state).unclaimed_jobs.clone();
+        for (key, since) in unclaimed_jobs {
+            self.claim_if_new(store, key, since, inputs);
+        }
+        let held_claims = lock(&self.state).held_claims.clone();
+        for (key, HeldClaim { term, since, .. }) in held_claims {
             let mut taken_over_by = None;
             let update = |content: Option<&[u8]>| {
                 let claim = content.and_then(|content| from_bytes::<JobClaim>(content).ok());
@@ -418,7 +499,7 @@ impl JobClaims {
                     return None;
                 }
                 // The job may have ended meanwhile.
-                let is_held = lock(&self.state).held_claims.contains_key(&key.job);
+                let is_held = lock(&self.state).held_claims.contains_key(&key);
                 let renewal = claim.map_or(0, |claim| claim.renewal) + 1;
                 is_held
                     .then(|| to_bytes(&self.identity.claim(term, renewal, since)).ok())
@@ -428,16 +509,17 @@ impl JobClaims {
                 self.warn(&CheckpointError::Claim(error));
             }
             if let Some(holder) = taken_over_by {
-                self.report_take_over(key.job, holder, inputs);
+                self.report_take_over(key, holder, inputs);
             }
         }
         self.observe_all(store);
     }
 
-    /// Forgets the claim of a job that was taken over, and reports this to the main loop.
-    pub(super) fn report_take_over(&self, job: Tid, holder: JobHolder, inputs: &InputSender) {
-        if lock(&self.state).held_claims.remove(&job).is_some() {
-            let event = Event::JobTakenOver { job, by: holder };
+    /// Forgets the claim of a job that was taken over, and reports this to the main loop. Does
+    /// nothing if this virtual machine had no claim: then the job of another one is meant.
+    pub(super) fn report_take_over(&self, key: ClaimKey, holder: JobHolder, inputs: &InputSender) {
+        if lock(&self.state).held_claims.remove(&key).is_some() {
+            let event = Event::JobTakenOver { key, by: holder };
             let _ = inputs.blocking_send(Input::Event(event));
         }
     }
@@ -451,7 +533,7 @@ impl JobClaims {
         let mut state = lock(&self.state);
         for (key, content) in &claims {
             if let Ok(claim) = from_bytes::<JobClaim>(content) {
-                state.observer.observe(boot_time(), *key, &claim);
+                state.observer.observe(boot_clock::now(), *key, &claim);
             }
         }
         state
@@ -472,12 +554,12 @@ impl JobClaims {
     }
 
     /// Records in the store that these jobs do not run any more, unless they were claimed again.
-    fn release(&self, store: &CheckpointStore, released_claims: &[HeldClaim]) {
-        for HeldClaim { key, .. } in released_claims {
+    fn release(&self, store: &CheckpointStore, released_claims: &[ClaimKey]) {
+        for key in released_claims {
             let update = |content: Option<&[u8]>| {
                 let claim: JobClaim = from_bytes(content?).ok()?;
                 let is_own = claim.instance == self.identity.instance
-                    && !lock(&self.state).held_claims.contains_key(&key.job);
+                    && !lock(&self.state).held_claims.contains_key(key);
                 let released_claim = JobClaim {
                     is_released: true,
                     renewal: claim.renewal + 1,
@@ -502,17 +584,17 @@ impl CheckpointService {
     /// Renews the claims of this virtual machine's jobs if that is due. Called once per second on
     /// the master.
     pub(crate) fn renew_claims_if_due(&self) {
-        let interval = Duration::from_micros(CLAIM_RENEWAL_INTERVAL.0);
+        let now = boot_clock::now();
         let is_first = {
             let mut state = lock(&self.claims.state);
             let is_due = state
                 .last_renewal_at
-                .is_none_or(|renewed_at| renewed_at.elapsed() >= interval);
+                .is_none_or(|renewed_at| now.since(renewed_at) >= CLAIM_RENEWAL_INTERVAL);
             if state.is_renewing || !is_due {
                 return;
             }
             let is_first = state.last_renewal_at.is_none();
-            (state.last_renewal_at, state.is_renewing) = (Some(Instant::now()), true);
+            (state.last_renewal_at, state.is_renewing) = (Some(now), true);
             is_first
         };
         // Opening a store that does not exist would create it.
@@ -538,26 +620,36 @@ impl CheckpointService {
         });
     }
 
-    /// Releases the claim of a job that does not run any more.
-    pub(crate) fn release_job(&self, job: Tid) {
-        let Some(held_claim) = lock(&self.claims.state).held_claims.remove(&job) else {
+    /// Releases the claim of a job that does not run any more. A restart in progress that needs
+    /// the claim keeps it until it ends.
+    pub(crate) fn release_job(&self, key: ClaimKey) {
+        if !self.claims.end_hold(key) {
             return;
-        };
+        }
         let claims = self.claims.clone();
         self.spawn_work(move |store| match store {
-            Ok(store) => claims.release(&store, &[held_claim]),
+            Ok(store) => claims.release(&store, &[key]),
             Err(error) => claims.warn(&error),
         });
     }
 
-    /// Ends the part of a restart in the claims: if the restart has failed, a job that it has
-    /// claimed is released.
+    /// Ends the part of a restart in the claims. A claim that only this restart needed is released
+    /// unless `keeps_claim` is true: the job runs, or shall run.
     pub(super) fn end_restart_claim(&self, restart: u64, keeps_claim: bool) {
-        let job = lock(&self.claims.state)
-            .claimed_by_restarts
-            .remove(&restart);
-        if let (Some(job), false) = (job, keeps_claim) {
-            self.release_job(job);
+        let released_claim = {
+            let mut state = lock(&self.claims.state);
+            let Some(key) = state.claims_of_restarts.remove(&restart) else {
+                return;
+            };
+            if keeps_claim {
+                state.restart_only_claims.remove(&key);
+            }
+            let is_unneeded =
+                state.restart_only_claims.contains(&key) && !state.is_needed_by_restart(key);
+            is_unneeded.then_some(key)
+        };
+        if let Some(key) = released_claim {
+            self.release_job(key);
         }
     }
 
@@ -570,8 +662,8 @@ impl CheckpointService {
         let (claims, open_store) = (self.claims.clone(), self.store_opener());
         let work = tokio::task::spawn_blocking(move || match open_store() {
             Ok(store) => {
-                let held_claims: Vec<HeldClaim> = held_claims.into_values().collect();
-                claims.release(&store, &held_claims);
+                let keys: Vec<ClaimKey> = held_claims.into_keys().collect();
+                claims.release(&store, &keys);
             }
             Err(error) => claims.warn(&error),
         });
@@ -584,19 +676,12 @@ impl CheckpointService {
     }
 }
 
-/// Returns the time since the boot of this machine, including the time that it was suspended.
-fn boot_time() -> Micros {
-    clock_gettime(ClockId::CLOCK_BOOTTIME).map_or(Micros(0), |time| {
-        let time = Duration::from(time);
-        Micros(u64::try_from(time.as_micros()).unwrap_or(u64::MAX))
-    })
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use checkpoint::store::StoreLimits;
-    use sempa_proto::HostId;
+    use checkpoint_protocol::OBSERVED_CLAIMS_MAX;
+    use sempa_proto::{HostId, Tid};
     use tokio::sync::mpsc;
 
     const NOW: Micros = Micros(1_000_000);
@@ -612,6 +697,7 @@ mod tests {
     fn claims_of(vm: &str) -> JobClaims {
         let mut identity = ClaimIdentity::new(vm, "h1", Micros(0));
         identity.process.boot_id = format!("boot of {vm}");
+        identity.process.machine_id = format!("machine of {vm}");
         JobClaims::new(identity)
     }
 
@@ -635,7 +721,7 @@ mod tests {
             assert_eq!((&*holder.vm, holder.since), ("first", NOW));
         }
         let held_claims = std::mem::take(&mut lock(&first.state).held_claims);
-        first.release(&store, &held_claims.into_values().collect::<Vec<_>>());
+        first.release(&store, &held_claims.into_keys().collect::<Vec<_>>());
         assert!(second.claim_job(&store, key(), NOW, false).expect("free"));
     }
 
@@ -665,13 +751,108 @@ mod tests {
             first.renew(&store, &inputs);
         }
         let input = input_queue.try_recv();
-        let Ok(Input::Event(Event::JobTakenOver { job, by })) = input else {
+        let Ok(Input::Event(Event::JobTakenOver { key: taken, by })) = input else {
             panic!("{input:?}")
         };
-        assert_eq!((job, &*by.vm), (key().job, "second"));
+        assert_eq!((taken, &*by.vm), (key(), "second"));
         assert!(input_queue.try_recv().is_err(), "it is reported once");
         second.renew(&store, &inputs);
         assert!(input_queue.try_recv().is_err(), "the second one has it");
+    }
+
+    /// Virtual machines number their jobs independently. A refused or granted claim of another
+    /// job with the same number does not affect the claim of the own job.
+    #[test]
+    fn job_of_the_same_number_is_another_job() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let (store, first, second) = (open_store(&dir), claims_of("first"), claims_of("second"));
+        let (inputs, mut input_queue) = mpsc::channel(8);
+        let (own_key, foreign_key) = (
+            key(),
+            ClaimKey {
+                origin: Micros(78),
+                ..key()
+            },
+        );
+        first.claim_job(&store, own_key, NOW, false).expect("free");
+        second
+            .claim_job(&store, foreign_key, NOW, false)
+            .expect("free");
+        let failure = first.claim_job(&store, foreign_key, NOW, false);
+        let Err(ClaimFailure::RunsElsewhere { holder, .. }) = failure else {
+            panic!("{failure:?}")
+        };
+        first.report_take_over(foreign_key, holder, &inputs);
+        assert!(input_queue.try_recv().is_err(), "the own job runs on");
+        lock(&second.state).held_claims.clear();
+        second.release(&store, &[foreign_key]);
+        let later = NOW + NOW;
+        assert!(
+            first
+                .claim_job(&store, foreign_key, later, false)
+                .expect("free")
+        );
+        for (key, since) in [(own_key, NOW), (foreign_key, later)] {
+            assert_eq!(lock(&first.state).held_claims[&key].since, since);
+            let failure = second.claim_job(&store, key, NOW, false);
+            assert!(
+                matches!(&failure, Err(ClaimFailure::RunsElsewhere { .. })),
+                "{failure:?}"
+            );
+        }
+    }
+
+    /// A claim that could not be written is not held. If the job runs, the next renewal claims it.
+    #[test]
+    fn unwritten_claim_is_not_held() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let (store, claims) = (open_store(&dir), claims_of("first"));
+        let (inputs, mut input_queue) = mpsc::channel(8);
+        // A directory in the place of the file that is written first.
+        let new_file = format!("claim-{}-{:016x}.new", key().job, key().origin.0);
+        let obstacle = dir.path().join("store").join(new_file);
+        fs::create_dir(&obstacle).expect("made");
+        let failure = claims.claim_job(&store, key(), NOW, false);
+        assert!(
+            matches!(&failure, Err(ClaimFailure::Store(_))),
+            "{failure:?}"
+        );
+        assert!(lock(&claims.state).held_claims.is_empty());
+        claims.claim_if_new(&store, key(), NOW, &inputs);
+        assert!(lock(&claims.state).held_claims.is_empty());
+        fs::remove_dir(&obstacle).expect("removed");
+        claims.renew(&store, &inputs);
+        assert!(lock(&claims.state).held_claims[&key()].is_stored);
+        assert!(lock(&claims.state).unclaimed_jobs.is_empty());
+        assert!(store.read_claim(key()).expect("readable").is_some());
+        assert!(input_queue.try_recv().is_err());
+    }
+
+    /// The wait for the tasks of a daemon that has ended on this machine ends, also if the
+    /// observer has no room for the claim.
+    #[test]
+    fn wait_for_ended_daemon_ends_with_a_full_observer() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let store = open_store(&dir);
+        let ended_daemon = {
+            let mut identity = ClaimIdentity::new("ended", "h1", Micros::from_millis(50));
+            identity.process.start_ticks += 1;
+            JobClaims::new(identity)
+        };
+        ended_daemon
+            .claim_job(&store, key(), NOW, false)
+            .expect("free");
+        let claims = JobClaims::new(ClaimIdentity::new("new", "h1", Micros(0)));
+        let claim = claims.identity.claim(1, 1, NOW);
+        for n in 0..OBSERVED_CLAIMS_MAX {
+            let other_key = ClaimKey {
+                origin: Micros(1000 + n as u64),
+                ..key()
+            };
+            let mut state = lock(&claims.state);
+            state.observer.observe(NOW, other_key, &claim);
+        }
+        assert!(claims.claim_job(&store, key(), NOW, false).expect("free"));
     }
 
     /// A daemon that has ended on this machine holds nothing; one that lives does, and one on

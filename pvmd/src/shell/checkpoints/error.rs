@@ -3,7 +3,7 @@
 use super::{CHECKPOINT_LIMIT_MAX, STORE_LIMIT_BYTES_MIN};
 use checkpoint::store::{InvalidCheckpointId, StoreError};
 use pvmd_machine::COPIES_MAX;
-use sempa_proto::checkpoint::StoreFailure;
+use sempa_proto::checkpoint::{MetaError, RestartFailure, StoreFailure};
 use sempa_proto::frame::FrameError;
 use thiserror::Error;
 
@@ -66,7 +66,7 @@ pub(crate) enum CheckpointError {
     OpenCheckpoint(StoreError),
     /// The metadata of the checkpoint could not be decoded. Nothing has changed.
     #[error("{name} cannot be read: {source}")]
-    DecodeMeta { name: String, source: FrameError },
+    DecodeMeta { name: String, source: MetaError },
     /// The claim of a job could not be read or written. It is unchanged.
     #[error(transparent)]
     Claim(StoreError),
@@ -93,5 +93,17 @@ pub(crate) enum CheckpointError {
 impl From<CheckpointError> for StoreFailure {
     fn from(error: CheckpointError) -> Self {
         Self(error.to_string())
+    }
+}
+
+impl From<CheckpointError> for RestartFailure {
+    fn from(error: CheckpointError) -> Self {
+        match error {
+            CheckpointError::DecodeMeta {
+                source: MetaError::OtherVersion(version),
+                ..
+            } => Self::OtherVersion(version),
+            error => Self::Store(error.into()),
+        }
     }
 }

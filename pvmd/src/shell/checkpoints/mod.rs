@@ -23,10 +23,8 @@ use checkpoint_protocol::SnapshotId;
 use claims::{ClaimFailure, JobClaims};
 use pvmd_machine::io::Event;
 use pvmd_machine::{COPIES_MAX, CopyPolicy};
-use sempa_proto::checkpoint::{
-    CheckpointEntry, CheckpointMeta, ClaimKey, RestartFailure, StoreFailure,
-};
-use sempa_proto::frame::{from_bytes, to_bytes};
+use sempa_proto::checkpoint::{CheckpointEntry, CheckpointMeta, ClaimKey, StoreFailure};
+use sempa_proto::frame::to_bytes;
 use sempa_proto::host::SavedTask;
 use sempa_proto::migration::Failure;
 use sempa_proto::runtime_paths::RuntimePaths;
@@ -390,7 +388,7 @@ impl CheckpointService {
         kept_checkpoints: Vec<String>,
         now: Micros,
     ) {
-        let key = claim_key(meta);
+        let key = meta.claim_key();
         let (drafts, meta) = (
             self.drafts.clone(),
             to_bytes(meta).map_err(CheckpointError::EncodeMeta),
@@ -443,23 +441,25 @@ impl CheckpointService {
                     report_damage(&inputs, restart, &error);
                     CheckpointError::OpenCheckpoint(error)
                 })?;
-                let meta: CheckpointMeta = from_bytes(checkpoint.description())
+                let meta = CheckpointMeta::decode(checkpoint.description())
                     .map_err(|source| CheckpointError::DecodeMeta { name, source })?;
                 Ok((store, checkpoint, meta))
             });
             let result = match open_result {
-                Err(error) => Err(RestartFailure::Store(error.into())),
+                Err(error) => Err(error.into()),
                 Ok((store, checkpoint, meta)) => {
-                    match claims.claim_job(&store, claim_key(&meta), now, is_forced) {
+                    let key = meta.claim_key();
+                    claims.record_restart(restart, key);
+                    match claims.claim_job(&store, key, now, is_forced) {
                         Err(failure) => {
                             if let ClaimFailure::RunsElsewhere { holder, .. } = &failure {
-                                claims.report_take_over(meta.job, holder.clone(), &inputs);
+                                claims.report_take_over(key, holder.clone(), &inputs);
                             }
                             Err(failure.into())
                         }
                         Ok(is_new) => {
                             if is_new {
-                                claims.record_restart(restart, meta.job);
+                                claims.record_restart_only(key);
                             }
                             lock(&open_checkpoints).insert(restart, Arc::new(checkpoint));
                             Ok(meta)
@@ -494,29 +494,38 @@ impl CheckpointService {
 
     /// Marks a checkpoint as damaged. If `rollback_job` is `Some`, also finds the next older
     /// checkpoint of this job and reports it as [`Event::OlderCheckpointFound`].
-    pub(crate) fn mark_damaged(&self, name: String, why: String, rollback_job: Option<Tid>) {
+    pub(crate) fn mark_damaged(&self, name: String, why: String, rollback_job: Option<ClaimKey>) {
         let inputs = self.inputs.clone();
         let _in_span = info_span!("checkpoint", id = %name).entered();
         self.spawn_work(move |store| {
-            let find_older = |job: Option<Tid>| {
+            let find_older = |key: Option<ClaimKey>| {
                 let (store, id) = (store?, name.parse().map_err(CheckpointError::InvalidName)?);
                 // Without the mark the checkpoint is only refused again when it is read again.
                 store
                     .mark_damaged(&id, Some(&why))
                     .unwrap_or_else(|error| tracing::warn!("{error}"));
-                job.map_or(Ok(None), |job| store.find_older_checkpoint(&id, job))
+                let Some(key) = key else { return Ok(None) };
+                let is_same_job = |description: &[u8]| {
+                    CheckpointMeta::decode(description).is_ok_and(|meta| meta.claim_key() == key)
+                };
+                store
+                    .find_older_checkpoint(&id, key.job, is_same_job)
                     .map_err(CheckpointError::List)
             };
-            let older_checkpoint = find_older(rollback_job).unwrap_or_else(|error| {
+            let result = find_older(rollback_job);
+            if let Err(error) = &result {
                 tracing::warn!("{error}");
-                None
-            });
-            let Some(job) = rollback_job else { return };
+            }
+            let Some(ClaimKey { job, .. }) = rollback_job else {
+                return;
+            };
             let _ = inputs.blocking_send(Input::Event(Event::OlderCheckpointFound {
                 job,
                 damaged_checkpoint: name,
                 why,
-                older_checkpoint: older_checkpoint.map(|id| id.to_string()),
+                result: result
+                    .map(|older_id| older_id.map(|id| id.to_string()))
+                    .map_err(StoreFailure::from),
             }));
         });
     }
@@ -595,21 +604,15 @@ impl CheckpointService {
     }
 }
 
-fn claim_key(meta: &CheckpointMeta) -> ClaimKey {
-    ClaimKey {
-        job: meta.job,
-        origin: meta.origin,
-    }
-}
-
-/// Reports that a restart has found its checkpoint damaged, if that is the reason for the error.
-/// Must be called before the error itself is reported.
+/// Reports that a restart has found its checkpoint damaged or missing, if that is the reason for
+/// the error. Must be called before the error itself is reported.
 fn report_damage(inputs: &InputSender, restart_number: u64, error: &StoreError) {
-    if error.is_damage() {
+    if error.is_damage() || error.is_missing() {
         let why = error.to_string();
         let event = Event::CheckpointDamaged {
             restart_number,
             why,
+            is_missing: error.is_missing(),
         };
         let _ = inputs.blocking_send(Input::Event(event));
     }
@@ -624,8 +627,8 @@ fn read_part(path: &Path) -> Result<SavedTask, Failure> {
             "a file of at most {PART_RECORD_BYTES_MAX} bytes was expected"
         )));
     }
-    from_bytes(&std::fs::read(path).map_err(|e| images_failure(e.to_string()))?)
-        .map_err(|e| images_failure(e.to_string()))
+    let bytes = std::fs::read(path).map_err(|e| images_failure(e.to_string()))?;
+    SavedTask::decode(&bytes).map_err(|e| images_failure(e.to_string()))
 }
 
 /// Returns a function that writes the record file into the folder of a task's images.

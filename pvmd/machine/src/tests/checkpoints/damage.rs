@@ -77,6 +77,36 @@ fn rollback_skips_damaged_checkpoints() {
     }
 }
 
+/// A store that cannot be read for a time does not end the rollback.
+#[test]
+fn rollback_waits_for_a_store_that_cannot_be_read() {
+    for seed in seeds(20) {
+        let (mut scenario, checkpoints) = job_with_checkpoints(seed);
+        damage(&mut scenario, &checkpoints[2]);
+        scenario.sim.image_store.failing_search_count = 3;
+        let process_count = scenario.sim.procs.len();
+        scenario.sim.kill_host(host(3));
+        scenario.run_until_restarted(process_count);
+        let (events, failure_count) = damage_events(&mut scenario);
+        let expected_event = (checkpoints[2].clone(), Some(checkpoints[1].clone()));
+        assert_eq!(
+            (events, failure_count),
+            (vec![expected_event], 4),
+            "seed {seed}"
+        );
+    }
+}
+
+/// A checkpoint that does not exist is refused, but is not called damaged: the user may have
+/// mistyped its name.
+#[test]
+fn missing_checkpoint_is_not_called_damaged() {
+    let (mut scenario, _) = job_with_checkpoints(1);
+    scenario.restart("set-99", &[]).expect_err("it is missing");
+    assert_eq!(damage_events(&mut scenario), (Vec::new(), 1));
+    assert!(scenario.sim.image_store.marked_checkpoints.is_empty());
+}
+
 /// If no checkpoint of a job is intact, the rollback ends with this reason.
 #[test]
 fn rollback_ends_if_all_checkpoints_are_damaged() {

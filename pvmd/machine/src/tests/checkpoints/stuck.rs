@@ -11,7 +11,7 @@ use sempa_proto::{Micros, Tid};
 
 /// Creates a job that has lost a host and that no other host accepts. Returns the job and the
 /// number of processes before the loss.
-fn unplaceable_job(seed: u64) -> (JobScenario, usize) {
+pub(super) fn unplaceable_job(seed: u64) -> (JobScenario, usize) {
     let mut scenario = JobScenario::new(seed, 4, 6);
     scenario
         .checkpoint(Some(Micros::from_millis(600)))
@@ -47,7 +47,7 @@ fn restart_failure_times(scenario: &mut JobScenario) -> Vec<Micros> {
     failure_times.map(|event| event.at).collect()
 }
 
-fn cancel_checkpointing(scenario: &mut JobScenario, job: Tid) {
+pub(super) fn cancel_checkpointing(scenario: &mut JobScenario, job: Tid) {
     let request = Request::Checkpoint {
         job,
         schedule: Some(CheckpointSchedule::Disabled),
