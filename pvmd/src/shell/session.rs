@@ -140,7 +140,7 @@ pub(crate) enum SessionError {
     WrongLaneItem,
     /// The stream belongs to the data channel. The frames behind the break are missing.
     #[error("a stream of the data channel broke: {0}")]
-    DataStreamBroke(Box<SessionError>),
+    DataStreamBroke(Box<Self>),
     /// The tokio task that reads a stream has failed. Items that the tokio task had read were
     /// forwarded.
     #[error(transparent)]

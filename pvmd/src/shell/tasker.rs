@@ -163,9 +163,7 @@ impl TaskerProcess {
     pub(crate) fn send(&mut self, message: &ToTasker) -> Option<FromTasker> {
         if matches!(message, ToTasker::RenewLease { .. }) {
             self.lease = Some(message.clone());
-            if self.connection.is_none() {
-                return None;
-            }
+            self.connection.as_ref()?;
         }
         let failure_reply = |reason: String| match message {
             ToTasker::Start(task) => Some(FromTasker::StartFailed {

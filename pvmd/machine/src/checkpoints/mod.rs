@@ -626,7 +626,7 @@ impl Machine {
         let own_host = self.config.host;
         match output {
             SnapshotOutput::Order { host, part, order } => {
-                self.send_migration_order(host, part, order)
+                self.send_migration_order(host, part, *order)
             }
             SnapshotOutput::CountTasks(counted_snapshot) => {
                 self.request_inventory(InventoryPurpose::VerifySnapshot(counted_snapshot))
