@@ -26,8 +26,8 @@ use std::time::{Duration, Instant};
 /// Name of the directory that CRIU creates in the task's working directory to mount a proc file
 /// system.
 const MOUNT_POINT: &str = "proc.crtools";
-/// Errors in CRIU's log after a collision: the directory already exists (EEXIST), was removed before
-/// the mount, open or removal (ENOENT), or was unmounted before the unmount (EINVAL).
+/// Errors in CRIU's log after a collision: the directory already exists (EEXIST), was removed
+/// before the mount, open or removal (ENOENT), or was unmounted before the unmount (EINVAL).
 const COLLISION_ERRORS: [&str; 5] = [
     "Can't create a directory (-17)",
     "mount failed (-2)",
