@@ -26,12 +26,14 @@ use std::time::{Duration, Instant};
 /// Name of the directory that CRIU creates in the task's working directory to mount a proc file
 /// system.
 const MOUNT_POINT: &str = "proc.crtools";
-/// Errors in CRIU's log after a collision: the directory already exists (EEXIST), or was removed
-/// before the mount (ENOENT) or before the unmount (EINVAL).
-const COLLISION_ERRORS: [&str; 3] = [
+/// Errors in CRIU's log after a collision: the directory already exists (EEXIST), was removed
+/// before the mount, open or removal (ENOENT), or was unmounted before the unmount (EINVAL).
+const COLLISION_ERRORS: [&str; 5] = [
     "Can't create a directory (-17)",
     "mount failed (-2)",
-    "Can't detach mount proc.crtools: -22",
+    "Can't open directory proc.crtools: -2",
+    "Can't detach mount proc.crtools: -2",
+    "Can't remove tmp dir proc.crtools: -2",
 ];
 /// Age from which the directory [`MOUNT_POINT`] counts as abandoned. A running dump removes the
 /// directory after less than a millisecond.
@@ -206,6 +208,9 @@ mod tests {
         ));
         assert!(is_retried(
             "Error (criu/pie/util.c:38): Can't detach mount proc.crtools: -22"
+        ));
+        assert!(is_retried(
+            "Error (criu/pie/util.c:44): Can't remove tmp dir proc.crtools: -2"
         ));
         assert!(!is_retried(
             "Error (criu/pie/parasite.c:634): Can't create a directory (-30)"
