@@ -121,6 +121,13 @@ struct ActiveMigration {
 }
 
 impl ActiveMigration {
+    /// Returns the time at which the target must run its copy although the source has not reported
+    /// the end of its own copy; `None` if the migration waits for something else.
+    fn run_at(&self) -> Option<Micros> {
+        self.source_dead_at
+            .filter(|_| self.step == Step::KillSource)
+    }
+
     /// Returns the migration's state in the admission queue of its source host; `None` if the
     /// migration no longer occupies the network connection of this host.
     fn queue_state(&self) -> Option<QueueState> {
@@ -215,7 +222,7 @@ impl Coordinator {
         let deadlines = self
             .migrations
             .values()
-            .filter_map(|m| m.deadline.into_iter().chain(m.source_dead_at).min());
+            .filter_map(|m| m.deadline.into_iter().chain(m.run_at()).min());
         deadlines.chain(self.queue_check_at).min()
     }
 
@@ -692,9 +699,7 @@ impl Coordinator {
             if m.deadline.is_some_and(|deadline| deadline <= now) {
                 let (step, timeout) = (m.step, m.timeout(m.step));
                 self.fail_migration(id, step, Failure::Deadline { allowed: timeout });
-            } else if m.step == Step::KillSource
-                && m.source_dead_at.is_some_and(|deadline| deadline <= now)
-            {
+            } else if m.run_at().is_some_and(|run_at| run_at <= now) {
                 self.order_run(id, Usage::default());
             }
         }
@@ -934,5 +939,32 @@ mod tests {
                 Some(other_id)
             );
         }
+    }
+
+    /// If the source is lost during the commit and its tasks have ended, the target runs its copy
+    /// when the location is announced. Until then no deadline is due.
+    #[test]
+    fn target_of_lost_source_runs_after_the_announcement() {
+        let mut coordinator = Coordinator::new();
+        let id = begin(&mut coordinator, 1, 2, 3).expect("there is room");
+        let m = coordinator.migrations.get_mut(&id).expect("begun");
+        (m.step, m.deadline, m.is_announcing) = (Step::Commit, None, true);
+        let now = Micros(5);
+        coordinator.on_host_lost(now, host(2), now);
+        coordinator.on_timer(now);
+        assert_eq!(coordinator.next_deadline(), None);
+        coordinator.on_location_announced(now, id);
+        assert_eq!(coordinator.next_deadline(), Some(now));
+        coordinator.on_timer(now);
+        let has_run_order = std::iter::from_fn(|| coordinator.poll()).any(|output| {
+            let CoordinatorOutput::Order {
+                host: to, order, ..
+            } = output
+            else {
+                return false;
+            };
+            to == host(3) && matches!(order, MigrationOrder::Run(_))
+        });
+        assert!(has_run_order);
     }
 }
