@@ -300,8 +300,9 @@ pub fn query_all_within(timeout: Duration) -> io::Result<(Vec<WatcherStatus>, Ve
 }
 
 /// Connects to the load watchers of a list of sockets, as long as `may_continue` returns true.
-/// Returns the name and the result of each. At most [`QUERIED_WATCHERS_MAX`] connections and as many
-/// errors are returned, and at most [`QUERIED_WATCHERS_PER_USER_MAX`] connections of each user.
+/// Returns the name and the result of each. At most [`QUERIED_WATCHERS_MAX`] connections and as
+/// many errors are returned, and at most [`QUERIED_WATCHERS_PER_USER_MAX`] connections of each
+/// user.
 ///
 /// Anybody can take any free name. So only a connection counts, for which `connect` finds that the
 /// socket belongs to the user in the name. Sockets of others are not reported.
@@ -350,7 +351,7 @@ fn connect_to_owners<T>(
 }
 
 /// Returns the names, which are sorted by the uids in them: the first one of each user, then the
-/// second one of each user, and so on. So many names of one user do not delay those of others.
+/// second one of each user, and so on. Therefore a user with many names does not delay other users.
 fn in_turns<'a>(names: &[(u32, &'a str)]) -> Vec<(u32, &'a str)> {
     let mut numbered = Vec::with_capacity(names.len());
     for names_of_user in names.chunk_by(|(uid, _), (next_uid, _)| uid == next_uid) {

@@ -48,7 +48,7 @@ pub(crate) struct ImageManifest {
 #[derive(Debug, Default)]
 pub(crate) struct TaskFiles {
     pub(crate) open: Vec<RequiredFile>,
-    /// As [`ImageManifest::written_files`].
+    /// The files of [`ImageManifest::written_files`], with their lengths in bytes.
     pub(crate) written: Vec<(PathBuf, u64)>,
     pub(crate) transferred: Vec<TransferredFile>,
 }

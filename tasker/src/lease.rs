@@ -7,11 +7,11 @@
 //!
 //! 1. Without a renewal until `freeze_at`, all tasks are stopped. A renewal lets those run again
 //!    that neither the owner nor a user has stopped.
-//! 2. Without a renewal until `kill_at`, the tasker ends all tasks and itself. This time never comes
-//!    in a virtual machine with a single host.
+//! 2. Without a renewal until `kill_at`, the tasker ends all tasks and itself. This time never
+//!    comes in a virtual machine with a single host.
 //! 3. If the main thread is blocked at that time, for example by a program on a file system that
-//!    hangs, a second thread kills the tasker a little later. The kernel then kills the tasks in PID
-//!    namespaces. Of other tasks it kills only the first processes, so the thread first kills
+//!    hangs, a second thread kills the tasker a little later. The kernel then kills the tasks in
+//!    PID namespaces. Of other tasks it kills only the first processes, so the thread first kills
 //!    everything that descends from the tasker.
 
 use crate::census::Census;

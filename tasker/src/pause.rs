@@ -355,8 +355,8 @@ impl Task {
         }
     }
 
-    /// Stops the processes of a task that was ordered to stop, as far as signals must do it. Returns
-    /// the processes if each of them has stopped. `census` must be younger than the order.
+    /// Stops the processes of a task that was ordered to stop, as far as signals must do it.
+    /// Returns the processes if each of them has stopped. `census` must be younger than the order.
     fn signal_running(&mut self, census: &Census) -> Option<SeenStopped> {
         let mut pause = std::mem::take(&mut self.pause);
         let seen = match (&self.namespace, self.frozen_group(), &mut pause) {

@@ -266,8 +266,8 @@ impl Supervisor {
         Ok(())
     }
 
-    /// Waits for events. Returns each ready source. The daemon's socket is ready, too, while received
-    /// orders wait.
+    /// Waits for events. Returns each ready source. The daemon's socket is ready, too, while
+    /// received orders wait.
     fn poll_events(&self) -> io::Result<Vec<EventSource>> {
         let mut sources: Vec<(EventSource, BorrowedFd<'_>)> = vec![
             (EventSource::DaemonSocket, self.daemon_socket.fd()),

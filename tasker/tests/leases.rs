@@ -231,7 +231,7 @@ fn slow_starts_do_not_end_other_tasks() {
     tasker.stop_and_wait();
 }
 
-/// If the tasker's main thread stands still when the lease runs out, the tasker kills itself, and
+/// If the tasker's main thread is blocked when the lease runs out, the tasker kills itself, and
 /// the kernel its tasks.
 #[test]
 #[ignore = "system tier: needs root and python3"]

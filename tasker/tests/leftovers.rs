@@ -167,7 +167,7 @@ fn child_with_own_session_stops() {
 }
 
 /// A child of a task whose first process dies while the task is stopped for a migration does not
-/// run beside its copy at the target: it runs when the daemon says that there is none, and is
+/// run while its copy runs at the target: it runs when the daemon says that there is none, and is
 /// killed with the source otherwise.
 #[test]
 #[ignore = "system tier: needs root"]

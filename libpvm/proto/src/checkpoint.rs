@@ -274,7 +274,7 @@ pub enum RestartFailure {
 /// The versions of the programs that wrote a checkpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct WriterVersion {
-    /// Value of [`CHECKPOINT_VERSION`].
+    /// The [`CHECKPOINT_VERSION`] of the daemon that wrote the description.
     pub format: u16,
     /// Value of [`WIRE_VERSION`] in the libraries of the tasks.
     pub wire: u16,

@@ -8,8 +8,8 @@ use std::sync::atomic::Ordering::Relaxed;
 
 impl Runtime {
     /// Sends a request to the group service and waits for the reply, which may depend on other
-    /// members. `on_messages` is called whenever messages arrive during the wait, and must remove all
-    /// messages from the inbox; with `None` the messages stay there.
+    /// members. `on_messages` is called whenever messages arrive during the wait, and must remove
+    /// all messages from the inbox; with `None` the messages stay there.
     pub fn group_request_and_wait(
         &self,
         request: GroupRequest,

@@ -270,8 +270,8 @@ pub enum Event {
         key: ClaimKey,
         by: JobHolder,
     },
-    /// The checkpoint of this restart is damaged or missing. Precedes the report of the step that has failed
-    /// for this reason.
+    /// The checkpoint of this restart is damaged or missing. Precedes the report of the step that
+    /// has failed for this reason.
     CheckpointDamaged {
         /// Id from the request.
         restart_number: u64,

@@ -40,8 +40,8 @@ const CHECK_INTERVAL: Micros = Micros::from_secs(1);
 /// Number of checks without an answer after which a program hangs: two seconds.
 const SILENT_CHECKS_MAX: u32 = 2;
 /// The same for a tasker while no guest must stop: a minute. The tasker answers nothing while it
-/// starts a program on a slow file system, which may take three seconds, and its end ends all tasks.
-/// While it hangs, only this daemon could end the tasks of a host that is cut off.
+/// starts a program on a slow file system, which may take three seconds, and its end ends all
+/// tasks. While it hangs, only this daemon could end the tasks of a host that is cut off.
 const SILENT_TASKER_CHECKS_MAX: u32 = 60;
 
 /// What this daemon knows about the answers of one program.

@@ -202,7 +202,8 @@ fn eviction_kills_leftovers_unless_guests_only_move() {
 }
 
 /// If the first process of a task dies during its migration, what it leaves behind does not run
-/// beside its copies at the target: it is killed if the task continues there, and runs otherwise.
+/// while its copies run at the target: it is killed if the task continues there, and runs
+/// otherwise.
 #[test]
 fn leftovers_never_run_beside_their_copies() {
     let (mut moved_count, mut ended_count) = (0, 0);
