@@ -11,6 +11,7 @@ mod census;
 mod clone_vfork;
 mod daemon_socket;
 mod dump_attempt;
+mod dump_retries;
 mod engine_probe;
 mod feasibility;
 mod file_transfer;

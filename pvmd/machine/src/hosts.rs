@@ -816,12 +816,9 @@ impl Machine {
     pub(super) fn finish_removal(&mut self, host: HostId) {
         self.host_changes().leaving_hosts.remove(&host);
         self.outputs.push_back(Output::Disconnect { host });
-        self.host_changes()
-            .delete_requests
-            .iter_mut()
-            .for_each(|d| {
-                d.remaining_hosts.remove(&host);
-            });
+        for request in &mut self.host_changes().delete_requests {
+            request.remaining_hosts.remove(&host);
+        }
         self.answer_finished_deletes();
     }
 

@@ -129,17 +129,20 @@ fn waiting_requests(scene: &Scene) -> Vec<Request> {
         wait_for_end: true,
         force: false,
     };
+    let tasks = |selector| Request::Tasks { selector };
     let group = b"workers".to_vec();
+    let barrier = |required_members| {
+        Request::Group(GroupRequest::Barrier {
+            group: group.clone(),
+            required_members,
+        })
+    };
     vec![
         spawn("h3", SPAWN_HOST, 2),
         spawn("", 0, 6),
-        Request::Tasks {
-            selector: Tid::NONE,
-        },
-        Request::Tasks {
-            selector: host(3).tid(),
-        },
-        Request::Tasks { selector: far },
+        tasks(Tid::NONE),
+        tasks(host(3).tid()),
+        tasks(far),
         Request::AddHosts {
             host_file_lines: vec!["h4".into()],
         },
@@ -163,16 +166,10 @@ fn waiting_requests(scene: &Scene) -> Vec<Request> {
         Request::Mailbox(MailboxRequest::List {
             pattern: String::new(),
         }),
-        Request::Group(GroupRequest::Barrier {
-            group: group.clone(),
-            required_members: 2,
-        }),
-        Request::Group(GroupRequest::Barrier {
-            group: group.clone(),
-            required_members: ALL_MEMBERS,
-        }),
+        barrier(2),
+        barrier(ALL_MEMBERS),
         Request::Group(GroupRequest::Freeze {
-            group,
+            group: group.clone(),
             required_members: ALL_MEMBERS,
         }),
         migrate(far, "h2"),
