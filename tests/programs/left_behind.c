@@ -3,7 +3,7 @@
  *
  *   left_behind HOST    prints "child tTID" when the child has written, and "left" when pvm_exit has returned
  *
- * The child writes a line and a half, and waits for ever.
+ * The child writes a line and a half, and waits until it is ended.
  */
 #include <stdio.h>
 
@@ -11,7 +11,7 @@
 #include <stdlib.h>
 #include <unistd.h>
 
-static int child(void)
+static _Noreturn void child(void)
 {
     printf("whole line\nhalf a line");
     fflush(stdout);
@@ -25,7 +25,7 @@ int main(int argc, char **argv)
 {
     int tid;
     if (argc < 2)
-        return child();
+        child();
     pvm_catchout(stdout);
     if (pvm_spawn(argv[0], NULL, PvmTaskHost, argv[1], 1, &tid) != 1)
         return 3;
