@@ -13,7 +13,8 @@ const VECTOR_REGISTERS_BYTES_MAX: usize = 32 << 10;
 const ATTACH_TIMEOUT: Duration = Duration::from_millis(500);
 /// Pause between checks whether a running thread has stopped.
 const STOP_POLL_INTERVAL: Duration = Duration::from_micros(50);
-/// Number of checks for the stop of a thread that follow each other without a pause. Most threads stop within microseconds.
+/// Number of checks for the stop of a thread that follow each other without a pause. Most threads
+/// stop within microseconds.
 pub(super) const SPIN_POLLS: u32 = 100;
 /// Code of the SIGTRAP that reports the begin or end of a system call (PTRACE_O_TRACESYSGOOD).
 const SYSCALL_TRAP_CODE: i32 = libc::SIGTRAP | 0x80;

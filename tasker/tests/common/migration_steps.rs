@@ -75,8 +75,8 @@ fn pid_file_code(dir: &Path) -> String {
     format!("echo $$ > {dir_text}/pid.new; mv {dir_text}/pid.new {dir_text}/pid")
 }
 
-/// Writes a script that writes its PID to the file `pid` in `dir` and executes the real engine under
-/// this PID. Returns the path of the script.
+/// Writes a script that writes its PID to the file `pid` in `dir` and executes the real engine
+/// under this PID. Returns the path of the script.
 pub fn write_pid_wrapper(dir: &Path) -> PathBuf {
     write_engine_wrapper(dir, &pid_file_code(dir))
 }
