@@ -5,10 +5,12 @@ use checkpoint::proc;
 
 use common::migration_steps::*;
 use common::{Tasker, is_alive, migration_id, shell_path, start_order, tid, wait_until};
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::inotify::{AddWatchFlags, InitFlags, Inotify};
 use sempa_proto::migration::Failure;
 use sempa_proto::tasker::{FromTasker, TaskStart, ToTasker};
 use std::ffi::OsStr;
+use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -34,6 +36,11 @@ fn start_waiting_dump(dir: &Path, output: &mut Vec<u8>) -> Tasker {
     source
 }
 
+fn kill_engine(engine_pid: i32) -> nix::Result<()> {
+    let engine = nix::unistd::Pid::from_raw(engine_pid);
+    nix::sys::signal::kill(engine, nix::sys::signal::SIGKILL)
+}
+
 /// If a dump is killed, the task continues at the source, and a later migration succeeds.
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
@@ -44,11 +51,7 @@ fn killed_dump_leaves_task_at_source() {
     let mut output = Vec::new();
     let mut source = start_waiting_dump(dir.path(), &mut output);
     let engine_pid = wait_for_pid_file(&dir.path().join("pid"));
-    nix::sys::signal::kill(
-        nix::unistd::Pid::from_raw(engine_pid),
-        nix::sys::signal::SIGKILL,
-    )
-    .expect("kill");
+    kill_engine(engine_pid).expect("kill");
     assert_eq!(
         wait_until_dumped(&mut source, &mut Vec::new()),
         Err(Failure::Killed { signal: 9 })
@@ -89,6 +92,12 @@ fn hanging_dump_is_attempted_twice() {
 fn kill_at_nth_creation(watch: &Inotify, engine_pid: i32, count: usize) {
     let mut creation_count = 0;
     while creation_count < count && is_alive(engine_pid) {
+        // Whether the engine still lives is checked now and then. If the wait fails, there are no
+        // events.
+        let _ = poll(
+            &mut [PollFd::new(watch.as_fd(), PollFlags::POLLIN)],
+            PollTimeout::from(10u8),
+        );
         let events = watch.read_events().unwrap_or_default();
         creation_count += events
             .iter()
@@ -96,10 +105,7 @@ fn kill_at_nth_creation(watch: &Inotify, engine_pid: i32, count: usize) {
             .count();
     }
     // The kill fails if the engine has already ended.
-    let _ = nix::sys::signal::kill(
-        nix::unistd::Pid::from_raw(engine_pid),
-        nix::sys::signal::SIGKILL,
-    );
+    let _ = kill_engine(engine_pid);
 }
 
 /// If the engine is killed while the task executes the engine's code, another dump of the stopped
@@ -109,11 +115,7 @@ fn kill_at_nth_creation(watch: &Inotify, engine_pid: i32, count: usize) {
 fn dump_succeeds_after_kill_in_engine_code() {
     require_migration();
     let dir = tempfile::tempdir().expect("dir");
-    let dir_text = dir.path().display().to_string();
-    let engine = write_engine_wrapper(
-        dir.path(),
-        &format!("echo $$ > {dir_text}/pid.new; mv {dir_text}/pid.new {dir_text}/pid"),
-    );
+    let engine = write_pid_wrapper(dir.path());
     let mut source = start_with_engine(&engine);
     let mut output = Vec::new();
     // Dumps of other tests do not use this working directory.
@@ -189,11 +191,7 @@ fn written_page_bytes(image_dir: &Path) -> u64 {
 fn engine_killed_while_writing_leaves_task_whole() {
     require_migration();
     let dir = tempfile::tempdir().expect("dir");
-    let dir_text = dir.path().display().to_string();
-    let engine = write_engine_wrapper(
-        dir.path(),
-        &format!("echo $$ > {dir_text}/pid.new; mv {dir_text}/pid.new {dir_text}/pid"),
-    );
+    let engine = write_pid_wrapper(dir.path());
     let mut source = start_with_engine(&engine);
     let mut output = Vec::new();
     let pid = source.start_task_and_wait(tid(1), &compile_program(dir.path(), "counter"), &["150"]);
@@ -215,10 +213,7 @@ fn engine_killed_while_writing_leaves_task_whole() {
             written_page_bytes(&images) >= kill_at_bytes || !is_alive(engine)
         });
         // The kill fails if the engine has already ended. Then the dump is successful.
-        let _ = nix::sys::signal::kill(
-            nix::unistd::Pid::from_raw(engine),
-            nix::sys::signal::SIGKILL,
-        );
+        let _ = kill_engine(engine);
         let result = wait_until_dumped(&mut source, &mut messages);
         assert!(
             result.is_ok() || result == Err(Failure::Killed { signal: 9 }),

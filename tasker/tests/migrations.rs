@@ -220,11 +220,7 @@ fn discarded_copy_leaves_task_at_source() {
 fn restored_copy_needs_no_engine() {
     require_migration();
     let dir = tempfile::tempdir().expect("dir");
-    let dir_text = dir.path().display().to_string();
-    let engine = write_engine_wrapper(
-        dir.path(),
-        &format!("echo $$ > {dir_text}/pid.new; mv {dir_text}/pid.new {dir_text}/pid"),
-    );
+    let engine = write_pid_wrapper(dir.path());
     let mut source = Tasker::start();
     let mut target = Tasker::start_with_env(&[("SEMPA_CRIU", engine.to_str().expect("text"))]);
     let (images, mut output) = dump_counter(&mut source, dir.path());

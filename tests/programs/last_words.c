@@ -15,7 +15,7 @@
 #include <unistd.h>
 
 #define WARM_UP 200
-enum { TAG_START = 1, TAG_WARM, TAG_READY, TAG_GO, TAG_WORD, TAG_END, TAG_HEARD };
+enum { TAG_START = 1, TAG_WARM, TAG_WARMED, TAG_READY, TAG_GO, TAG_WORD, TAG_END, TAG_HEARD };
 
 static void must(int code, const char *what)
 {
@@ -43,6 +43,7 @@ static int talk(int director, int count, int bytes)
     /* The connection learns how much it may have on its way. */
     for (int i = 0; i < WARM_UP; i++)
         say(other, TAG_WARM, i, block, bytes);
+    must(pvm_recv(other, TAG_WARMED), "recv warmed");
     must(pvm_recv(director, TAG_GO), "recv go");
     for (int i = 0; i < count; i++)
         say(other, TAG_WORD, i, block, bytes);
@@ -58,6 +59,13 @@ static int listen_to_the_end(int director)
     must(pvm_notify(PvmTaskExit, TAG_END, 1, &other), "notify");
     for (int i = 0; i < WARM_UP; i++)
         must(pvm_recv(other, TAG_WARM), "recv warm");
+    /*
+     * This message acknowledges all warm messages. Without it, an acknowledgement of the last warm messages could fall due
+     * after the talker's death; the talker's kernel would then discard the messages that it has not sent yet.
+     */
+    must(pvm_setopt(PvmRoute, PvmRouteDirect), "setopt");
+    must(pvm_initsend(PvmDataDefault), "initsend");
+    must(pvm_send(other, TAG_WARMED), "send warmed");
     must(pvm_initsend(PvmDataDefault), "initsend");
     must(pvm_send(director, TAG_READY), "send ready");
     for (;;) {

@@ -28,11 +28,12 @@ use std::time::{Duration, Instant};
 const MOUNT_POINT: &str = "proc.crtools";
 /// Errors in CRIU's log after a collision: the directory already exists (EEXIST), was removed
 /// before the mount, open or removal (ENOENT), or was unmounted before the unmount (EINVAL).
-const COLLISION_ERRORS: [&str; 5] = [
+const COLLISION_ERRORS: [&str; 6] = [
     "Can't create a directory (-17)",
     "mount failed (-2)",
     "Can't open directory proc.crtools: -2",
     "Can't detach mount proc.crtools: -2",
+    "Can't detach mount proc.crtools: -22",
     "Can't remove tmp dir proc.crtools: -2",
 ];
 /// Age from which the directory [`MOUNT_POINT`] counts as abandoned. A running dump removes the
@@ -170,11 +171,19 @@ pub(super) fn prepare_retry(root_pid: i32, failure: &Failure) -> bool {
     };
     let has_collided = COLLISION_ERRORS
         .iter()
-        .any(|message| reason.contains(message));
+        .any(|message| contains_error(reason, message));
     if has_collided && let Ok(cwd) = std::fs::read_link(cwd_link(root_pid)) {
         remove_if_stale(&cwd.join(MOUNT_POINT));
     }
     has_collided
+}
+
+/// True if `reason` contains `message`, and the error number at its end is complete: -2 is not -24.
+fn contains_error(reason: &str, message: &str) -> bool {
+    reason
+        .split(message)
+        .skip(1)
+        .any(|rest| !rest.starts_with(|c: char| c.is_ascii_digit()))
 }
 
 /// Unmounts or removes the directory `path` if it was abandoned.
@@ -211,6 +220,9 @@ mod tests {
         ));
         assert!(is_retried(
             "Error (criu/pie/util.c:44): Can't remove tmp dir proc.crtools: -2"
+        ));
+        assert!(!is_retried(
+            "Error (criu/pie/util.c:32): Can't open directory proc.crtools: -24"
         ));
         assert!(!is_retried(
             "Error (criu/pie/parasite.c:634): Can't create a directory (-30)"

@@ -13,8 +13,9 @@ const VECTOR_REGISTERS_BYTES_MAX: usize = 32 << 10;
 const ATTACH_TIMEOUT: Duration = Duration::from_millis(500);
 /// Pause between checks whether a running thread has stopped.
 const STOP_POLL_INTERVAL: Duration = Duration::from_micros(50);
-/// Number of checks without a pause. Most threads stop within microseconds.
-const SPIN_POLLS: u32 = 100;
+/// Number of checks for the stop of a thread that follow each other without a pause. Most threads
+/// stop within microseconds.
+pub(super) const SPIN_POLLS: u32 = 100;
 /// Code of the SIGTRAP that reports the begin or end of a system call (PTRACE_O_TRACESYSGOOD).
 const SYSCALL_TRAP_CODE: i32 = libc::SIGTRAP | 0x80;
 /// PTRACE_EVENT_STOP: a stop by PTRACE_INTERRUPT, or the group stop of a stopped process.
@@ -56,16 +57,16 @@ pub(super) struct TracedThread {
 impl TracedThread {
     /// Attaches to a thread of a stopped process. Waits until the thread reports its stop.
     pub(super) fn attach(tid: i32) -> io::Result<Self> {
-        Self::attach_until(tid, Instant::now() + ATTACH_TIMEOUT)
+        Self::attach_until(tid, Instant::now())
     }
 
-    /// Attaches to a thread like [`attach`](Self::attach), and waits until `deadline`. A thread in
-    /// a system call that cannot be interrupted stops late.
+    /// Attaches to a thread like [`attach`](Self::attach), and waits until `deadline` if that is
+    /// later. A thread in a system call that cannot be interrupted stops late.
     pub(super) fn attach_until(tid: i32, deadline: Instant) -> io::Result<Self> {
         seize(tid)?;
         let thread = Self { tid };
         interrupt(tid)?;
-        thread.wait_until_stopped(deadline)?;
+        thread.wait_until_stopped(deadline.max(Instant::now() + ATTACH_TIMEOUT))?;
         Ok(thread)
     }
 
@@ -88,8 +89,6 @@ impl TracedThread {
     /// The thread has exited, or still runs at `deadline`. In the second case the thread is stopped
     /// again if it can be interrupted.
     pub(super) fn run_to_system_call(&self, deadline: Instant) -> io::Result<StopCause> {
-        let options = std::ptr::without_provenance_mut(libc::PTRACE_O_TRACESYSGOOD as usize);
-        ptrace_request(libc::PTRACE_SETOPTIONS, self.tid, 0, options)?;
         ptrace_request(libc::PTRACE_SYSCALL, self.tid, 0, std::ptr::null_mut())?;
         match self.wait_until_stopped(deadline) {
             Ok(()) => stop_cause(self.tid),
@@ -209,9 +208,10 @@ impl Drop for TracedThread {
     }
 }
 
-/// Starts to trace a thread, which continues to run.
+/// Starts to trace a thread, which continues to run. Stops at system calls can be told from traps.
 pub(super) fn seize(tid: i32) -> io::Result<()> {
-    ptrace_request(libc::PTRACE_SEIZE, tid, 0, std::ptr::null_mut())
+    let options = std::ptr::without_provenance_mut(libc::PTRACE_O_TRACESYSGOOD as usize);
+    ptrace_request(libc::PTRACE_SEIZE, tid, 0, options)
 }
 
 /// Requests a traced thread to stop.

@@ -14,7 +14,7 @@
 
 use super::dump_lock::{self, DumpLock};
 use super::ptrace::{
-    self, REQUEST_MEMORY_BYTES, RelayedRequest, RequestMemory, StopCause, ThreadEvent,
+    self, REQUEST_MEMORY_BYTES, RelayedRequest, RequestMemory, SPIN_POLLS, StopCause, ThreadEvent,
 };
 use crate::proc;
 use nix::errno::Errno;
@@ -48,9 +48,6 @@ const FLAG_KERNEL_WRITES: u32 = 4;
 const FLAG_SWAPPED: u32 = 8;
 /// Length in bytes of a request of the library, without the memory that follows the request.
 const REQUEST_HEADER_BYTES: usize = 48;
-/// Number of polls for a thread's event that follow each other without a pause. Most threads stop
-/// within microseconds.
-const SPIN_POLLS: u32 = 100;
 /// Pause in milliseconds between polls after [`SPIN_POLLS`] polls.
 const POLL_INTERVAL_MS: u8 = 1;
 /// Timeout for a thread to reach a stop, also after CRIU has ended.

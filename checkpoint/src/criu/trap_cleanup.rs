@@ -200,14 +200,19 @@ impl ProcessState {
             },
             CodeLocation::OwnCode => false,
         };
-        if must_restore_registers {
-            thread.set_registers(RegisterSet::General, &saved.general_registers)?;
-            thread.set_registers(RegisterSet::Vector, &saved.vector_registers)?;
+        if !must_restore_registers {
+            return match thread.blocked_signals()? | SIGTRAP_BIT {
+                CRIU_SIGNAL_MASK => thread.set_blocked_signals(saved.blocked_signals),
+                _ => Ok(()),
+            };
         }
-        if must_restore_registers || thread.blocked_signals()? | SIGTRAP_BIT == CRIU_SIGNAL_MASK {
-            thread.set_blocked_signals(saved.blocked_signals)?;
-        }
-        Ok(())
+        // A failure in one part must not leave the other parts unrestored.
+        let results = [
+            thread.set_registers(RegisterSet::General, &saved.general_registers),
+            thread.set_registers(RegisterSet::Vector, &saved.vector_registers),
+            thread.set_blocked_signals(saved.blocked_signals),
+        ];
+        results.into_iter().collect()
     }
 
     /// Runs a thread that executes CRIU's code to the end of that code.

@@ -68,6 +68,19 @@ pub fn write_engine_wrapper(dir: &Path, shell_code: &str) -> PathBuf {
     )
 }
 
+/// Shell code that writes the PID of the shell to the file `pid` in a directory, for
+/// [`wait_for_pid_file`].
+fn pid_file_code(dir: &Path) -> String {
+    let dir_text = dir.display();
+    format!("echo $$ > {dir_text}/pid.new; mv {dir_text}/pid.new {dir_text}/pid")
+}
+
+/// Writes a script that writes its PID to the file `pid` in `dir` and executes the real engine
+/// under this PID. Returns the path of the script.
+pub fn write_pid_wrapper(dir: &Path) -> PathBuf {
+    write_engine_wrapper(dir, &pid_file_code(dir))
+}
+
 /// Writes a script that executes the real engine with additional environment variables (`NAME=VALUE
 /// …`). Returns the path of the script.
 pub fn write_engine_wrapper_with_env(dir: &Path, variables: &str) -> PathBuf {
@@ -386,7 +399,8 @@ pub fn write_waiting_wrapper(dir: &Path) -> PathBuf {
     write_engine_wrapper(
         dir,
         &format!(
-            "if [ -e {dir_text}/wait ]; then echo $$ > {dir_text}/pid.new; mv {dir_text}/pid.new {dir_text}/pid; exec sleep 14142; fi"
+            "if [ -e {dir_text}/wait ]; then {}; exec sleep 14142; fi",
+            pid_file_code(dir)
         ),
     )
 }
