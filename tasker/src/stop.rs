@@ -180,11 +180,33 @@ pub(crate) fn signal_running(
         if !must_wait_for_parent && signalled_pids.insert(*pid) {
             // Fails only if the process has ended.
             let _ = sys::send_signal(*pid, libc::SIGSTOP);
+        } else if vfork_rule == VforkRule::ChildStops && signalled_pids.contains(pid) {
+            redirect_pending_stop(*pid);
         }
     }
     all_stopped.then(|| SeenStopped {
         pids: Some(states.keys().copied().collect()),
     })
+}
+
+/// Stops a process whose SIGSTOP the kernel has assigned to a thread that waits in vfork. That thread
+/// does not accept the signal before its child's exec, and the kernel wakes no other thread for it.
+fn redirect_pending_stop(pid: i32) {
+    let threads = threads(pid);
+    let has_waiting_thread = threads.iter().any(|(_, state)| *state == 'D');
+    let interruptible_thread = threads
+        .iter()
+        .find(|(_, state)| !matches!(state, 'D' | 'T' | 'Z' | 'X'));
+    let (true, Some((thread, _))) = (has_waiting_thread, interruptible_thread) else {
+        return;
+    };
+    let stop_bit = 1 << (libc::SIGSTOP - 1);
+    if proc::status(pid).is_some_and(|status| status.shdpnd & stop_bit != 0) {
+        // SIGCONT removes the pending SIGSTOP, and the second SIGSTOP removes a pending SIGCONT. Both
+        // fail only if the process has ended.
+        let _ = sys::send_signal(pid, libc::SIGCONT);
+        let _ = sys::send_thread_signal(pid, *thread, libc::SIGSTOP);
+    }
 }
 
 /// Kills these processes by SIGKILL; those that have ended are skipped.
@@ -273,7 +295,7 @@ pub(crate) fn wait_until_stopped(pids: &[i32]) {
 }
 
 fn run_state(pid: i32) -> RunState {
-    let letters = thread_states(pid).into_iter();
+    let letters = threads(pid).into_iter().map(|(_, letter)| letter);
     let unstopped_letters: Vec<char> = letters
         .filter(|letter| !matches!(letter, 'T' | 'Z' | 'X'))
         .collect();
@@ -289,18 +311,18 @@ fn run_state(pid: i32) -> RunState {
 /// True if no thread of a process will execute another instruction. The process may not have been
 /// reaped yet.
 pub(crate) fn has_ended(pid: i32) -> bool {
-    thread_states(pid)
+    threads(pid)
         .iter()
-        .all(|letter| matches!(letter, 'Z' | 'X'))
+        .all(|(_, letter)| matches!(letter, 'Z' | 'X'))
 }
 
-/// Returns the state letters of the threads of a process, as in /proc; empty if the process does
-/// not exist.
-fn thread_states(pid: i32) -> Vec<char> {
+/// Returns the threads of a process, each with its state letter as in /proc; empty if the process
+/// does not exist.
+fn threads(pid: i32) -> Vec<(i32, char)> {
     let threads = Process::new(pid).and_then(|process| process.tasks());
     let threads = threads.into_iter().flatten().flatten();
     let stats = threads.filter_map(|thread| thread.stat().ok());
-    stats.map(|stat| stat.state).collect()
+    stats.map(|stat| (stat.pid, stat.state)).collect()
 }
 
 pub(crate) fn is_stopped_by_signal(pid: i32) -> bool {

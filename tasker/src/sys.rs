@@ -760,6 +760,18 @@ pub(crate) fn send_signal(pid: i32, signal: i32) -> io::Result<()> {
     }
 }
 
+/// Sends a signal to one thread of a process, as `tgkill(2)`.
+///
+/// # Errors
+/// Those of `tgkill(2)`.
+pub(crate) fn send_thread_signal(pid: i32, thread: i32, signal: i32) -> io::Result<()> {
+    // SAFETY: the call accesses no memory.
+    match unsafe { libc::syscall(libc::SYS_tgkill, pid, thread, signal) } {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
 /// Returns the nice value of a thread, from -20 (highest priority) to 19; `None` if the thread has
 /// ended.
 pub(crate) fn nice_of(tid: i32) -> Option<i32> {

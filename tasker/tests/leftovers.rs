@@ -314,8 +314,8 @@ fn process_that_leaves_a_frozen_group_is_stopped_again() {
 fn vfork_child_stops_and_is_left_behind() {
     let dir = tempfile::tempdir().expect("a directory");
     let program = compile_program(dir.path(), "vfork_child");
-    with_each_mechanism(|tasker| {
-        let pid = tasker.start_task_and_wait(tid(1), &program, &[]);
+    let check = |tasker: &mut Tasker, arguments: &[&str]| {
+        let pid = tasker.start_task_and_wait(tid(1), &program, arguments);
         tasker.wait_for_output(tid(1), &mut Vec::new(), |text| count_lines(text) == 1);
         let child = child_of(pid);
         assert_runs(child);
@@ -328,5 +328,7 @@ fn vfork_child_stops_and_is_left_behind() {
         assert_stands_still_after_reports(tasker, child);
         tasker.send(ToTasker::KillLeftovers { tid: tid(1) });
         wait_until_none_left(tasker, tid(1));
-    });
+    };
+    with_each_mechanism(|tasker| check(tasker, &[]));
+    with_each_mechanism(|tasker| check(tasker, &["threads"]));
 }

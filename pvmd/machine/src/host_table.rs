@@ -179,6 +179,7 @@ impl Machine {
         for host in removed_hosts {
             self.handle_host_removed(host);
         }
+        self.renew_own_lease();
         let has_just_joined = old_table.hosts.is_empty();
         for entry in &new_hosts {
             // Of two slaves, the one with the higher host index opens the session. The session with

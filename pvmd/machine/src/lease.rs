@@ -102,6 +102,14 @@ impl Machine {
         }
     }
 
+    /// Master: renews its own lease after a change of the host table. The first other host makes the
+    /// tasks of the master end with the lease.
+    pub(super) fn renew_own_lease(&mut self) {
+        if self.master.is_some() && self.lease.has_started {
+            self.renew_lease(self.now);
+        }
+    }
+
     fn renew_lease(&mut self, valid_since: Micros) {
         self.lease.valid_since = Some(valid_since);
         let own_host = self.config.host;

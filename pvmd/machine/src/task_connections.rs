@@ -179,18 +179,24 @@ impl Machine {
                 else {
                     return;
                 };
-                if std::mem::take(&mut task.has_quiesced) {
-                    task.connection_phase = ConnectionPhase::Detached;
-                    self.handle_guest_quiesced(tid);
-                    self.handle_quiesce_completed(tid);
-                } else if task.is_exiting() {
-                    task.connection_phase = ConnectionPhase::Detached;
-                    match task.exit_report {
-                        Some((status, usage)) => self.end_task(tid, status, usage),
-                        None => self.handle_leave_while_exiting(tid),
+                let has_quiesced = std::mem::take(&mut task.has_quiesced);
+                let waits_for_process = has_quiesced || task.is_exiting();
+                match task.exit_report {
+                    _ if !waits_for_process => self.end_connection(tid),
+                    // A child of the exited process may have held the socket until now.
+                    Some((status, usage)) => {
+                        task.connection_phase = ConnectionPhase::Detached;
+                        self.end_task(tid, status, usage);
                     }
-                } else {
-                    self.end_connection(tid);
+                    None => {
+                        task.connection_phase = ConnectionPhase::Detached;
+                        if has_quiesced {
+                            self.handle_guest_quiesced(tid);
+                            self.handle_quiesce_completed(tid);
+                        } else {
+                            self.handle_leave_while_exiting(tid);
+                        }
+                    }
                 }
             }
             Some(ConnState::AwaitingRecord(tid)) => {

@@ -168,7 +168,8 @@ pub(super) async fn accept_connections(endpoint: Endpoint, vm: String, inputs: I
         inputs,
         gate: HandshakeGate::default(),
         refusal_log_limit: Arc::new(LogRateLimit::new()),
-        flood_log_limit: Arc::new(LogRateLimit::new()),
+        validation_log_limit: Arc::new(LogRateLimit::new()),
+        ignored_log_limit: Arc::new(LogRateLimit::new()),
     };
     while let Some(incoming) = endpoint.accept().await {
         acceptor.admit(incoming);
@@ -181,7 +182,8 @@ struct Acceptor {
     inputs: InputSender,
     gate: HandshakeGate,
     refusal_log_limit: Arc<LogRateLimit>,
-    flood_log_limit: Arc<LogRateLimit>,
+    validation_log_limit: Arc<LogRateLimit>,
+    ignored_log_limit: Arc<LogRateLimit>,
 }
 
 impl Acceptor {
@@ -196,7 +198,7 @@ impl Acceptor {
         let slot = match admission {
             Admission::Serve(slot) => slot,
             Admission::ValidateAddress => {
-                if self.flood_log_limit.try_acquire() {
+                if self.validation_log_limit.try_acquire() {
                     tracing::warn!(
                         "{total} handshakes are unfinished, {UNVALIDATED_HANDSHAKES_MAX} of them with peers whose \
                          address is not validated, the limit: {peer_address} must validate its address first"
@@ -207,7 +209,7 @@ impl Acceptor {
                 return;
             }
             Admission::Ignore(full) => {
-                if self.flood_log_limit.try_acquire() {
+                if self.ignored_log_limit.try_acquire() {
                     let (limit, whose) = match full {
                         Full::Total => (VALIDATED_HANDSHAKES_MAX, "of validated addresses"),
                         Full::Network => (HANDSHAKES_PER_NETWORK_MAX, "of its network"),

@@ -5,6 +5,7 @@ use super::scenario::{list_events, spawn, spawn_on};
 use super::sim::fault_injection::{Fault, LONG_OUTAGE, Victim};
 use super::sim::{LEASE, Sim, host, seeds};
 use sempa_proto::event::EventKind;
+use sempa_proto::task::Request;
 use sempa_proto::{HostId, Micros};
 
 /// Returns a virtual machine of three hosts with a task on `task_host`: the simulation, the console
@@ -62,6 +63,25 @@ fn tasks_of_isolated_host_end_before_host_is_lost() {
 fn tasks_of_stopped_master_end() {
     for seed in seeds(50) {
         let (mut sim, _, task_proc) = start_task(seed, "h1");
+        sim.inject_fault(Victim::Master, Fault::Stop(LONG_OUTAGE));
+        assert_freezes_then_ends(&mut sim, task_proc, HostId::MASTER);
+    }
+}
+
+/// The lease of the master's tasks is binding as soon as another host has joined.
+#[test]
+fn lease_of_the_master_is_binding_after_the_first_join() {
+    for seed in seeds(20) {
+        let (mut sim, console) = Sim::cluster(seed, 1);
+        let task_proc = spawn(&mut sim, console, spawn_on("h1", "child", 1))[0];
+        let delay = Micros(sim.rng.below(LEASE.0));
+        sim.advance(delay);
+        sim.ask(
+            console,
+            Request::AddHosts {
+                host_file_lines: vec!["h2".into()],
+            },
+        );
         sim.inject_fault(Victim::Master, Fault::Stop(LONG_OUTAGE));
         assert_freezes_then_ends(&mut sim, task_proc, HostId::MASTER);
     }

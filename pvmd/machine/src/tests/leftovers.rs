@@ -90,6 +90,24 @@ fn leftovers_of_paused_guest_stay_stopped() {
     assert!(!scenario.sim.leftovers[&(host(2), tid)]);
 }
 
+/// A paused guest that has quiesced ends although its child holds the socket.
+#[test]
+fn quiesced_guest_ends_if_its_child_holds_the_socket() {
+    for seed in seeds(20) {
+        let mut scenario = Scenario::new(seed);
+        let (proc, tid) = (scenario.procs[2], scenario.tids[2]);
+        scenario.sim.procs[proc].child_holds_socket = true;
+        scenario.send_directive(1, stop_guests_request());
+        scenario.sim.advance(SETTLE_TIME);
+        assert!(scenario.sim.procs[proc].has_quiesced(), "seed {seed}");
+        scenario.sim.exit_with_open_socket(proc, 9);
+        scenario.sim.advance(Micros(3 * SETTLE_TIME.0));
+        let console = scenario.console;
+        let tasks = list_tasks(&mut scenario.sim, console);
+        assert!(tasks.iter().all(|task| task.tid != tid), "seed {seed}");
+    }
+}
+
 /// What a suspended task leaves behind runs, because the suspension ends with the task.
 #[test]
 fn leftovers_of_suspended_task_run() {

@@ -424,6 +424,7 @@ impl Sim {
             images_remain: false,
             cpu_micros: 0,
             answers_pings: false,
+            child_holds_socket: false,
         });
         self.procs.len() - 1
     }
@@ -637,7 +638,9 @@ impl Sim {
                     redirect_address: taskers::redirect_address(proc),
                 };
                 self.send_from_proc(conn, host_id, Event::TaskControl { conn, message });
-                self.close_connection(proc);
+                if !self.procs[proc].child_holds_socket {
+                    self.close_connection(proc);
+                }
                 self.notify_links(proc, &LinkEvent::RouteDown);
             }
         }

@@ -75,6 +75,8 @@ pub(in crate::tests) struct Proc {
     pub(super) cpu_micros: u64,
     /// True if the process answers its daemon's questions whether it runs.
     pub(super) answers_pings: bool,
+    /// True if a child process holds the socket, so that quiescing does not close the connection.
+    pub(in crate::tests) child_holds_socket: bool,
 }
 
 impl Proc {
