@@ -189,8 +189,9 @@ pub(crate) fn signal_running(
     })
 }
 
-/// Stops a process whose SIGSTOP the kernel has assigned to a thread that waits in vfork. That thread
-/// does not accept the signal before its child's exec, and the kernel wakes no other thread for it.
+/// Stops a process whose SIGSTOP the kernel has assigned to a thread that waits in vfork. That
+/// thread does not accept the signal before its child's exec, and the kernel wakes no other thread
+/// for it.
 fn redirect_pending_stop(pid: i32) {
     let threads = threads(pid);
     let has_waiting_thread = threads.iter().any(|(_, state)| *state == 'D');
@@ -202,8 +203,8 @@ fn redirect_pending_stop(pid: i32) {
     };
     let stop_bit = 1 << (libc::SIGSTOP - 1);
     if proc::status(pid).is_some_and(|status| status.shdpnd & stop_bit != 0) {
-        // SIGCONT removes the pending SIGSTOP, and the second SIGSTOP removes a pending SIGCONT. Both
-        // fail only if the process has ended.
+        // SIGCONT removes the pending SIGSTOP, and the second SIGSTOP removes a pending SIGCONT.
+        // Both fail only if the process has ended.
         let _ = sys::send_signal(pid, libc::SIGCONT);
         let _ = sys::send_thread_signal(pid, *thread, libc::SIGSTOP);
     }

@@ -555,8 +555,9 @@ fn int_message(rt: &Runtime, value: i32) -> Message {
 /// otherwise the given index.
 ///
 /// # Errors
-/// `Denied` if the index is not free, `BadParam` if the index is out of range.
+/// `Denied` if the index is not free, `BadParam` for an empty name or an index out of range.
 pub(crate) fn mailbox_insert(name: String, index: i32, value: i32) -> PvmResult<i32> {
+    let name = check_class_name(name)?;
     let message = int_message(&session::runtime()?, value);
     if index == -1 {
         return mailbox_put(name, message, MBOX_PERSISTENT | MBOX_MULTI_INSTANCE);

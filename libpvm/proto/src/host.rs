@@ -343,8 +343,7 @@ pub struct TaskRecord {
 /// State of a task that a daemon stores in a checkpoint, in addition to the task's images.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct SavedTask {
-    /// Value of [`CHECKPOINT_VERSION`](crate::checkpoint::CHECKPOINT_VERSION) in the program that
-    /// wrote the checkpoint.
+    /// Value of [`crate::checkpoint::CHECKPOINT_VERSION`] in the program that wrote the checkpoint.
     pub version: u16,
     pub record: TaskRecord,
     /// Items that were waiting for the task. For a task that wrote its own checkpoint, also the

@@ -102,8 +102,8 @@ impl Machine {
         }
     }
 
-    /// Master: renews its own lease after a change of the host table. The first other host makes the
-    /// tasks of the master end with the lease.
+    /// Master: renews its own lease after a change of the host table. As soon as there is another
+    /// host, the tasks of the master end with the lease.
     pub(super) fn renew_own_lease(&mut self) {
         if self.master.is_some() && self.lease.has_started {
             self.renew_lease(self.now);

@@ -76,9 +76,9 @@ fn resource_manager_that_awaits_a_reply_stays() {
             selector: Tid::NONE,
         };
         let request = sim.request(rm, all_tasks);
-        // Host 2 hangs: its reply never arrives.
-        for _ in 0..200 {
-            sim.advance(Micros(100));
+        // Host 2 hangs: its reply never arrives. The steps are shorter than almost all latencies.
+        for _ in 0..8_000 {
+            sim.advance(Micros(1));
             sim.drop_in_flight(host(2), HostId::MASTER);
         }
         // The only thread of the resource manager waits for the reply.
@@ -234,6 +234,11 @@ fn stop_is_reported_when_confirmed() {
     let guest = spawn(&mut sim, console, spawn_on("h2", "child", 1))[0];
     let tid = sim.procs[guest].tid();
     for (suspend, is_suspended) in [(true, true), (false, false)] {
+        if suspend {
+            // The tasker confirms nothing before it continues.
+            let pause = Fault::Stop(Micros::from_millis(100));
+            sim.inject_fault(Victim::SourceTasker, pause);
+        }
         let request = Request::Suspend {
             tid,
             suspend,
