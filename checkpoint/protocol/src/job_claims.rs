@@ -17,6 +17,8 @@ pub const CLAIM_RENEWAL_INTERVAL: Micros = Micros::from_secs(15);
 /// Time for which an observer must have seen a claim unchanged before a user may insist on taking
 /// the claim over. Several renewals may fail in this time.
 pub const CLAIM_VALIDITY: Micros = Micros::from_secs(60);
+/// Time for which the claim of a machine that has probably rebooted must be unchanged.
+const REBOOT_PROOF_TIME: Micros = Micros(2 * CLAIM_RENEWAL_INTERVAL.0);
 /// Maximum number of claims that an observer remembers. Of further claims it measures no time, so
 /// they cannot be taken over by force.
 pub const OBSERVED_CLAIMS_MAX: usize = 4096;
@@ -71,6 +73,9 @@ pub enum HolderState {
     /// The holder's daemon was on this machine and has ended. Its tasks on other hosts end within
     /// its lease.
     Ended,
+    /// A machine of the same name and machine id has booted since. A copied machine may have both
+    /// in common with a holder that lives; the renewals of such a holder can be seen.
+    HasProbablyRebooted,
 }
 
 /// Whether a virtual machine may run a job.
@@ -106,8 +111,13 @@ pub fn decide_claim(
     if claim.is_released {
         return next_term;
     }
-    if holder_state == HolderState::Ended {
-        let time = claim.lease.since(unchanged_for);
+    let wait = match holder_state {
+        HolderState::MayLive => None,
+        HolderState::Ended => Some(claim.lease),
+        HolderState::HasProbablyRebooted => Some(claim.lease.max(REBOOT_PROOF_TIME)),
+    };
+    if let Some(wait) = wait {
+        let time = wait.since(unchanged_for);
         return match time {
             Micros(0) => next_term,
             time => ClaimDecision::Wait { time },
@@ -221,6 +231,24 @@ mod tests {
         );
         assert_eq!(
             decide(&held_claim, HolderState::Ended, 12, false),
+            ClaimDecision::Granted { term: 6 }
+        );
+    }
+
+    /// A copied machine with the name and the machine id of the holder must not hide the holder's
+    /// renewals.
+    #[test]
+    fn probably_rebooted_holder_is_replaced_after_two_renewal_intervals() {
+        let held_claim = claim(1, 5, 9);
+        let state = HolderState::HasProbablyRebooted;
+        assert_eq!(
+            decide(&held_claim, state, 12, true),
+            ClaimDecision::Wait {
+                time: Micros::from_secs(18)
+            }
+        );
+        assert_eq!(
+            decide(&held_claim, state, 30, false),
             ClaimDecision::Granted { term: 6 }
         );
     }

@@ -334,7 +334,10 @@ impl Machine {
 
     /// Handles the tasker's report that no process of a guest runs any more.
     pub(super) fn handle_guest_paused(&mut self, tid: Tid) {
-        self.owner_control.stopped_tasks.insert(tid);
+        // The task may have ended since.
+        if self.tasks.get(tid).is_some() || self.migrations.arrivals.contains_key(&tid) {
+            self.owner_control.stopped_tasks.insert(tid);
+        }
         self.mark_paused(tid);
         self.report_if_all_paused();
     }

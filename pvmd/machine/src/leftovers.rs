@@ -37,6 +37,8 @@ pub(super) struct Leftovers {
     by_tid: BTreeMap<Tid, Leftover>,
     /// Tasks whose leftover processes were ordered to stop and may still run.
     unstopped_tids: BTreeSet<Tid>,
+    /// Ended services that have left processes, which are no guests.
+    service_tids: BTreeSet<Tid>,
 }
 
 impl Leftovers {
@@ -83,13 +85,17 @@ impl Machine {
             return self.forget_leftover(tid);
         }
         let leftovers = &mut self.owner_control.leftovers;
+        if leftovers.service_tids.contains(&tid) {
+            return;
+        }
         if let Some(known_leftover) = leftovers.by_tid.get_mut(&tid) {
             (known_leftover.process_count, known_leftover.pids) = (process_count, pids);
             return;
         }
         let task = self.tasks.get(tid);
         if task.is_some_and(|task| task.is_service()) {
-            // What serves the virtual machine is no guest.
+            // What serves the virtual machine is no guest. Later reports come after its end.
+            leftovers.service_tids.insert(tid);
             return;
         }
         let (name, parent) = task.map_or((String::new(), Tid::NONE), |task| {
@@ -147,6 +153,7 @@ impl Machine {
     fn forget_leftover(&mut self, tid: Tid) {
         let leftovers = &mut self.owner_control.leftovers;
         leftovers.unstopped_tids.remove(&tid);
+        leftovers.service_tids.remove(&tid);
         if leftovers.by_tid.remove(&tid).is_some() && self.shutdown.is_none() {
             self.record_event(EventKind::LeftProcessesEnded {
                 host: self.config.host,
@@ -158,6 +165,7 @@ impl Machine {
 
     /// Handles the end of the tasker, which has killed all leftover processes.
     pub(super) fn forget_leftovers(&mut self) {
+        self.owner_control.leftovers.service_tids.clear();
         for tid in self.owner_control.leftovers.tids() {
             self.forget_leftover(tid);
         }

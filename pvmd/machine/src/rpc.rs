@@ -229,13 +229,9 @@ impl Machine {
                     .iter()
                     .map(|(ctx, owner)| (*ctx, *owner))
                     .collect();
-                return self.send_host_reply(
-                    reply_to,
-                    HostReply::Inventory {
-                        tasks: self.list_tasks(None),
-                        contexts,
-                    },
-                );
+                let mut tasks = self.list_tasks(None);
+                tasks.extend(self.list_leftovers(None));
+                return self.send_host_reply(reply_to, HostReply::Inventory { tasks, contexts });
             }
             HostRequest::ReserveContexts(contexts) => {
                 self.reserve_contexts(contexts);

@@ -1,6 +1,6 @@
 //! Supervises the programs of this host whose work a promise needs: the tasker, the load watcher
-//! and the resource manager. A program that hangs keeps its connection open,
-//! so only an answer shows that it runs.
+//! and the resource manager. A program that hangs keeps its connection open, so only its messages
+//! and requests show that it runs.
 //!
 //! Every [`CHECK_INTERVAL`] this daemon asks each of them for a sign of life, if its promise needs
 //! the program then:
@@ -8,16 +8,17 @@
 //! - **Load watcher**, while this host has guests. If it is silent for [`SILENT_CHECKS_MAX`]
 //!   checks, it is killed and started again.
 //! - **Resource manager**. If it is silent for as long, it is not the resource manager any more, so
-//!   that spawns are placed round robin, and it is killed and started again. One that a user has
-//!   started from a command line is not killed, and is registered again when it answers. While it
+//!   that spawns are placed round robin, and it is killed; the configured one is started again. One
+//!   that a user has started from a command line is not killed, and is registered again when it answers. While it
 //!   waits for the reply to a request, which may concern a host that hangs, it is not asked.
 //! - **Tasker**, while it has tasks. If it is silent for as long while guests must stop for the
 //!   owner, an event reports that they are not stopped, and the tasker is killed with all its
 //!   tasks. Otherwise it has time until [`SILENT_TASKER_CHECKS_MAX`].
 //!
-//! A check counts as silent only if the question was asked at an earlier check. So one check at
-//! most is counted for a time in which this daemon itself hung, and a program on a loaded
-//! machine has the whole time.
+//! A check counts as silent only if the question was asked at an earlier check. So a hang of this
+//! daemon adds at most one silent check, and a program on a loaded machine has the whole time. Any
+//! message or request of a program is an answer: a resource manager with a long queue reads the
+//! question late.
 //!
 //! Load watchers and resource managers announce that they answer, by
 //! [`SM_ALIVE`](sempa_proto::sm::SM_ALIVE). Others, written for PVM, do not know the question and
@@ -120,6 +121,13 @@ impl Machine {
             self.log_and_record(format!("resource manager {tid} answers again"));
             self.record_event(EventKind::RmRegistered { tid });
             self.replace_own_rm(Some(rm));
+        }
+    }
+
+    /// Records that a task has sent something, so that it is not silent if it is a service.
+    pub(super) fn record_sign_of_life(&mut self, tid: Tid) {
+        if let Some(service) = self.supervision.services.get_mut(&tid) {
+            service.answers = Answers::default();
         }
     }
 
@@ -243,7 +251,13 @@ impl Machine {
     /// Called when the tasker must have confirmed that the guests are stopped. Reports those that
     /// are not, and kills the tasker if it is silent.
     pub(super) fn handle_guest_stop_timeout(&mut self) {
-        if self.has_overdue_guests() && !self.is_lease_frozen() {
+        if !self.has_overdue_guests() {
+            return;
+        }
+        if self.is_lease_frozen() {
+            // The tasker has stopped the guests by itself. It confirms after the renewal.
+            self.await_guest_stops();
+        } else {
             self.report_unstopped_guests();
             if self.supervision.tasker.is_silent() {
                 self.kill_silent_tasker();

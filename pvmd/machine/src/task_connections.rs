@@ -116,8 +116,12 @@ impl Machine {
                 self.conns.retire(conn);
                 self.end_connection(tid);
             }
-            ToDaemon::Request { id, request } => self.handle_request(tid, id, request),
+            ToDaemon::Request { id, request } => {
+                self.record_sign_of_life(tid);
+                self.handle_request(tid, id, request)
+            }
             ToDaemon::Message(mut message) => {
+                self.record_sign_of_life(tid);
                 message.src = tid;
                 self.forward_to_daemon(message);
             }

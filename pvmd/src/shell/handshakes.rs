@@ -1,7 +1,7 @@
 //! Incoming handshakes, and the limits of the work for peers that have not proved who they are.
 //!
 //! An unfinished handshake costs the daemon some 70 KB. Anybody who can send a datagram can begin
-//! one, also in the name of another address. Therefore few peers are served at once without a proof
+//! one, also with a forged source address. Therefore few peers are served at once without a proof
 //! that they receive what is sent to their address (RFC 9000 8.1.2). All others are asked for that
 //! proof, which costs no memory. Of the peers that have given the proof, each network is served
 //! within a limit of its own. So hosts of other networks can still connect while a host floods this
@@ -19,10 +19,13 @@ use sempa_proto::HostId;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
-use tokio::time::timeout;
+use tokio::time::{sleep, timeout};
 
 /// Time limit of an incoming handshake.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
+/// Time for which a failed handshake counts as unfinished: the QUIC library keeps a closed connection
+/// for three probe timeouts (RFC 9000 10.2), which are 3 s without a measured round trip.
+const CLOSED_CONNECTION_TIME: Duration = Duration::from_secs(4);
 /// Maximum number of unfinished handshakes with peers whose address is not validated. Further peers
 /// must validate their address first.
 const UNVALIDATED_HANDSHAKES_MAX: usize = 32;
@@ -230,18 +233,21 @@ impl Acceptor {
 
     async fn serve(self, incoming: Incoming, peer_address: SocketAddr, held_slot: HeldSlot) {
         let handshake_result = complete_handshake(incoming, &self.vm).await;
-        drop(held_slot);
         match handshake_result {
             Ok((host, connection)) => {
+                drop(held_slot);
                 let input = NetInput::HandshakeDone { host, connection };
                 let _ = self.inputs.send(Input::Net(input)).await;
             }
-            Err(why) if self.refusal_log_limit.try_acquire() => {
-                let text = format!("refused a connection from {peer_address}: {why}");
-                let event = Event::UnauthenticatedPeer { text };
-                let _ = self.inputs.send(Input::Event(event)).await;
+            Err(why) => {
+                if self.refusal_log_limit.try_acquire() {
+                    let text = format!("refused a connection from {peer_address}: {why}");
+                    let event = Event::UnauthenticatedPeer { text };
+                    let _ = self.inputs.send(Input::Event(event)).await;
+                }
+                sleep(CLOSED_CONNECTION_TIME).await;
+                drop(held_slot);
             }
-            Err(_) => {}
         }
     }
 }

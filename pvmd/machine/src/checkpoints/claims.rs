@@ -70,19 +70,17 @@ impl Machine {
         lease_wait.or_else(|| has_leaving_hosts.then_some(EXIT_CHECK_INTERVAL))
     }
 
-    /// Releases the claim of a job that has no task according to an inventory of all hosts.
-    pub(super) fn release_ended_job(&mut self, key: ClaimKey) {
-        if self.lost_tasks_wait().is_some() {
-            return self.release_when_ended(key, BTreeSet::new());
-        }
+    /// Releases the claim of a job of which nothing can run any more.
+    pub(super) fn release_claim(&mut self, key: ClaimKey) {
         if let Some(job_checkpoints) = self.job_checkpoints() {
             job_checkpoints.unreleased_claims.claims.remove(&key);
         }
         self.outputs.push_back(Output::ReleaseJob { key });
     }
 
-    /// Releases the claim of a job as soon as no task of the job can run any more. `members` are
-    /// its known tasks.
+    /// Releases the claim of a job as soon as no task of the job, and nothing that a task has left
+    /// behind, can run any more. A restart in another virtual machine would start copies of both.
+    /// `members` are the known tasks.
     pub(super) fn release_when_ended(&mut self, key: ClaimKey, members: BTreeSet<Tid>) {
         let Some(job_checkpoints) = self.job_checkpoints() else {
             return;
@@ -93,8 +91,8 @@ impl Machine {
         } = &mut job_checkpoints.unreleased_claims;
         if claims.len() >= UNRELEASED_CLAIMS_MAX && !claims.contains_key(&key) {
             return self.log_warning(format!(
-                "{UNRELEASED_CLAIMS_MAX} jobs without checkpoints in progress may still run, the limit: job {} is not \
-                 restarted in another virtual machine before this one ends",
+                "job {}: its claim is kept until this virtual machine ends, because {UNRELEASED_CLAIMS_MAX} claims, the \
+                 limit, wait for the end of their jobs",
                 key.job
             ));
         }

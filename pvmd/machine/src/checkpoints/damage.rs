@@ -1,6 +1,6 @@
 //! Damaged checkpoints: they are marked, and a job that rolls back uses the next older one.
 
-use super::{EXIT_CHECK_INTERVAL, JobActivity, restart_retry_interval};
+use super::{Damage, EXIT_CHECK_INTERVAL, JobActivity, restart_retry_interval};
 use crate::{Machine, Output};
 use sempa_proto::Tid;
 use sempa_proto::checkpoint::StoreFailure;
@@ -23,7 +23,9 @@ impl Machine {
         if let Some(open_restart) = open_restart
             && (!is_missing || open_restart.rollback_job.is_some())
         {
-            open_restart.damage.get_or_insert(why);
+            open_restart
+                .damage
+                .get_or_insert(Damage { why, is_missing });
         }
     }
 
@@ -34,8 +36,13 @@ impl Machine {
         checkpoint: &str,
         job: Tid,
         rollback_job: Option<Tid>,
-        why: String,
+        damage: Damage,
     ) {
+        let Damage { why, is_missing } = damage;
+        let entry = rollback_job.and_then(|job| self.job_checkpoints()?.jobs.get_mut(&job));
+        if let Some(entry) = entry {
+            entry.is_newest_missing = is_missing;
+        }
         let rollback_key = rollback_job.and_then(|rollback_job| {
             let job_checkpoints = self.job_checkpoints()?;
             Some(job_checkpoints.claim_key(rollback_job))
@@ -58,8 +65,9 @@ impl Machine {
 
     /// Handles the store's report on the checkpoint that is used instead of a damaged one. The
     /// rollback continues with this checkpoint. If there is none, the rollback ends, because no
-    /// further attempt could succeed. If the store could not be read, the damaged checkpoint is
-    /// tried again later, which asks the store again.
+    /// further attempt could succeed. If the store could not be read, or if it contains no checkpoint
+    /// of the job at all, which may be a store that is not mounted, the checkpoint is tried again
+    /// later, which asks the store again.
     pub(crate) fn handle_older_checkpoint(
         &mut self,
         job: Tid,
@@ -76,6 +84,13 @@ impl Machine {
             return;
         }
         let older_checkpoint = match result {
+            Ok(None) if entry.is_newest_missing => {
+                let delay = restart_retry_interval(entry.attempt_count);
+                self.log_warning(format!(
+                    "job {job} waits for the store, which contains neither its checkpoint {damaged_checkpoint} nor an older one"
+                ));
+                return self.schedule_check(job, delay);
+            }
             Ok(older_checkpoint) => older_checkpoint,
             Err(failure) => {
                 let delay = restart_retry_interval(entry.attempt_count);

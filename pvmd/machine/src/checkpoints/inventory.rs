@@ -69,13 +69,20 @@ impl Machine {
         }
         let Some(OpenInventory {
             purpose,
-            inventory,
+            mut inventory,
             silent_host,
             ..
         }) = job_checkpoints.inventories.remove(&inventory_number)
         else {
             return;
         };
+        let counts_leftovers = matches!(
+            purpose,
+            InventoryPurpose::CheckTasksEnded(_) | InventoryPurpose::ReleaseClaims
+        );
+        if !counts_leftovers {
+            inventory.tasks.retain(|task| !task.is_leftover());
+        }
         match (purpose, silent_host) {
             (InventoryPurpose::BeginCheckpoint(job), None) => {
                 self.begin_snapshot(job, &inventory.tasks)
@@ -129,8 +136,8 @@ impl Machine {
     }
 }
 
-/// Returns the tasks of a job: its first task, the `known_tids` members, and all tasks that any of
-/// these has spawned. Adds the tasks found to `known_tids`. Tasks that serve the virtual machine
+/// Returns the tasks of a job, and the leftovers of its tasks if `tasks` contains leftovers: its
+/// first task, the `known_tids` members, and all tasks that any of these has spawned. Adds the tasks found to `known_tids`. Tasks that serve the virtual machine
 /// belong to no job.
 pub(super) fn job_members(
     job: Tid,

@@ -192,6 +192,7 @@ impl Machine {
             return;
         };
         let may_have_claim = std::mem::take(&mut entry.may_have_claim);
+        let members = entry.members.clone();
         let checkpoints: Vec<String> = [&entry.newest_checkpoint, &entry.restart_checkpoint]
             .into_iter()
             .flatten()
@@ -211,7 +212,7 @@ impl Machine {
             self.remove_job_copies(job);
         }
         if may_have_claim {
-            self.release_ended_job(key);
+            self.release_when_ended(key, members);
         }
     }
 

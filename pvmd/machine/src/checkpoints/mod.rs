@@ -134,6 +134,8 @@ struct CheckpointedJob {
     recent_deaths: recently_dead::RecentDeaths,
     /// Name of the job's newest checkpoint.
     newest_checkpoint: Option<String>,
+    /// True if the store did not contain the newest checkpoint at the last attempt to restart.
+    is_newest_missing: bool,
     /// Name of the checkpoint from which the job was restarted.
     restart_checkpoint: Option<String>,
     /// How the job's first task has ended.
@@ -215,6 +217,14 @@ struct OpenInventory {
     silent_host: Option<HostId>,
 }
 
+/// What the store has found wrong with the checkpoint of a restart.
+#[derive(Debug)]
+struct Damage {
+    why: String,
+    /// True if the store does not contain the checkpoint.
+    is_missing: bool,
+}
+
 /// A restart from a checkpoint that was requested or is in progress.
 #[derive(Debug)]
 struct OpenRestart {
@@ -229,7 +239,7 @@ struct OpenRestart {
     /// Contexts that were assigned to the restarted tasks.
     assigned_contexts: Vec<(i32, Tid)>,
     /// How the store has detected that the checkpoint is damaged; `None` if it has not.
-    damage: Option<String>,
+    damage: Option<Damage>,
     /// True if what the earlier tasks have left behind was ordered to be killed.
     has_killed_leftovers: bool,
 }

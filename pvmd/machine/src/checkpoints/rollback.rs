@@ -204,6 +204,7 @@ impl Machine {
     /// Handles an inventory of a job whose tasks must end: kills the remaining tasks, or continues
     /// the rollback or the end of the job if no task remains.
     pub(super) fn check_tasks_ended(&mut self, job: Tid, tasks: &[TaskInfo]) {
+        let lost_tasks_wait = self.lost_tasks_wait();
         let Some(job_checkpoints) = self.job_checkpoints() else {
             return;
         };
@@ -211,10 +212,12 @@ impl Machine {
         let Some(entry) = job_checkpoints.jobs.get_mut(&job) else {
             return;
         };
-        let remaining_tasks: Vec<Tid> = job_members(job, &mut entry.members, tasks)
-            .iter()
-            .map(|task| task.tid)
-            .collect();
+        let (leftovers, members): (Vec<TaskInfo>, Vec<TaskInfo>) =
+            job_members(job, &mut entry.members, tasks)
+                .into_iter()
+                .partition(TaskInfo::is_leftover);
+        let remaining_tasks: Vec<Tid> = members.iter().map(|task| task.tid).collect();
+        let remaining_leftovers: Vec<Tid> = leftovers.iter().map(|task| task.tid).collect();
         let (JobActivity::RollingBack {
             check_count: check_counter,
             ..
@@ -229,14 +232,21 @@ impl Machine {
         else {
             return;
         };
-        *check_counter += 1;
-        let gives_up = *check_counter >= EXIT_CHECKS_MAX;
+        // A task on a lost host may run until the end of the host's lease.
+        if lost_tasks_wait.is_none() {
+            *check_counter = check_counter.saturating_add(1);
+        }
+        let (check_count, gives_up) = (*check_counter, *check_counter >= EXIT_CHECKS_MAX);
         match &entry.activity {
             JobActivity::EndingJob { report, .. } if remaining_tasks.is_empty() || gives_up => {
                 let (report, waiters) = (report.clone(), std::mem::take(&mut entry.waiters));
                 if remaining_tasks.is_empty() {
                     entry.may_have_claim = false;
-                    self.release_ended_job(key);
+                    let members = entry.members.clone();
+                    match remaining_leftovers.is_empty() && lost_tasks_wait.is_none() {
+                        true => self.release_claim(key),
+                        false => self.release_when_ended(key, members),
+                    }
                 }
                 self.forget_job(job);
                 for (tid, id) in waiters {
@@ -244,8 +254,13 @@ impl Machine {
                 }
                 return;
             }
-            JobActivity::TakenOver { .. } if remaining_tasks.is_empty() || gives_up => {
-                return self.forget_job(job);
+            JobActivity::TakenOver { .. } => {
+                return self.end_rest_of_taken_over_job(
+                    job,
+                    &remaining_tasks,
+                    &remaining_leftovers,
+                    check_count,
+                );
             }
             JobActivity::RollingBack { lost_host, why, .. }
                 if remaining_tasks.is_empty() || gives_up =>
@@ -259,7 +274,8 @@ impl Machine {
             // The inventory includes tasks that the job has spawned since the previous inventory.
             self.kill_task(tid);
         }
-        self.schedule_check(job, EXIT_CHECK_INTERVAL);
+        let delay = lost_tasks_wait.unwrap_or_default();
+        self.schedule_check(job, delay.max(EXIT_CHECK_INTERVAL));
     }
 
     pub(super) fn kill_task(&mut self, tid: Tid) {

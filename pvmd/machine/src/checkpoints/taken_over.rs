@@ -1,7 +1,7 @@
 //! Jobs that another virtual machine has taken over, according to the claim in the store: their
 //! tasks here are ended, so that no job runs twice.
 
-use super::{JobActivity, OpenRestart};
+use super::{EXIT_CHECK_INTERVAL, EXIT_CHECKS_MAX, JobActivity, OpenRestart};
 use crate::Machine;
 use checkpoint_protocol::RestartId;
 use sempa_proto::checkpoint::{
@@ -10,6 +10,9 @@ use sempa_proto::checkpoint::{
 use sempa_proto::event::EventKind;
 use sempa_proto::task::Reply;
 use sempa_proto::{Micros, Tid};
+
+/// Interval between two checks of a job whose tasks have not ended for a long time.
+const SLOW_EXIT_CHECK_INTERVAL: Micros = Micros::from_secs(1);
 
 impl Machine {
     /// Master: ends this virtual machine's copy of a job. A checkpoint or restart of the job that
@@ -33,6 +36,9 @@ impl Machine {
             return;
         };
         let entry = job_checkpoints.jobs.entry(job).or_default();
+        if matches!(entry.activity, JobActivity::TakenOver { .. }) {
+            return;
+        }
         entry.activity = JobActivity::TakenOver { check_count: 0 };
         (entry.schedule, entry.ends_after_checkpoint) = (None, false);
         entry.may_have_claim = false;
@@ -51,6 +57,36 @@ impl Machine {
         }
         // The inventory finds members that were not known.
         self.request_inventory(super::InventoryPurpose::CheckTasksEnded(job));
+    }
+
+    /// Kills what remains of a job that another virtual machine has taken over. `tasks` are its tasks
+    /// that run, and `leftovers` its ended tasks that have left processes.
+    pub(super) fn end_rest_of_taken_over_job(
+        &mut self,
+        job: Tid,
+        tasks: &[Tid],
+        leftovers: &[Tid],
+        check_count: u32,
+    ) {
+        if tasks.is_empty() && leftovers.is_empty() {
+            return self.forget_job(job);
+        }
+        if check_count == EXIT_CHECKS_MAX {
+            let tids = tasks.iter().chain(leftovers).map(Tid::to_string);
+            self.log_warning_and_record(format!(
+                "job {job} runs in another virtual machine, and these of its tasks here have not ended: {}",
+                tids.collect::<Vec<_>>().join(" ")
+            ));
+        }
+        tasks.iter().for_each(|tid| self.kill_task(*tid));
+        for tid in leftovers {
+            self.order_leftovers_killed(*tid);
+        }
+        let delay = match check_count >= EXIT_CHECKS_MAX {
+            true => SLOW_EXIT_CHECK_INTERVAL,
+            false => EXIT_CHECK_INTERVAL,
+        };
+        self.schedule_check(job, delay);
     }
 
     /// Ends the restarts of a job that this virtual machine may not run any more.

@@ -1,14 +1,14 @@
 //! Processes that ended tasks have left behind are guests of their host.
 
 use super::scenario::{
-    Scenario, evict_guests_request, list_events, list_tasks, migrate_request, stop_guests_request,
-    welcome_guests_request,
+    Scenario, evict_guests_request, list_events, list_tasks, migrate_request, spawn, spawn_on,
+    stop_guests_request, welcome_guests_request,
 };
 use super::sim::{host, seeds};
 use sempa_proto::event::{EventKind, LeftoverCount};
 use sempa_proto::owner::EvictionMode;
 use sempa_proto::table::TaskInfo;
-use sempa_proto::task::{Reply, Request};
+use sempa_proto::task::{Reply, Request, RmServices};
 use sempa_proto::tasker::FromTasker;
 use sempa_proto::{Micros, Tid};
 
@@ -117,6 +117,35 @@ fn leftovers_of_suspended_task_run() {
     scenario.sim.advance(SETTLE_TIME);
     end_guest(&mut scenario);
     assert!(!scenario.sim.leftovers[&(host(2), tid)]);
+}
+
+/// What an ended service has left behind is no guest, however often the tasker reports its number.
+#[test]
+fn leftovers_of_services_are_no_guests() {
+    let mut scenario = Scenario::new(7);
+    let console = scenario.console;
+    let rm = spawn(&mut scenario.sim, console, spawn_on("h2", "rm", 1))[0];
+    let services = RmServices {
+        placement: true,
+        vm_requests: false,
+        task_exits: false,
+    };
+    scenario.sim.ask(rm, Request::RegisterRm(services));
+    let tid = scenario.sim.procs[rm].tid();
+    let report = |scenario: &mut Scenario, process_count| {
+        let message = FromTasker::LeftBehind {
+            tid,
+            process_count,
+            pids: vec![7000],
+        };
+        scenario.sim.send_from_tasker(host(2), message);
+        scenario.sim.advance(SETTLE_TIME);
+    };
+    report(&mut scenario, PROCESS_COUNT);
+    scenario.sim.exit_proc(rm, 0);
+    scenario.sim.advance(SETTLE_TIME);
+    report(&mut scenario, PROCESS_COUNT + 1);
+    assert!(leftovers_of(&mut scenario).is_empty());
 }
 
 /// While a process that was left behind runs, nothing says that the guests have stopped.

@@ -63,6 +63,25 @@ fn silent_resource_manager_is_replaced() {
     }
 }
 
+/// A resource manager that reads the question late, because it has many other messages to handle, is
+/// not silent while it sends requests.
+#[test]
+fn busy_resource_manager_stays() {
+    for seed in seeds(20) {
+        let (mut sim, console) = Sim::cluster(seed, 2);
+        let rm = spawn_rm(&mut sim, console);
+        let rm_tid = sim.procs[rm].tid();
+        sim.procs[rm].answers_pings = false;
+        for _ in 0..20 {
+            sim.advance(Micros::from_millis(500));
+            let request = Request::TaskStatus { tid: rm_tid };
+            assert_eq!(sim.ask(rm, request), Reply::Done, "seed {seed}");
+        }
+        assert!(knows_rm(&sim, console, rm_tid), "seed {seed}");
+        sim.run_until("it is dead", |s| s.procs[rm].exited);
+    }
+}
+
 /// A resource manager that waits for the reply to its own request, which concerns a host that
 /// hangs, is not blamed. It answers again when it has the reply.
 #[test]

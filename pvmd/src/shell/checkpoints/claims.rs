@@ -89,11 +89,10 @@ impl ProcessIdentity {
             return HolderState::MayLive;
         }
         if self.boot_id != other.boot_id {
-            // Copied machines may have the same machine id; then their host names differ.
             let has_rebooted =
                 is_same_host && !self.machine_id.is_empty() && self.machine_id == other.machine_id;
             return match has_rebooted {
-                true => HolderState::Ended,
+                true => HolderState::HasProbablyRebooted,
                 false => HolderState::MayLive,
             };
         }
@@ -880,7 +879,10 @@ mod tests {
             boot_id: "earlier".into(),
             ..machine.clone()
         };
-        assert_eq!(machine.state_of(&earlier_boot, true), HolderState::Ended);
+        assert_eq!(
+            machine.state_of(&earlier_boot, true),
+            HolderState::HasProbablyRebooted
+        );
         assert_eq!(machine.state_of(&earlier_boot, false), HolderState::MayLive);
         let unknown = ProcessIdentity::default();
         assert_eq!(own.state_of(&unknown, true), HolderState::MayLive);

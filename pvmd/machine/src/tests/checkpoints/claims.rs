@@ -309,6 +309,50 @@ fn claim_is_released_after_the_lease_of_a_lost_host() {
     }
 }
 
+/// A claim is kept while processes that the job's tasks have left behind run: a restart in another
+/// virtual machine would start copies of them.
+#[test]
+fn claim_is_kept_while_leftovers_run() {
+    for seed in seeds(20) {
+        let mut scenario = JobScenario::new(seed, 3, 4);
+        let (_, key) = claim_job(&mut scenario, None);
+        let tids = scenario.tids.clone();
+        for tid in &tids {
+            let proc = scenario.sim.proc_of(*tid);
+            scenario.sim.exit_and_leave_processes(proc, 1);
+        }
+        scenario.run_until_all_ended();
+        scenario.sim.advance(Micros::from_secs(30));
+        assert!(has_claim(&scenario.sim, key), "seed {seed}");
+        for tid in tids {
+            let request = Request::KillLeftovers { tid };
+            let console = scenario.console;
+            assert_eq!(scenario.sim.ask(console, request), Reply::Done);
+        }
+        scenario
+            .sim
+            .run_until("it is released", |sim| !has_claim(sim, key));
+    }
+}
+
+/// What a taken-over job's tasks leave behind here is killed.
+#[test]
+fn leftovers_of_taken_over_job_are_killed() {
+    for seed in seeds(20) {
+        let mut scenario = JobScenario::new(seed, 3, 4);
+        let (_, key) = claim_job(&mut scenario, Some(Micros::from_millis(600)));
+        let proc = scenario.sim.proc_of(scenario.tids[1]);
+        scenario.sim.exit_and_leave_processes(proc, 2);
+        scenario.sim.advance(Micros::from_secs(1));
+        assert_eq!(scenario.sim.leftovers.len(), 1, "seed {seed}");
+        scenario.sim.take_over_job(key, other_holder());
+        scenario.run_until_all_ended();
+        scenario
+            .sim
+            .run_until("nothing is left", |sim| sim.leftovers.is_empty());
+    }
+}
+
 /// A claim is released if the master forgets a job that does not run: it waits for a restart, and
 /// its checkpoints are cancelled.
 #[test]

@@ -74,7 +74,7 @@ pub(in crate::tests) struct Proc {
     pub(super) images_remain: bool,
     pub(super) cpu_micros: u64,
     /// True if the process answers its daemon's questions whether it runs.
-    pub(super) answers_pings: bool,
+    pub(in crate::tests) answers_pings: bool,
     /// True if a child process holds the socket, so that quiescing does not close the connection.
     pub(in crate::tests) child_holds_socket: bool,
 }
