@@ -9,8 +9,9 @@
 //!   checks, it is killed and started again.
 //! - **Resource manager**. If it is silent for as long, it is not the resource manager any more, so
 //!   that spawns are placed round robin, and it is killed; the configured one is started again. One
-//!   that a user has started from a command line is not killed, and is registered again when it answers. While it
-//!   waits for the reply to a request, which may concern a host that hangs, it is not asked.
+//!   that a user has started from a command line is not killed, and is registered again when it
+//!   answers. While it waits for the reply to a request, which may concern a host that hangs, it is
+//!   not asked.
 //! - **Tasker**, while it has tasks. If it is silent for as long while guests must stop for the
 //!   owner, an event reports that they are not stopped, and the tasker is killed with all its
 //!   tasks. Otherwise it has time until [`SILENT_TASKER_CHECKS_MAX`].

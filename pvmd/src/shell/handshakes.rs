@@ -23,8 +23,9 @@ use tokio::time::{sleep, timeout};
 
 /// Time limit of an incoming handshake.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
-/// Time for which a failed handshake counts as unfinished: the QUIC library keeps a closed connection
-/// for three probe timeouts (RFC 9000 10.2), which are 3 s without a measured round trip.
+/// Time for which a failed handshake counts as unfinished: the QUIC library keeps a closed
+/// connection for three probe timeouts (RFC 9000 10.2), which are 3 s without a measured round
+/// trip.
 const CLOSED_CONNECTION_TIME: Duration = Duration::from_secs(4);
 /// Maximum number of unfinished handshakes with peers whose address is not validated. Further peers
 /// must validate their address first.

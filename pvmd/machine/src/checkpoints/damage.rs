@@ -65,9 +65,9 @@ impl Machine {
 
     /// Handles the store's report on the checkpoint that is used instead of a damaged one. The
     /// rollback continues with this checkpoint. If there is none, the rollback ends, because no
-    /// further attempt could succeed. If the store could not be read, or if it contains no checkpoint
-    /// of the job at all, which may be a store that is not mounted, the checkpoint is tried again
-    /// later, which asks the store again.
+    /// further attempt could succeed. If the store could not be read, or if it contains no
+    /// checkpoint of the job at all, which may be a store that is not mounted, the checkpoint is
+    /// tried again later, which asks the store again.
     pub(crate) fn handle_older_checkpoint(
         &mut self,
         job: Tid,

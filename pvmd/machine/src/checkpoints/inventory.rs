@@ -137,8 +137,8 @@ impl Machine {
 }
 
 /// Returns the tasks of a job, and the leftovers of its tasks if `tasks` contains leftovers: its
-/// first task, the `known_tids` members, and all tasks that any of these has spawned. Adds the tasks found to `known_tids`. Tasks that serve the virtual machine
-/// belong to no job.
+/// first task, the `known_tids` members, and all tasks that any of these has spawned. Adds the
+/// tasks found to `known_tids`. Tasks that serve the virtual machine belong to no job.
 pub(super) fn job_members(
     job: Tid,
     known_tids: &mut BTreeSet<Tid>,

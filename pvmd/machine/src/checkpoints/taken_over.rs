@@ -59,8 +59,8 @@ impl Machine {
         self.request_inventory(super::InventoryPurpose::CheckTasksEnded(job));
     }
 
-    /// Kills what remains of a job that another virtual machine has taken over. `tasks` are its tasks
-    /// that run, and `leftovers` its ended tasks that have left processes.
+    /// Kills what remains of a job that another virtual machine has taken over. `tasks` are its
+    /// tasks that run, and `leftovers` its ended tasks that have left processes.
     pub(super) fn end_rest_of_taken_over_job(
         &mut self,
         job: Tid,

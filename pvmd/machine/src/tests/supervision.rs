@@ -63,8 +63,8 @@ fn silent_resource_manager_is_replaced() {
     }
 }
 
-/// A resource manager that reads the question late, because it has many other messages to handle, is
-/// not silent while it sends requests.
+/// A resource manager that reads the question late, because it has many other messages to handle,
+/// is not silent while it sends requests.
 #[test]
 fn busy_resource_manager_stays() {
     for seed in seeds(20) {

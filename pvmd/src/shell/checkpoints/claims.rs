@@ -28,6 +28,8 @@ use tokio::time::timeout;
 /// Time limit for the release of all claims when the daemon ends. Claims that are not released are
 /// free when the daemon has ended and its lease has passed.
 const RELEASE_TIMEOUT: Duration = Duration::from_secs(5);
+/// Interval between two removals of claims without a job.
+const CLAIM_REMOVAL_INTERVAL: Micros = Micros::from_secs(3600);
 /// Longest pause between two looks at a claim whose holder has just ended.
 const WAIT_STEP_MAX: Micros = Micros::from_secs(1);
 
@@ -188,6 +190,8 @@ struct ClaimState {
     restart_only_claims: BTreeSet<ClaimKey>,
     /// Time of the last renewal on the boot clock.
     last_renewal_at: Option<Micros>,
+    /// Time of the last removal of claims without a job, on the boot clock.
+    last_removal_at: Option<Micros>,
     is_renewing: bool,
 }
 
@@ -540,8 +544,19 @@ impl JobClaims {
             .retain(|key| claims.iter().any(|(claimed_key, _)| claimed_key == key));
     }
 
-    /// Removes the claims of ended jobs that have no checkpoint any more.
-    fn remove_unneeded(&self, store: &CheckpointStore) {
+    /// Removes the claims of ended jobs that have no checkpoint any more, once in each
+    /// [`CLAIM_REMOVAL_INTERVAL`].
+    fn remove_unneeded_if_due(&self, store: &CheckpointStore, now: Micros) {
+        {
+            let mut state = lock(&self.state);
+            let is_due = state
+                .last_removal_at
+                .is_none_or(|at| now.since(at) >= CLAIM_REMOVAL_INTERVAL);
+            if !is_due {
+                return;
+            }
+            state.last_removal_at = Some(now);
+        }
         for (key, _) in store.read_claims().unwrap_or_default() {
             let may_remove = |content: &[u8]| {
                 from_bytes::<JobClaim>(content).is_ok_and(|claim| claim.is_released)
@@ -584,7 +599,7 @@ impl CheckpointService {
     /// the master.
     pub(crate) fn renew_claims_if_due(&self) {
         let now = boot_clock::now();
-        let is_first = {
+        {
             let mut state = lock(&self.claims.state);
             let is_due = state
                 .last_renewal_at
@@ -592,10 +607,8 @@ impl CheckpointService {
             if state.is_renewing || !is_due {
                 return;
             }
-            let is_first = state.last_renewal_at.is_none();
             (state.last_renewal_at, state.is_renewing) = (Some(now), true);
-            is_first
-        };
+        }
         // Opening a store that does not exist would create it.
         if !self.store_exists() {
             lock(&self.claims.state).is_renewing = false;
@@ -605,9 +618,7 @@ impl CheckpointService {
         self.spawn_work(move |store| {
             match store {
                 Ok(store) => {
-                    if is_first {
-                        claims.remove_unneeded(&store);
-                    }
+                    claims.remove_unneeded_if_due(&store, now);
                     claims.renew(&store, &inputs);
                 }
                 Err(error) if lock(&claims.state).held_claims.is_empty() => {
