@@ -10,8 +10,8 @@ use std::time::Duration;
 const TIMEOUT: Duration = Duration::from_secs(60);
 /// Handshakes per second. Each is unfinished for ten seconds, so without limits thousands would be.
 const FLOOD_RATE: &str = "1500";
-/// The flood lasts three times as long as an unfinished handshake is kept.
-const FLOOD_SECONDS: &str = "30";
+/// The flood lasts six times as long as an unfinished handshake is kept.
+const FLOOD_SECONDS: &str = "60";
 /// Number of KiB by which the flood may raise the daemon's memory. Without limits, 15,000
 /// unfinished handshakes would need a GiB.
 const GROWTH_MAX_KIB: u64 = 64 << 10;
@@ -72,6 +72,7 @@ fn hosts_join_during_a_flood_of_handshakes() {
     let bed = require_testbed(4);
     let vm = Vm::start(&bed, VmSettings::default()).expect("a virtual machine");
     vm.add_hosts(&["h2"]).expect("h2 joins");
+    vm.compile_program("hold").expect("gcc");
     let port = master_port(&vm);
     let (memory_before, _) = daemon_memory(&vm);
     let outsider = bed.host(4);
@@ -94,7 +95,6 @@ fn hosts_join_during_a_flood_of_handshakes() {
 
     vm.add_hosts(&["h3"]).or_panic_with_logs(&vm);
     assert_eq!(vm.host_names().or_panic_with_logs(&vm), ["h1", "h2", "h3"]);
-    vm.compile_program("hold").expect("gcc");
     vm.spawn_connected(&["-h3", "hold", "1"])
         .or_panic_with_logs(&vm);
 

@@ -12,7 +12,8 @@ use std::time::{Duration, Instant};
 const TIMEOUT: Duration = Duration::from_secs(60);
 /// Path of the program that acts as an owner agent.
 const OWNER_AGENT_PROGRAM: &str = env!("CARGO_BIN_EXE_owner-speaks");
-/// A computing process that has used no processor time for this duration counts as stopped.
+/// A computing process that is not ready to run and has used no processor time for this duration
+/// counts as stopped.
 const STOPPED_MIN: Duration = Duration::from_millis(700);
 
 /// A task of the program `leaver`, and its computing child.
@@ -30,17 +31,24 @@ fn first_host_file(vm: &Vm, path: &str) -> Option<String> {
 
 /// Returns the processor time of a process in clock ticks; `None` if the process has ended.
 fn ticks(vm: &Vm, pid: i32) -> Option<u64> {
+    Some(ticks_and_readiness(vm, pid)?.0)
+}
+
+/// Returns the processor time of a process in clock ticks, and true if the process is ready to run;
+/// `None` if the process has ended.
+fn ticks_and_readiness(vm: &Vm, pid: i32) -> Option<(u64, bool)> {
     let stat = first_host_file(vm, &format!("/proc/{pid}/stat"))?;
     let fields: Vec<&str> = stat[stat.rfind(')')? + 1..].split_whitespace().collect();
     (fields[0] != "Z").then_some(())?;
-    Some(fields[11].parse::<u64>().ok()? + fields[12].parse::<u64>().ok()?)
+    let ticks = fields[11].parse::<u64>().ok()? + fields[12].parse::<u64>().ok()?;
+    Some((ticks, fields[0] == "R"))
 }
 
 fn wait_until_stopped(vm: &Vm, pid: i32) {
     let mut last_change = (ticks(vm, pid), Instant::now());
     wait_for(TIMEOUT, || {
-        let current_ticks = ticks(vm, pid).ok_or("it has ended")?;
-        if Some(current_ticks) != last_change.0 {
+        let (current_ticks, is_ready) = ticks_and_readiness(vm, pid).ok_or("it has ended")?;
+        if is_ready || Some(current_ticks) != last_change.0 {
             last_change = (Some(current_ticks), Instant::now());
         }
         match last_change.1.elapsed() >= STOPPED_MIN {

@@ -17,7 +17,9 @@ use std::time::{Duration, Instant};
 const TIMEOUT: Duration = Duration::from_secs(120);
 /// Environment variable and value that set a lease of 20 s, so that 4 s pass between the freeze and
 /// the end of tasks.
-const MEDIUM_LEASE_ENV: (&str, &str) = ("SEMPA_LEASE_MS", "20000");
+const MEDIUM_LEASE_ENV: (&str, &str) = ("SEMPA_LEASE_MS", "40000");
+/// Time after which tasks with this lease are frozen: 0.6 of it.
+const MEDIUM_FREEZE_DELAY: Duration = Duration::from_secs(24);
 /// Environment variable and value that set a lease that no stopped process exceeds.
 const LONG_LEASE_ENV: (&str, &str) = ("SEMPA_LEASE_MS", "120000");
 /// A task that appends nothing for this time is stopped. It appends a line every 20 ms.
@@ -182,6 +184,12 @@ fn tasks_continue_if_their_daemon_does_in_time() {
     vm.spawn_connected(&["-h2", "trace", TRACE_FILE])
         .or_panic_with_logs(&vm);
     let stopped_daemon = StoppedProcess::new(bed.host(2), ProcessRole::Daemon);
+    let freeze_time = Instant::now() + MEDIUM_FREEZE_DELAY;
+    wait_for(TIMEOUT, || match Instant::now() > freeze_time {
+        true => Ok(()),
+        false => Err("the lease permits the tasks to run".into()),
+    })
+    .or_panic_with_logs(&vm);
     wait_until_still(&vm);
     drop(stopped_daemon);
     wait_for_lines(&vm, 100);
