@@ -8,7 +8,7 @@
 
 use crate::hours::WeeklyHours;
 use crate::policy::{Policy, PolicyError, line_of_key};
-use crate::user_files::{self, FILE_PREFIX, FileVersion, UntrustedFileError, UserFile};
+use crate::user_files::{self, FileVersion, UntrustedFileError, UserFile};
 use sempa_proto::Micros;
 use serde::Deserialize;
 use std::io;
@@ -20,8 +20,6 @@ use thiserror::Error;
 pub const OVERRIDES_DIR: &str = "/var/tmp";
 /// Environment variable with the directory of the overrides.
 pub const OVERRIDES_DIR_VAR: &str = "SEMPA_OWNER_WORDS";
-/// Prefix of the names of override files.
-pub const OVERRIDE_PREFIX: &str = FILE_PREFIX;
 /// Time for which an override without an explicit duration is valid.
 pub const OVERRIDE_DURATION_DEFAULT: Duration = Duration::from_secs(12 * 3600);
 /// Maximum duration that a user may request for an override: a week.

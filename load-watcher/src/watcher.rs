@@ -25,7 +25,7 @@ use pvm_load_watcher::logind::LogindClient;
 use pvm_load_watcher::owner::{
     Evidence, LoginRecords, OwnerAssessment, OwnerDetector, OwnerSigns, available_logins,
 };
-use pvm_load_watcher::owner_override::{OVERRIDE_PREFIX, OVERRIDES_DIR};
+use pvm_load_watcher::owner_override::OVERRIDES_DIR;
 use pvm_load_watcher::policy::DEFAULT_IDLE_AFTER_MIN;
 use pvm_load_watcher::probes::{InputProbe, read_session_files, terminal_input_times};
 use pvm_load_watcher::report::{REPORTED_LOGINS_MAX, Reporter, SAMPLE_INTERVAL_CHANGING_LOAD};
@@ -35,6 +35,7 @@ use pvm_load_watcher::status::{
     GuestStatus, PolicySetting, STATUS_TASKS_MAX, StatusListener, WatcherStatus,
 };
 use pvm_load_watcher::system::{local_time, raise_nice_level, time_of_day, to_micros};
+use pvm_load_watcher::user_files::FILE_PREFIX;
 use sempa_proto::load::{LoadReport, LoadSample, OwnerVerdict, is_load_watcher};
 use sempa_proto::message::DSIG_X86_64;
 use sempa_proto::owner::{GuestAccess, GuestDirective, REASON_BYTES_MAX};
@@ -174,7 +175,7 @@ fn read_policies(args: &Args, user: u32) -> (FileWatcher, HostPolicy) {
         WatchedPath::dir(args.sessions.clone(), ""),
         WatchedPath::settings(paths.user.clone()),
         WatchedPath::settings(paths.admin.clone()),
-        WatchedPath::dir(paths.overrides.clone(), OVERRIDE_PREFIX),
+        WatchedPath::dir(paths.overrides.clone(), FILE_PREFIX),
     ]);
     let host_policy = HostPolicy::read_and_merge(
         paths,
