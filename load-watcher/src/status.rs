@@ -263,23 +263,12 @@ pub fn query_all_within(timeout: Duration) -> io::Result<(Vec<WatcherStatus>, Ve
             Err(error) => errors.push(error_text(name, &error)),
         }
     }
-    while !open_queries.is_empty() {
-        open_queries.retain_mut(|query| match query.read() {
-            None => true,
-            Some(Ok(status)) => {
-                statuses.push(status);
-                false
-            }
-            Some(Err(error)) => {
-                errors.push(error_text(&query.name, &error));
-                false
-            }
-        });
+    let wait_for_answers = |queries: &[OpenQuery]| {
         let remaining_time = deadline.saturating_duration_since(Instant::now());
         if remaining_time.is_zero() {
-            break;
+            return false;
         }
-        let mut fds: Vec<PollFd<'_>> = open_queries
+        let mut fds: Vec<PollFd<'_>> = queries
             .iter()
             .map(|query| PollFd::new(query.stream.as_fd(), PollFlags::POLLIN))
             .collect();
@@ -289,6 +278,13 @@ pub fn query_all_within(timeout: Duration) -> io::Result<(Vec<WatcherStatus>, Ve
             &mut fds,
             PollTimeout::try_from(millis).unwrap_or(PollTimeout::MAX),
         );
+        true
+    };
+    for (name, answer) in read_answers(&mut open_queries, wait_for_answers) {
+        match answer {
+            Ok(status) => statuses.push(status),
+            Err(error) => errors.push(error_text(&name, &error)),
+        }
     }
     let late_names = open_queries.iter().map(|query| query.name.as_str());
     errors.extend(late_names.map(|name| {
@@ -297,6 +293,28 @@ pub fn query_all_within(timeout: Duration) -> io::Result<(Vec<WatcherStatus>, Ve
     }));
     statuses.sort_by(|a: &WatcherStatus, b| (&a.vm, &a.user).cmp(&(&b.vm, &b.user)));
     Ok((statuses, errors))
+}
+
+/// Reads the answers of all queries, with the names of the load watchers. If some are missing,
+/// calls `wait_for_answers` with their queries and reads again, until it returns false. The queries
+/// that remain in `open_queries` are not answered.
+fn read_answers(
+    open_queries: &mut Vec<OpenQuery>,
+    mut wait_for_answers: impl FnMut(&[OpenQuery]) -> bool,
+) -> Vec<(String, io::Result<WatcherStatus>)> {
+    let mut answers = Vec::new();
+    loop {
+        open_queries.retain_mut(|query| {
+            let answer = query.read();
+            let is_open = answer.is_none();
+            answers.extend(answer.map(|answer| (query.name.clone(), answer)));
+            is_open
+        });
+        // Without an open query nothing would end the wait before the time limit.
+        if open_queries.is_empty() || !wait_for_answers(open_queries) {
+            return answers;
+        }
+    }
 }
 
 /// Connects to the load watchers of a list of sockets, as long as `may_continue` returns true.
@@ -429,6 +447,41 @@ mod tests {
         let (_, errors) = query_all_within(Duration::from_millis(50)).expect("there is a list");
         let is_named = |line: &String| line.contains(&vm) && line.contains("0.05 s");
         assert!(errors.iter().any(is_named), "{errors:?}");
+    }
+
+    /// A query waits only for answers that are missing: it ends with the last answer.
+    #[test]
+    fn query_ends_with_last_answer() {
+        let (mut servers, mut open_queries) = (Vec::new(), Vec::new());
+        for name in ["first", "second", "malformed"] {
+            let (server, client) = UnixStream::pair().expect("a pair");
+            client.set_nonblocking(true).expect("a flag");
+            servers.push(server);
+            open_queries.push(OpenQuery {
+                name: name.into(),
+                stream: client,
+                answer: Vec::new(),
+            });
+        }
+        let status = WatcherStatus::default();
+        let status_json = serde_json::to_vec(&status).expect("plain values");
+        let mut waited_for = Vec::new();
+        let answers = read_answers(&mut open_queries, |queries| {
+            assert!(!queries.is_empty(), "nothing would end this wait");
+            waited_for.push(queries.len());
+            let mut server = servers.remove(0);
+            if !servers.is_empty() {
+                server.write_all(&status_json).expect("there is room");
+            }
+            true
+        });
+        assert_eq!(waited_for, [3, 2, 1]);
+        assert!(open_queries.is_empty());
+        let is_answered = answers.iter().map(|(name, a)| (name.as_str(), a.is_ok()));
+        assert_eq!(
+            is_answered.collect::<Vec<_>>(),
+            [("first", true), ("second", true), ("malformed", false)]
+        );
     }
 
     fn socket_lines(uid: u32, count: usize) -> String {
