@@ -101,15 +101,18 @@ pub struct WatcherStatus {
     #[serde(default)]
     pub stopped_by_why: String,
     pub policy: Vec<PolicySetting>,
-    /// Errors of the policy, one sentence each: refused files, and blocked users without an account
-    /// on this host.
+    /// Errors, one sentence each: refused policy files, blocked users without an account on this
+    /// host, and a directive that the daemon has refused.
     pub wrong: Vec<String>,
     /// Guests on this host, without tasks that serve the virtual machine.
     pub tasks: Vec<GuestStatus>,
-    /// The overrides and published policies that are in force: their files were read, and the
-    /// daemon has received the resulting directive.
+    /// The overrides and published policies that were read and found valid. The directive that
+    /// follows from them was sent to the daemon; it is in force if `directive_error` is empty.
     #[serde(default)]
     pub read_files: Vec<ReadFile>,
+    /// Reason why the daemon has refused the last directive; empty if it is in force.
+    #[serde(default)]
+    pub directive_error: String,
 }
 
 /// The socket on which a load watcher answers queries.

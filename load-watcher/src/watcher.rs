@@ -6,6 +6,7 @@
 //! manager is sent when no other action is due.
 
 use crate::Args;
+use crate::directive::DirectiveSender;
 use crate::rm_link::RmSubscription;
 use anyhow::Context;
 use libpvm::{Body, Vm};
@@ -46,7 +47,6 @@ use sempa_proto::table::{TASK_FORKED, TASK_SERVICE_FLAGS, TaskInfo};
 use sempa_proto::task::{Reply, Request};
 use sempa_proto::text::truncate;
 use sempa_proto::{Micros, Tid, frame};
-use std::cell::Cell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
@@ -127,10 +127,9 @@ pub(crate) struct Watcher {
     assessment: OwnerAssessment,
     guest_decision: GuestDecision,
     reported_decision: Option<GuestDecision>,
-    sent_directive: Option<GuestDirective>,
+    directive_sender: DirectiveSender,
     /// The encoded report that waits to be sent; `None` if there is none.
     outgoing_report: Option<Body>,
-    directive_refused: Cell<bool>,
     deadlines: Deadlines,
 }
 
@@ -261,9 +260,8 @@ impl Watcher {
             assessment: OwnerAssessment::default(),
             guest_decision: GuestDecision::default(),
             reported_decision: None,
-            sent_directive: None,
+            directive_sender: DirectiveSender::default(),
             outgoing_report: None,
-            directive_refused: Cell::new(false),
             deadlines: Deadlines::default(),
         };
         watcher.read_sessions();
@@ -387,30 +385,21 @@ impl Watcher {
         Ok(())
     }
 
-    /// Sends the daemon a directive that states whether guests may run, unless the same directive
-    /// was sent last. If the daemon refuses directives, logs the first refusal.
+    /// Sends the daemon a directive that states whether guests may run, unless it is in force.
     fn send_directive(&mut self) {
         let GuestDecision {
-            access: guest_access,
-            reason: guest_reason,
+            access,
+            reason,
             limits,
         } = &self.guest_decision;
         let directive = GuestDirective {
-            access: *guest_access,
-            reason: truncate(guest_reason, REASON_BYTES_MAX).to_string(),
+            access: *access,
+            reason: truncate(reason, REASON_BYTES_MAX).to_string(),
             limits: limits.clone(),
         };
-        if self.sent_directive.as_ref() == Some(&directive) {
-            return;
-        }
-        match self.vm.set_guest_directive(directive.clone()) {
-            Ok(()) => self.directive_refused.set(false),
-            Err(error) if !self.directive_refused.replace(true) => tracing::warn!(
-                "{error}; guests are stopped only when the resource manager migrates them"
-            ),
-            Err(_) => {}
-        }
-        self.sent_directive = Some(directive);
+        let vm = &self.vm;
+        self.directive_sender
+            .send_if_new(directive, |directive| vm.set_guest_directive(directive));
     }
 
     /// Reads the sources whose path index `selects_index` accepts. Sets missing watches before
@@ -740,6 +729,7 @@ impl Watcher {
             value: value.clone(),
             from: origin.clone(),
         };
+        let directive_error = self.directive_sender.refusal().map(str::to_string);
         let tasks = self.query_tasks();
         let boot_s = boot_time();
         let host = match self.vm.runtime().request_and_wait(Request::Config) {
@@ -774,7 +764,15 @@ impl Watcher {
                 .iter()
                 .map(policy_setting)
                 .collect(),
-            wrong: self.host_policy.errors(),
+            wrong: self
+                .host_policy
+                .errors()
+                .into_iter()
+                .chain(directive_error.clone().map(|error| {
+                    format!("the daemon has refused the directive about guests: {error}")
+                }))
+                .collect(),
+            directive_error: directive_error.unwrap_or_default(),
             tasks: tasks
                 .iter()
                 .filter(|task| is_guest(task))
