@@ -11,6 +11,7 @@ use crate::policy::{Policy, PolicyError, line_of_key};
 use crate::user_files::{self, FileVersion, UntrustedFileError, UserFile};
 use sempa_proto::Micros;
 use serde::Deserialize;
+use std::collections::BTreeSet;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -24,7 +25,8 @@ pub const OVERRIDES_DIR_VAR: &str = "SEMPA_OWNER_WORDS";
 pub const OVERRIDE_DURATION_DEFAULT: Duration = Duration::from_secs(12 * 3600);
 /// Maximum duration that a user may request for an override: a week.
 pub const OVERRIDE_DURATION_MAX: Duration = Duration::from_secs(7 * 24 * 3600);
-const OVERRIDE_SUFFIX: &str = ".toml";
+/// Suffix of the file name, after the uid.
+pub(crate) const OVERRIDE_SUFFIX: &str = ".toml";
 /// Maximum size of an override file in bytes.
 const OVERRIDE_BYTES_MAX: u64 = 16 << 10;
 
@@ -213,10 +215,10 @@ pub struct ReadOverrides {
     pub errors: Vec<String>,
 }
 
-/// Reads the overrides of all users.
-pub fn read_all(dir: &Path) -> ReadOverrides {
+/// Reads the overrides of these users.
+pub fn read_all(dir: &Path, users: &BTreeSet<u32>) -> ReadOverrides {
     let mut result = ReadOverrides::default();
-    for (uid, path) in user_files::newest_files(dir, OVERRIDE_SUFFIX) {
+    for (uid, path) in user_files::newest_files(dir, OVERRIDE_SUFFIX, users) {
         let file = user_files::read_trusted(path, uid, OVERRIDE_BYTES_MAX);
         let parsed_file = file.map_err(OverrideError::from).and_then(|file| {
             let Some((version, file)) = file else {
@@ -283,7 +285,7 @@ mod tests {
         let dir = tempfile::tempdir().expect("a folder");
         assert_eq!(read(dir.path(), own_uid()), Ok(OwnerOverride::default()));
         write(dir.path(), own_uid(), &away_override()).expect("written");
-        let all = read_all(dir.path());
+        let all = read_all(dir.path(), &[own_uid()].into());
         assert_eq!(all.overrides, [(own_uid(), away_override())]);
         assert_eq!((all.versions.len(), all.errors.len()), (1, 0));
         write(dir.path(), own_uid(), &OwnerOverride::default()).expect("removed");
@@ -308,7 +310,8 @@ mod tests {
         // has no effect.
         fs::set_permissions(&path, fs::Permissions::from_mode(0o644)).expect("the test's own file");
         fs::rename(&path, override_file(dir.path(), own_uid() + 1)).expect("the test's own file");
-        assert_eq!(read_all(dir.path()), ReadOverrides::default());
+        let users = [own_uid(), own_uid() + 1].into();
+        assert_eq!(read_all(dir.path(), &users), ReadOverrides::default());
         symlink(override_file(dir.path(), own_uid() + 1), &path).expect("a link");
         assert!(
             read(dir.path(), own_uid())

@@ -9,7 +9,7 @@
 //! names are `sempa-owner-UID-TAG`, with a random tag. Of several files of a user the newest one is
 //! used, preferably one without hard links; writing removes the others.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, OpenOptions};
 use std::hash::{BuildHasher, RandomState};
 use std::io::{self, Read, Write};
@@ -174,13 +174,19 @@ fn keep_last(files: &mut Vec<(FileRank, PathBuf)>) {
     files.drain(..files.len().saturating_sub(USER_FILES_MAX));
 }
 
-/// Returns the newest file of each user with this suffix, for the [`FILE_USERS_MAX`] users with the
-/// lowest uids that have one.
-pub(crate) fn newest_files(dir: &Path, suffix: &str) -> Vec<(u32, PathBuf)> {
-    let files = own_files(dir, suffix, |_| true).into_iter();
+/// Returns the users with files of these suffixes.
+pub(crate) fn users_with_files(dir: &Path, suffixes: &[&str]) -> BTreeSet<u32> {
+    let files = suffixes
+        .iter()
+        .map(|suffix| own_files(dir, suffix, |_| true));
+    files.flat_map(BTreeMap::into_keys).collect()
+}
+
+/// Returns the newest file with this suffix of each of these users who has one.
+pub(crate) fn newest_files(dir: &Path, suffix: &str, users: &BTreeSet<u32>) -> Vec<(u32, PathBuf)> {
+    let files = own_files(dir, suffix, |uid| users.contains(&uid)).into_iter();
     files
         .filter_map(|(uid, mut paths)| Some((uid, paths.pop()?)))
-        .take(FILE_USERS_MAX)
         .collect()
 }
 
@@ -376,9 +382,13 @@ mod tests {
         for uid in (0..2 * FILE_USERS_MAX as u32 + 1).filter(|uid| *uid != own_uid()) {
             fs::write(usual_path(dir.path(), uid, SUFFIX), "").expect("the test's own folder");
         }
-        assert!(newest_files(dir.path(), SUFFIX).is_empty());
+        let all_users = (0..2 * FILE_USERS_MAX as u32 + 1).collect();
+        assert!(users_with_files(dir.path(), &[SUFFIX]).is_empty());
+        assert!(newest_files(dir.path(), SUFFIX, &all_users).is_empty());
         write(dir.path(), own_uid(), SUFFIX, Some("x")).expect("written");
-        let files = newest_files(dir.path(), SUFFIX);
+        let users = users_with_files(dir.path(), &[SUFFIX]);
+        assert_eq!(users, [own_uid()].into());
+        let files = newest_files(dir.path(), SUFFIX, &users);
         assert_eq!(
             files,
             [(own_uid(), usual_path(dir.path(), own_uid(), SUFFIX))]
@@ -494,7 +504,7 @@ mod tests {
                 .expect("a file");
             assert_ne!(path, taken_path);
             assert_eq!(text_of(dir.path()).as_deref(), Some("here"));
-            let files = newest_files(dir.path(), SUFFIX);
+            let files = newest_files(dir.path(), SUFFIX, &[own_uid()].into());
             assert_eq!(files, [(own_uid(), path)]);
             write(dir.path(), own_uid(), SUFFIX, None).expect("removed");
             assert_eq!(text_of(dir.path()), None);

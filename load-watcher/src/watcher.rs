@@ -230,7 +230,8 @@ impl Watcher {
         let wake_fds = status_listener
             .iter()
             .map(StatusListener::fd)
-            .chain(logind_client.iter().map(LogindClient::fd));
+            .chain(logind_client.iter().map(LogindClient::fd))
+            .chain(initial_policy.file_users_fd());
         let epoll = rm_subscription
             .create_wake_epoll(wake_fds)
             .context("waiting for queries")?;
@@ -574,9 +575,10 @@ impl Watcher {
         if now >= self.deadlines.unwatched_read {
             self.deadlines.unwatched_read = now + UNWATCHED_READ_INTERVAL;
             self.retry_unwatched(|path_index| path_index != UTMP_PATH_INDEX);
-            // No watch reports that a file has become readable. While a refused file closes the
-            // host, the policies are therefore read again periodically.
-            if self.host_policy.policy_unknown().is_some() {
+            // No watch reports that a file has become readable, or that a user has got an account.
+            // While a refused file closes the host or users are omitted, the policies are therefore
+            // read again periodically.
+            if self.host_policy.policy_unknown().is_some() || self.host_policy.omits_users() {
                 self.read_sources(|path_index| {
                     [
                         ADMIN_POLICY_PATH_INDEX,
@@ -669,6 +671,10 @@ impl Watcher {
                     .is_some_and(LogindClient::take_change_event)
                 {
                     self.read_sessions();
+                    self.assess_and_notify()?;
+                }
+                if self.host_policy.take_file_users_event() {
+                    self.read_sources(|path_index| path_index == OVERRIDES_PATH_INDEX);
                     self.assess_and_notify()?;
                 }
                 self.answer_queries();
