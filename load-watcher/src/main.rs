@@ -2,6 +2,7 @@
 //! host's load and owner to the resource manager.
 
 mod directive;
+mod guest_status;
 mod rm_link;
 mod watcher;
 

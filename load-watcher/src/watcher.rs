@@ -7,12 +7,12 @@
 
 use crate::Args;
 use crate::directive::DirectiveSender;
+use crate::guest_status::{guest_statuses, is_guest, stop_mechanism};
 use crate::rm_link::RmSubscription;
 use anyhow::Context;
 use libpvm::{Body, Vm};
 use nix::sys::epoll::Epoll;
 use procfs::process::Process;
-use procfs::{CurrentSI, KernelStats};
 use pvm_load_watcher::cpu_confinement::CpuConfinement;
 use pvm_load_watcher::file_watcher::{
     FileWatcher, WakeReasons, WatchedPath, read_login_records, utmp_path,
@@ -32,18 +32,16 @@ use pvm_load_watcher::probes::{InputProbe, read_session_files, terminal_input_ti
 use pvm_load_watcher::report::{REPORTED_LOGINS_MAX, Reporter, SAMPLE_INTERVAL_CHANGING_LOAD};
 use pvm_load_watcher::sampler::Sampler;
 use pvm_load_watcher::sessions::Session;
-use pvm_load_watcher::status::{
-    GuestStatus, PolicySetting, STATUS_TASKS_MAX, StatusListener, WatcherStatus,
-};
+use pvm_load_watcher::status::{PolicySetting, StatusListener, WatcherStatus};
 use pvm_load_watcher::system::{local_time, raise_nice_level, time_of_day, to_micros};
 use pvm_load_watcher::user_files::FILE_PREFIX;
-use sempa_proto::load::{LoadReport, LoadSample, OwnerVerdict, is_load_watcher};
+use sempa_proto::load::{LoadReport, LoadSample, OwnerVerdict};
 use sempa_proto::message::DSIG_X86_64;
 use sempa_proto::owner::{GuestAccess, GuestDirective, REASON_BYTES_MAX};
 use sempa_proto::rm::CTX_RM;
 use sempa_proto::runtime_paths::GUEST_CPUS_FILE;
 use sempa_proto::sm::SM_ALIVE;
-use sempa_proto::table::{TASK_FORKED, TASK_SERVICE_FLAGS, TaskInfo};
+use sempa_proto::table::TaskInfo;
 use sempa_proto::task::{Reply, Request};
 use sempa_proto::text::truncate;
 use sempa_proto::{Micros, Tid, frame};
@@ -736,8 +734,11 @@ impl Watcher {
             from: origin.clone(),
         };
         let directive_error = self.directive_sender.refusal().map(str::to_string);
+        let refusal_line = directive_error
+            .iter()
+            .map(|error| format!("the daemon has refused the directive about guests: {error}"));
+        let refusal_line: Vec<String> = refusal_line.collect();
         let tasks = self.query_tasks();
-        let boot_s = boot_time();
         let host = match self.vm.runtime().request_and_wait(Request::Config) {
             Reply::Hosts(table) => table.get(self.vm.host()).map(|entry| entry.name.clone()),
             _ => None,
@@ -770,41 +771,11 @@ impl Watcher {
                 .iter()
                 .map(policy_setting)
                 .collect(),
-            wrong: self
-                .host_policy
-                .errors()
-                .into_iter()
-                .chain(directive_error.clone().map(|error| {
-                    format!("the daemon has refused the directive about guests: {error}")
-                }))
-                .collect(),
+            wrong: [self.host_policy.errors(), refusal_line].concat(),
             directive_error: directive_error.unwrap_or_default(),
-            tasks: tasks
-                .iter()
-                .filter(|task| is_guest(task))
-                .take(STATUS_TASKS_MAX)
-                .map(|task| guest_status(task, boot_s))
-                .collect(),
+            tasks: guest_statuses(&tasks),
             read_files: self.host_policy.read_files().to_vec(),
         }
-    }
-}
-
-/// True for a task that was spawned and does not serve the virtual machine.
-fn is_guest(task: &TaskInfo) -> bool {
-    task.flags & TASK_FORKED != 0
-        && task.flags & TASK_SERVICE_FLAGS == 0
-        && !is_load_watcher(&task.name)
-}
-
-/// Returns the mechanism by which the daemon stops guests. The second string is the reason why
-/// control groups are not used, or is empty.
-fn stop_mechanism(reply: Reply) -> (&'static str, String) {
-    match reply {
-        Reply::Freezer(Some(Ok(()))) => ("control groups", String::new()),
-        Reply::Freezer(Some(Err(reason))) => ("signals", reason.to_string()),
-        Reply::Freezer(None) => ("unknown", "no tasker has reported it yet".into()),
-        _ => ("unknown", "the daemon does not report it".into()),
     }
 }
 
@@ -827,31 +798,4 @@ fn daemon_pids() -> Vec<i32> {
         .unwrap_or_default();
     let child_pids = child_pids.into_iter().map(u32::cast_signed);
     std::iter::once(daemon).chain(child_pids).collect()
-}
-
-/// Returns the boot time of this machine in seconds since 1970; `None` if the kernel's statistics
-/// cannot be read.
-fn boot_time() -> Option<u64> {
-    Some(KernelStats::current().ok()?.btime)
-}
-
-fn guest_status(task: &TaskInfo, boot_s: Option<u64>) -> GuestStatus {
-    let stat = Process::new(task.pid).and_then(|process| process.stat());
-    let (cpu_ticks, start_time) = stat.map_or((0, 0), |stat| {
-        let child_ticks = (stat.cutime + stat.cstime).unsigned_abs();
-        (stat.utime + stat.stime + child_ticks, stat.starttime)
-    });
-    let ticks_per_second = procfs::ticks_per_second();
-    let start_time = boot_s
-        .filter(|_| start_time > 0)
-        .map(|boot_s| boot_s * 1_000_000 + start_time * 1_000_000 / ticks_per_second);
-    GuestStatus {
-        tid: task.tid.to_string(),
-        program: task.name.clone(),
-        pid: task.pid,
-        user: user_name(task.uid),
-        since_us: start_time.unwrap_or(0),
-        cpu_s: cpu_ticks as f64 / ticks_per_second as f64,
-        leftover_processes: task.leftover_processes,
-    }
 }
