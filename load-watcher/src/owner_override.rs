@@ -8,9 +8,10 @@
 
 use crate::hours::WeeklyHours;
 use crate::policy::{Policy, PolicyError, line_of_key};
-use crate::user_files::{self, FILE_PREFIX, FileVersion, UntrustedFileError, UserFile};
+use crate::user_files::{self, FileVersion, UntrustedFileError, UserFile};
 use sempa_proto::Micros;
 use serde::Deserialize;
+use std::collections::BTreeSet;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -20,13 +21,12 @@ use thiserror::Error;
 pub const OVERRIDES_DIR: &str = "/var/tmp";
 /// Environment variable with the directory of the overrides.
 pub const OVERRIDES_DIR_VAR: &str = "SEMPA_OWNER_WORDS";
-/// Prefix of the names of override files.
-pub const OVERRIDE_PREFIX: &str = FILE_PREFIX;
 /// Time for which an override without an explicit duration is valid.
 pub const OVERRIDE_DURATION_DEFAULT: Duration = Duration::from_secs(12 * 3600);
 /// Maximum duration that a user may request for an override: a week.
 pub const OVERRIDE_DURATION_MAX: Duration = Duration::from_secs(7 * 24 * 3600);
-const OVERRIDE_SUFFIX: &str = ".toml";
+/// Suffix of the file name, after the uid.
+pub(crate) const OVERRIDE_SUFFIX: &str = ".toml";
 /// Maximum size of an override file in bytes.
 const OVERRIDE_BYTES_MAX: u64 = 16 << 10;
 
@@ -215,10 +215,10 @@ pub struct ReadOverrides {
     pub errors: Vec<String>,
 }
 
-/// Reads the overrides of all users.
-pub fn read_all(dir: &Path) -> ReadOverrides {
+/// Reads the overrides of these users.
+pub fn read_all(dir: &Path, users: &BTreeSet<u32>) -> ReadOverrides {
     let mut result = ReadOverrides::default();
-    for (uid, path) in user_files::newest_files(dir, OVERRIDE_SUFFIX) {
+    for (uid, path) in user_files::newest_files(dir, OVERRIDE_SUFFIX, users) {
         let file = user_files::read_trusted(path, uid, OVERRIDE_BYTES_MAX);
         let parsed_file = file.map_err(OverrideError::from).and_then(|file| {
             let Some((version, file)) = file else {
@@ -285,7 +285,7 @@ mod tests {
         let dir = tempfile::tempdir().expect("a folder");
         assert_eq!(read(dir.path(), own_uid()), Ok(OwnerOverride::default()));
         write(dir.path(), own_uid(), &away_override()).expect("written");
-        let all = read_all(dir.path());
+        let all = read_all(dir.path(), &[own_uid()].into());
         assert_eq!(all.overrides, [(own_uid(), away_override())]);
         assert_eq!((all.versions.len(), all.errors.len()), (1, 0));
         write(dir.path(), own_uid(), &OwnerOverride::default()).expect("removed");
@@ -310,7 +310,8 @@ mod tests {
         // has no effect.
         fs::set_permissions(&path, fs::Permissions::from_mode(0o644)).expect("the test's own file");
         fs::rename(&path, override_file(dir.path(), own_uid() + 1)).expect("the test's own file");
-        assert_eq!(read_all(dir.path()), ReadOverrides::default());
+        let users = [own_uid(), own_uid() + 1].into();
+        assert_eq!(read_all(dir.path(), &users), ReadOverrides::default());
         symlink(override_file(dir.path(), own_uid() + 1), &path).expect("a link");
         assert!(
             read(dir.path(), own_uid())

@@ -9,12 +9,13 @@
 
 use crate::policy::{POLICY_BYTES_MAX, Policy, PolicyError};
 use crate::user_files::{self, FileVersion, UntrustedFileError, UserFile};
+use std::collections::BTreeSet;
 use std::io;
 use std::path::{Path, PathBuf};
 use thiserror::Error;
 
 /// Suffix of the file name, after the uid.
-const POLICY_SUFFIX: &str = ".policy.toml";
+pub(crate) const POLICY_SUFFIX: &str = ".policy.toml";
 
 /// The reason why a published policy was refused.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
@@ -56,8 +57,11 @@ fn parse_file(file: &UserFile) -> Result<Policy, PolicyError> {
 /// A published policy, and the version of its file.
 pub type PolicyVersion = (Policy, FileVersion);
 
-/// Reads the published policies of all users. Each result is paired with the uid of its user.
-pub fn read_all(dir: &Path) -> Vec<(u32, Result<PolicyVersion, PublishedPolicyError>)> {
+/// Reads the published policies of these users. Each result is paired with the uid of its user.
+pub fn read_all(
+    dir: &Path,
+    users: &BTreeSet<u32>,
+) -> Vec<(u32, Result<PolicyVersion, PublishedPolicyError>)> {
     let read_file = |uid: u32, path: PathBuf| {
         let file = user_files::read_trusted(path, uid, POLICY_BYTES_MAX as u64);
         let Some((version, file)) = file? else {
@@ -65,7 +69,7 @@ pub fn read_all(dir: &Path) -> Vec<(u32, Result<PolicyVersion, PublishedPolicyEr
         };
         Ok::<_, PublishedPolicyError>(Some((parse_file(&file)?, version)))
     };
-    let files = user_files::newest_files(dir, POLICY_SUFFIX).into_iter();
+    let files = user_files::newest_files(dir, POLICY_SUFFIX, users).into_iter();
     files
         .filter_map(|(uid, path)| Some((uid, read_file(uid, path).transpose()?)))
         .collect()
@@ -95,6 +99,10 @@ mod tests {
         nix::unistd::geteuid().as_raw()
     }
 
+    fn users() -> BTreeSet<u32> {
+        [own_uid(), own_uid() + 1].into()
+    }
+
     /// The file of a published policy is not read as an override.
     #[test]
     fn policy_is_published_read_and_withdrawn() {
@@ -106,13 +114,13 @@ mod tests {
             read(dir.path(), own_uid()),
             Ok(Some(("leave_after = 30\n".into(), policy.clone())))
         );
-        let all: Vec<(u32, Policy)> = read_all(dir.path())
+        let all: Vec<(u32, Policy)> = read_all(dir.path(), &users())
             .into_iter()
             .map(|(uid, result)| (uid, result.expect("it is valid").0))
             .collect();
         assert_eq!(all, [(own_uid(), policy)]);
         assert_eq!(
-            crate::owner_override::read_all(dir.path()),
+            crate::owner_override::read_all(dir.path(), &users()),
             crate::owner_override::ReadOverrides::default()
         );
         write(dir.path(), own_uid(), None).expect("removed");
@@ -135,11 +143,11 @@ mod tests {
             matches!(read(dir.path(), own_uid()), Err(PublishedPolicyError::Untrusted(says)) if says.to_string().contains("not trusted"))
         );
         assert!(
-            matches!(read_all(dir.path())[..], [(uid, Err(PublishedPolicyError::Untrusted(_)))] if uid == own_uid())
+            matches!(read_all(dir.path(), &users())[..], [(uid, Err(PublishedPolicyError::Untrusted(_)))] if uid == own_uid())
         );
         fs::rename(&path, policy_file(dir.path(), own_uid() + 1)).expect("the test's own file");
         assert!(
-            read_all(dir.path()).is_empty(),
+            read_all(dir.path(), &users()).is_empty(),
             "another user's file has no effect"
         );
     }

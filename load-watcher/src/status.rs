@@ -11,6 +11,7 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::socket::{
     AddressFamily, SockFlag, SockType, UnixAddr, connect, getsockopt, socket, sockopt,
 };
+use nix::unistd::User;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::hash::{BuildHasher, RandomState};
@@ -100,15 +101,18 @@ pub struct WatcherStatus {
     #[serde(default)]
     pub stopped_by_why: String,
     pub policy: Vec<PolicySetting>,
-    /// Errors of the policy, one sentence each: refused files, and blocked users without an account
-    /// on this host.
+    /// Errors, one sentence each: refused policy files, blocked users without an account on this
+    /// host, and a directive that the daemon has refused.
     pub wrong: Vec<String>,
     /// Guests on this host, without tasks that serve the virtual machine.
     pub tasks: Vec<GuestStatus>,
-    /// The overrides and published policies that are in force: their files were read, and the
-    /// daemon has received the resulting directive.
+    /// The overrides and published policies that were read and found valid. The directive that
+    /// follows from them was sent to the daemon; it is in force if `directive_error` is empty.
     #[serde(default)]
     pub read_files: Vec<ReadFile>,
+    /// Reason why the daemon has refused the last directive; empty if it is in force.
+    #[serde(default)]
+    pub directive_error: String,
 }
 
 /// The socket on which a load watcher answers queries.
@@ -237,7 +241,8 @@ impl OpenQuery {
 }
 
 /// Queries all load watchers of this host. Returns their answers, and an error sentence for each
-/// load watcher that did not answer in time or whose answer was refused.
+/// load watcher that did not answer in time or whose answer was refused. If load watchers were not
+/// asked, one more error sentence says how many.
 ///
 /// # Errors
 /// The list of sockets cannot be read.
@@ -252,34 +257,26 @@ pub fn query_all() -> io::Result<(Vec<WatcherStatus>, Vec<String>)> {
 pub fn query_all_within(timeout: Duration) -> io::Result<(Vec<WatcherStatus>, Vec<String>)> {
     let deadline = Instant::now() + timeout;
     let socket_list = proc::read_unix_sockets()?;
-    let (mut statuses, mut errors, mut open_queries) = (Vec::new(), Vec::new(), Vec::new());
+    let (mut statuses, mut errors) = (Vec::new(), Vec::new());
     let error_text = |name: &str, error: &dyn std::fmt::Display| {
         format!("the load watcher at {name} does not answer: {error}")
     };
+    let has_account = |uid: u32| matches!(User::from_uid(uid.into()), Ok(Some(_)));
     let may_connect = || Instant::now() < deadline;
-    for (name, result) in connect_to_owners(&socket_list, OpenQuery::connect, may_connect) {
-        match result {
-            Ok(query) => open_queries.push(query),
-            Err(error) => errors.push(error_text(name, &error)),
-        }
-    }
-    while !open_queries.is_empty() {
-        open_queries.retain_mut(|query| match query.read() {
-            None => true,
-            Some(Ok(status)) => {
-                statuses.push(status);
-                false
-            }
-            Some(Err(error)) => {
-                errors.push(error_text(&query.name, &error));
-                false
-            }
-        });
+    let connections = connect_to_owners(&socket_list, OpenQuery::connect, has_account, may_connect);
+    let mut open_queries: Vec<OpenQuery> = connections
+        .open
+        .into_iter()
+        .map(|(.., query)| query)
+        .collect();
+    let failed = connections.failed.iter();
+    errors.extend(failed.map(|(name, error)| error_text(name, error)));
+    let wait_for_answers = |queries: &[OpenQuery]| {
         let remaining_time = deadline.saturating_duration_since(Instant::now());
         if remaining_time.is_zero() {
-            break;
+            return false;
         }
-        let mut fds: Vec<PollFd<'_>> = open_queries
+        let mut fds: Vec<PollFd<'_>> = queries
             .iter()
             .map(|query| PollFd::new(query.stream.as_fd(), PollFlags::POLLIN))
             .collect();
@@ -289,28 +286,97 @@ pub fn query_all_within(timeout: Duration) -> io::Result<(Vec<WatcherStatus>, Ve
             &mut fds,
             PollTimeout::try_from(millis).unwrap_or(PollTimeout::MAX),
         );
+        true
+    };
+    for (name, answer) in read_answers(&mut open_queries, wait_for_answers) {
+        match answer {
+            Ok(status) => statuses.push(status),
+            Err(error) => errors.push(error_text(&name, &error)),
+        }
     }
     let late_names = open_queries.iter().map(|query| query.name.as_str());
     errors.extend(late_names.map(|name| {
-        let seconds = timeout.as_secs_f64();
+        let seconds = (timeout.as_secs_f64() * 100.0).round() / 100.0;
         error_text(name, &format!("nothing arrived within {seconds} s"))
     }));
+    if connections.omitted_count > 0 {
+        errors.push(format!(
+            "{} more load watchers were not asked: at most {QUERIED_WATCHERS_MAX} are asked in all, \
+             {QUERIED_WATCHERS_PER_USER_MAX} of each user, within the time limit",
+            connections.omitted_count
+        ));
+    }
     statuses.sort_by(|a: &WatcherStatus, b| (&a.vm, &a.user).cmp(&(&b.vm, &b.user)));
     Ok((statuses, errors))
 }
 
-/// Connects to the load watchers of a list of sockets, as long as `may_continue` returns true.
-/// Returns the name and the result of each. At most [`QUERIED_WATCHERS_MAX`] connections and as
-/// many errors are returned, and at most [`QUERIED_WATCHERS_PER_USER_MAX`] connections of each
-/// user.
+/// Reads the answers of all queries, with the names of the load watchers. If some are missing,
+/// calls `wait_for_answers` with their queries and reads again, until it returns false. The queries
+/// that remain in `open_queries` are not answered.
+fn read_answers(
+    open_queries: &mut Vec<OpenQuery>,
+    mut wait_for_answers: impl FnMut(&[OpenQuery]) -> bool,
+) -> Vec<(String, io::Result<WatcherStatus>)> {
+    let mut answers = Vec::new();
+    loop {
+        open_queries.retain_mut(|query| {
+            let answer = query.read();
+            let is_open = answer.is_none();
+            answers.extend(answer.map(|answer| (query.name.clone(), answer)));
+            is_open
+        });
+        // Without an open query nothing would end the wait before the time limit.
+        if open_queries.is_empty() || !wait_for_answers(open_queries) {
+            return answers;
+        }
+    }
+}
+
+/// The load watchers to which a client has tried to connect.
+struct Connections<'a, T> {
+    /// The connections, with the uids and the names of the load watchers.
+    open: Vec<(u32, &'a str, T)>,
+    /// The load watchers to which no connection could be made, and the reasons.
+    failed: Vec<(&'a str, io::Error)>,
+    /// Number of load watchers that are in neither list.
+    omitted_count: usize,
+}
+
+impl<'a, T> Connections<'a, T> {
+    /// Adds a connection. If there are too many, it is omitted, or replaces that of a user for whom
+    /// `has_account` returns false: an ordinary user can run processes under many uids without an
+    /// account (see `subuid`), and they must not displace other users.
+    fn add(
+        &mut self,
+        (uid, name, connection): (u32, &'a str, T),
+        mut has_account: impl FnMut(u32) -> bool,
+    ) {
+        if self.open.len() < QUERIED_WATCHERS_MAX {
+            return self.open.push((uid, name, connection));
+        }
+        self.omitted_count += 1;
+        if has_account(uid) {
+            let replaced_connection = self.open.iter_mut().find(|(uid, ..)| !has_account(*uid));
+            if let Some(replaced_connection) = replaced_connection {
+                *replaced_connection = (uid, name, connection);
+            }
+        }
+    }
+}
+
+/// Connects to the load watchers of a list of sockets, as long as `may_continue` returns true. At
+/// most [`QUERIED_WATCHERS_MAX`] connections and as many errors are returned, and at most
+/// [`QUERIED_WATCHERS_PER_USER_MAX`] connections of each user; the others are counted.
+/// `has_account` is called only if there are too many connections, and once for each uid.
 ///
 /// Anybody can take any free name. So only a connection counts, for which `connect` finds that the
 /// socket belongs to the user in the name. Sockets of others are not reported.
-fn connect_to_owners<T>(
-    socket_list: &str,
+fn connect_to_owners<'a, T>(
+    socket_list: &'a str,
     mut connect: impl FnMut(&str, u32) -> io::Result<T>,
+    has_account: impl Fn(u32) -> bool,
     may_continue: impl Fn() -> bool,
-) -> Vec<(&str, io::Result<T>)> {
+) -> Connections<'a, T> {
     // The list contains a listener and its accepted connections under the same name, so duplicate
     // names are removed.
     let mut names: Vec<(u32, &str)> = socket_list
@@ -320,34 +386,36 @@ fn connect_to_owners<T>(
         .collect();
     names.sort_unstable();
     names.dedup();
-    let mut results = Vec::new();
-    let (mut connection_count, mut error_count) = (0, 0);
+    let mut connections = Connections {
+        open: Vec::new(),
+        failed: Vec::new(),
+        omitted_count: 0,
+    };
+    let mut accounts = BTreeMap::<u32, bool>::new();
     let mut user_counts = BTreeMap::<u32, usize>::new();
     for (uid, name) in in_turns(&names) {
-        if connection_count >= QUERIED_WATCHERS_MAX || !may_continue() {
-            break;
-        }
         let user_count = user_counts.entry(uid).or_default();
-        if *user_count >= QUERIED_WATCHERS_PER_USER_MAX {
+        if *user_count >= QUERIED_WATCHERS_PER_USER_MAX || !may_continue() {
+            connections.omitted_count += 1;
             continue;
         }
         match connect(name, uid) {
             // Another user has taken the name of this user.
             Err(e) if e.kind() == io::ErrorKind::PermissionDenied => {}
             Err(e) if e.kind() == io::ErrorKind::ConnectionRefused => {}
-            Err(_) if error_count >= QUERIED_WATCHERS_MAX => {}
-            Err(error) => {
-                error_count += 1;
-                results.push((name, Err(error)));
+            Err(_) if connections.failed.len() >= QUERIED_WATCHERS_MAX => {
+                connections.omitted_count += 1;
             }
+            Err(error) => connections.failed.push((name, error)),
             Ok(connection) => {
                 *user_count += 1;
-                connection_count += 1;
-                results.push((name, Ok(connection)));
+                connections.add((uid, name, connection), |uid| {
+                    *accounts.entry(uid).or_insert_with(|| has_account(uid))
+                });
             }
         }
     }
-    results
+    connections
 }
 
 /// Returns the names, which are sorted by the uids in them: the first one of each user, then the
@@ -431,6 +499,41 @@ mod tests {
         assert!(errors.iter().any(is_named), "{errors:?}");
     }
 
+    /// A query waits only for answers that are missing: it ends with the last answer.
+    #[test]
+    fn query_ends_with_last_answer() {
+        let (mut servers, mut open_queries) = (Vec::new(), Vec::new());
+        for name in ["first", "second", "malformed"] {
+            let (server, client) = UnixStream::pair().expect("a pair");
+            client.set_nonblocking(true).expect("a flag");
+            servers.push(server);
+            open_queries.push(OpenQuery {
+                name: name.into(),
+                stream: client,
+                answer: Vec::new(),
+            });
+        }
+        let status = WatcherStatus::default();
+        let status_json = serde_json::to_vec(&status).expect("plain values");
+        let mut waited_for = Vec::new();
+        let answers = read_answers(&mut open_queries, |queries| {
+            assert!(!queries.is_empty(), "nothing would end this wait");
+            waited_for.push(queries.len());
+            let mut server = servers.remove(0);
+            if !servers.is_empty() {
+                server.write_all(&status_json).expect("there is room");
+            }
+            true
+        });
+        assert_eq!(waited_for, [3, 2, 1]);
+        assert!(open_queries.is_empty());
+        let is_answered = answers.iter().map(|(name, a)| (name.as_str(), a.is_ok()));
+        assert_eq!(
+            is_answered.collect::<Vec<_>>(),
+            [("first", true), ("second", true), ("malformed", false)]
+        );
+    }
+
     fn socket_lines(uid: u32, count: usize) -> String {
         let line = |number| format!("0: 2 0 10000 1 1 7 @{}\n", watcher_name(uid, number));
         (0..count).map(line).collect()
@@ -444,16 +547,18 @@ mod tests {
     #[test]
     fn sockets_of_one_user_do_not_displace_others() {
         let list = socket_lines(5, 1000) + &socket_lines(6, 1);
-        let results = connect_to_owners(&list, |_, uid| Ok(uid), || true);
+        let connections = connect_to_owners(&list, |_, _| Ok(()), |_| true, || true);
         let count_of = |uid| {
-            let has_uid = |(_, result): &&(&str, io::Result<u32>)| {
-                result.as_ref().is_ok_and(|result_uid| *result_uid == uid)
-            };
-            results.iter().filter(has_uid).count()
+            let uids = connections.open.iter().map(|(open_uid, ..)| *open_uid);
+            uids.filter(|open_uid| *open_uid == uid).count()
         };
         assert_eq!(
             (count_of(5), count_of(6)),
             (QUERIED_WATCHERS_PER_USER_MAX, 1)
+        );
+        assert_eq!(
+            connections.omitted_count,
+            1000 - QUERIED_WATCHERS_PER_USER_MAX
         );
     }
 
@@ -478,13 +583,58 @@ mod tests {
             }
             false => Err(io::ErrorKind::PermissionDenied.into()),
         };
-        let results = connect_to_owners(&list, connect, || true);
-        let connected = results.iter().filter(|(_, result)| result.is_ok());
-        let mut names: Vec<&str> = connected.map(|(name, _)| *name).collect();
+        let connections = connect_to_owners(&list, connect, |_| true, || true);
+        let mut names: Vec<&str> = connections.open.iter().map(|(_, name, ())| *name).collect();
         names.sort_unstable();
         assert_eq!(names, [genuine[1].as_str(), genuine[0].as_str()]);
-        let error_count = results.len() - names.len();
-        assert_eq!(error_count, QUERIED_WATCHERS_MAX);
+        assert_eq!(connections.failed.len(), QUERIED_WATCHERS_MAX);
+    }
+
+    /// If load watchers run under too many uids, those of users with an account displace others,
+    /// and all that are not asked are counted.
+    #[test]
+    fn watchers_that_are_not_asked_are_counted() {
+        let uid_count = QUERIED_WATCHERS_MAX as u32 + 50;
+        let list: String = (0..uid_count).map(|uid| socket_lines(uid, 1)).collect();
+        let looked_up = std::cell::RefCell::new(Vec::new());
+        let has_account = |uid| {
+            looked_up.borrow_mut().push(uid);
+            uid < 10 || uid >= uid_count - 10
+        };
+        let connections = connect_to_owners(&list, |_, _| Ok(()), has_account, || true);
+        let mut uids: Vec<u32> = connections.open.iter().map(|(uid, ..)| *uid).collect();
+        uids.sort_unstable();
+        assert_eq!(uids.len(), QUERIED_WATCHERS_MAX);
+        assert!((0..10).all(|uid| uids.contains(&uid)));
+        assert!((uid_count - 10..uid_count).all(|uid| uids.contains(&uid)));
+        assert_eq!(connections.omitted_count, 50);
+        let mut looked_up = looked_up.into_inner();
+        let lookup_count = looked_up.len();
+        looked_up.sort_unstable();
+        looked_up.dedup();
+        assert_eq!(looked_up.len(), lookup_count, "each uid is looked up once");
+        // After the time limit no more connections are made.
+        let attempts = std::cell::Cell::new(0);
+        let connect = |_: &str, _| {
+            attempts.set(attempts.get() + 1);
+            Ok(())
+        };
+        let may_continue = || attempts.get() < 3;
+        let connections = connect_to_owners(&list, connect, |_| true, may_continue);
+        assert_eq!(connections.open.len(), 3);
+        assert_eq!(connections.omitted_count, uid_count as usize - 3);
+    }
+
+    /// Load watchers for which there was no time are an error, not an answer.
+    #[test]
+    fn query_without_time_reports_what_it_has_not_asked() {
+        let uid = nix::unistd::geteuid().as_raw();
+        let vm = format!("unasked-{}", std::process::id());
+        let _listener = StatusListener::open(uid, &vm).expect("listens");
+        let (statuses, errors) = query_all_within(Duration::ZERO).expect("there is a list");
+        assert!(statuses.is_empty());
+        let is_counted = |line: &String| line.contains("more load watchers were not asked");
+        assert!(errors.iter().any(is_counted), "{errors:?}");
     }
 
     /// The first socket of each user precedes the second one of any user.

@@ -7,9 +7,9 @@
 //!
 //! The usual name is `sempa-owner-UID` with a suffix that tells what the file contains. The other
 //! names are `sempa-owner-UID-TAG`, with a random tag. Of several files of a user the newest one is
-//! used; writing removes the others.
+//! used, preferably one without hard links; writing removes the others.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, OpenOptions};
 use std::hash::{BuildHasher, RandomState};
 use std::io::{self, Read, Write};
@@ -112,28 +112,54 @@ fn uid_in_name(name: &str, suffix: &str) -> Option<u32> {
     uid_text.parse().ok().filter(|_| is_number)
 }
 
-/// Lists the files with this suffix that belong to the user in their name, newest last for each
-/// user; at most the newest [`USER_FILES_MAX`] of each.
-fn own_files(dir: &Path, suffix: &str) -> BTreeMap<u32, Vec<PathBuf>> {
-    let mut files = BTreeMap::<u32, Vec<(FileVersion, PathBuf)>>::new();
+/// Order in which the files of a user are used: the last one counts.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+struct FileRank {
+    /// True if the file has no second name. Where the kernel permits it
+    /// (`fs.protected_hardlinks`), anybody can give a second name of this kind to any file of a
+    /// user, and also to the user's genuine file. So a file with several names must not displace
+    /// one with a single name, but must not be ignored either.
+    has_one_name: bool,
+    /// True for a file with several names under the user's usual name, under which a genuine file
+    /// is more probable than under another.
+    is_usual_of_several: bool,
+    changed_ns: i64,
+}
+
+/// Lists the files with this suffix that belong to the user in their name, for the users whose uid
+/// `is_wanted` accepts, the one that counts last for each user; at most the last
+/// [`USER_FILES_MAX`] of each.
+fn own_files(
+    dir: &Path,
+    suffix: &str,
+    is_wanted: impl Fn(u32) -> bool,
+) -> BTreeMap<u32, Vec<PathBuf>> {
+    let mut files = BTreeMap::<u32, Vec<(FileRank, PathBuf)>>::new();
     for entry in fs::read_dir(dir).into_iter().flatten().flatten() {
         let name = entry.file_name();
         let uid = name.to_str().and_then(|name| uid_in_name(name, suffix));
-        // The metadata of an entry is that of a link itself.
-        let (Some(uid), Ok(metadata)) = (uid, entry.metadata()) else {
+        let Some(uid) = uid.filter(|uid| is_wanted(*uid)) else {
             continue;
         };
-        if metadata.uid() == uid {
-            let version = FileVersion::of(&metadata);
-            let user_files = files.entry(uid).or_default();
-            user_files.push((version, entry.path()));
-            if user_files.len() >= 2 * USER_FILES_MAX {
-                keep_newest(user_files);
-            }
+        // The metadata of an entry is that of a link itself.
+        let Some(metadata) = entry.metadata().ok().filter(|m| m.uid() == uid) else {
+            continue;
+        };
+        let path = entry.path();
+        let has_one_name = metadata.nlink() <= 1;
+        let rank = FileRank {
+            has_one_name,
+            is_usual_of_several: !has_one_name && path == usual_path(dir, uid, suffix),
+            changed_ns: FileVersion::of(&metadata).changed_ns,
+        };
+        let user_files = files.entry(uid).or_default();
+        user_files.push((rank, path));
+        if user_files.len() >= 2 * USER_FILES_MAX {
+            keep_last(user_files);
         }
     }
-    let sorted_paths = |mut files: Vec<(FileVersion, PathBuf)>| {
-        keep_newest(&mut files);
+    let sorted_paths = |mut files: Vec<(FileRank, PathBuf)>| {
+        keep_last(&mut files);
         files.into_iter().map(|(_, path)| path).collect()
     };
     let files = files.into_iter();
@@ -142,19 +168,25 @@ fn own_files(dir: &Path, suffix: &str) -> BTreeMap<u32, Vec<PathBuf>> {
         .collect()
 }
 
-/// Sorts files, the newest last, and removes all but the newest [`USER_FILES_MAX`].
-fn keep_newest(files: &mut Vec<(FileVersion, PathBuf)>) {
-    files.sort_by_key(|(version, _)| version.changed_ns);
+/// Sorts files by rank, and removes all but the last [`USER_FILES_MAX`].
+fn keep_last(files: &mut Vec<(FileRank, PathBuf)>) {
+    files.sort_by_key(|(rank, _)| *rank);
     files.drain(..files.len().saturating_sub(USER_FILES_MAX));
 }
 
-/// Returns the newest file of each user with this suffix, for the [`FILE_USERS_MAX`] users with the
-/// lowest uids that have one.
-pub(crate) fn newest_files(dir: &Path, suffix: &str) -> Vec<(u32, PathBuf)> {
-    let files = own_files(dir, suffix).into_iter();
+/// Returns the users with files of these suffixes.
+pub(crate) fn users_with_files(dir: &Path, suffixes: &[&str]) -> BTreeSet<u32> {
+    let files = suffixes
+        .iter()
+        .map(|suffix| own_files(dir, suffix, |_| true));
+    files.flat_map(BTreeMap::into_keys).collect()
+}
+
+/// Returns the newest file with this suffix of each of these users who has one.
+pub(crate) fn newest_files(dir: &Path, suffix: &str, users: &BTreeSet<u32>) -> Vec<(u32, PathBuf)> {
+    let files = own_files(dir, suffix, |uid| users.contains(&uid)).into_iter();
     files
         .filter_map(|(uid, mut paths)| Some((uid, paths.pop()?)))
-        .take(FILE_USERS_MAX)
         .collect()
 }
 
@@ -169,7 +201,7 @@ pub(crate) fn read(
     suffix: &str,
     bytes_max: u64,
 ) -> Result<Option<(FileVersion, UserFile)>, UntrustedFileError> {
-    let newest_path = own_files(dir, suffix)
+    let newest_path = own_files(dir, suffix, |other_uid| other_uid == uid)
         .remove(&uid)
         .and_then(|mut paths| paths.pop());
     match newest_path {
@@ -225,7 +257,11 @@ pub(crate) fn write(
     suffix: &str,
     text: Option<&str>,
 ) -> io::Result<Option<(FileVersion, PathBuf)>> {
-    let own_paths = || own_files(dir, suffix).remove(&uid).unwrap_or_default();
+    let own_paths = || {
+        own_files(dir, suffix, |other_uid| other_uid == uid)
+            .remove(&uid)
+            .unwrap_or_default()
+    };
     let Some(text) = text else {
         // Each reading returns a limited number of files.
         loop {
@@ -346,9 +382,13 @@ mod tests {
         for uid in (0..2 * FILE_USERS_MAX as u32 + 1).filter(|uid| *uid != own_uid()) {
             fs::write(usual_path(dir.path(), uid, SUFFIX), "").expect("the test's own folder");
         }
-        assert!(newest_files(dir.path(), SUFFIX).is_empty());
+        let all_users = (0..2 * FILE_USERS_MAX as u32 + 1).collect();
+        assert!(users_with_files(dir.path(), &[SUFFIX]).is_empty());
+        assert!(newest_files(dir.path(), SUFFIX, &all_users).is_empty());
         write(dir.path(), own_uid(), SUFFIX, Some("x")).expect("written");
-        let files = newest_files(dir.path(), SUFFIX);
+        let users = users_with_files(dir.path(), &[SUFFIX]);
+        assert_eq!(users, [own_uid()].into());
+        let files = newest_files(dir.path(), SUFFIX, &users);
         assert_eq!(
             files,
             [(own_uid(), usual_path(dir.path(), own_uid(), SUFFIX))]
@@ -404,10 +444,42 @@ mod tests {
             file.and_then(|file| file.set_modified(start - std::time::Duration::from_secs(age)))
                 .expect("the test's own file");
         }
-        assert_eq!(own_files(dir.path(), SUFFIX)[&uid].len(), USER_FILES_MAX);
+        assert_eq!(
+            own_files(dir.path(), SUFFIX, |_| true)[&uid].len(),
+            USER_FILES_MAX
+        );
         assert_eq!(text_of(dir.path()), Some((count / 2).to_string()));
         write(dir.path(), uid, SUFFIX, None).expect("removed");
         assert_eq!(fs::read_dir(dir.path()).expect("a folder").count(), 0);
+    }
+
+    /// Hard links that anybody could make neither replace nor hide what the user has written.
+    #[test]
+    fn hard_links_change_nothing() {
+        let dir = tempfile::tempdir().expect("a folder");
+        let link = |path: &Path, name: String| {
+            fs::hard_link(path, dir.path().join(name)).expect("the test's own file");
+        };
+        write(dir.path(), own_uid(), SUFFIX, Some("here")).expect("written");
+        let other_path = dir.path().join("other");
+        fs::write(&other_path, "not a statement").expect("the test's own folder");
+        let newer = std::time::SystemTime::now() + std::time::Duration::from_secs(5);
+        let other_file = fs::File::options().write(true).open(&other_path);
+        other_file
+            .and_then(|file| file.set_modified(newer))
+            .expect("the test's own file");
+        link(
+            &other_path,
+            format!("{FILE_PREFIX}{}-0a{SUFFIX}", own_uid()),
+        );
+        assert_eq!(text_of(dir.path()).as_deref(), Some("here"));
+        let usual_path = usual_path(dir.path(), own_uid(), SUFFIX);
+        link(&usual_path, "link".into());
+        assert_eq!(text_of(dir.path()).as_deref(), Some("here"));
+        write(dir.path(), own_uid(), SUFFIX, Some("away")).expect("written");
+        assert_eq!(text_of(dir.path()).as_deref(), Some("away"));
+        let files = own_files(dir.path(), SUFFIX, |_| true);
+        assert_eq!(files[&own_uid()], [usual_path]);
     }
 
     /// A user whose usual name another user has taken writes and reads under another name.
@@ -432,7 +504,7 @@ mod tests {
                 .expect("a file");
             assert_ne!(path, taken_path);
             assert_eq!(text_of(dir.path()).as_deref(), Some("here"));
-            let files = newest_files(dir.path(), SUFFIX);
+            let files = newest_files(dir.path(), SUFFIX, &[own_uid()].into());
             assert_eq!(files, [(own_uid(), path)]);
             write(dir.path(), own_uid(), SUFFIX, None).expect("removed");
             assert_eq!(text_of(dir.path()), None);

@@ -145,6 +145,45 @@ mod tests {
         assert_eq!(find_runtime_paths(paths.clone(), own_uid()), paths);
     }
 
+    /// Of several directories of the user, the one with the virtual machine is used, else the usual
+    /// one. A virtual machine is also found in another directory if the usual name is free again.
+    /// Links and directories that others can enter are not used.
+    #[test]
+    fn directory_with_virtual_machine_is_used() {
+        let dir = tempfile::tempdir().expect("a folder");
+        let paths = paths_in(dir.path());
+        let root_name = paths.root().to_str().expect("text");
+        let tagged_path = |tag: &str| PathBuf::from(format!("{root_name}-{tag}"));
+        let found_root = || {
+            let root = find_or_create_root(paths.root(), own_uid(), VM).expect("usable");
+            let found_paths = find_runtime_paths(paths.clone(), own_uid());
+            assert_eq!(found_paths, paths.clone().with_root(&root));
+            root
+        };
+        let open_dir = tagged_path("0");
+        make_private(&open_dir);
+        make_private(&open_dir.join(VM));
+        fs::set_permissions(&open_dir, fs::Permissions::from_mode(0o755)).expect("ours");
+        let elsewhere = dir.path().join("elsewhere");
+        make_private(&elsewhere);
+        make_private(&elsewhere.join(VM));
+        symlink(&elsewhere, tagged_path("1")).expect("ours");
+        assert_eq!(found_root(), paths.root(), "the free name");
+        let (other_root, vm_root) = (tagged_path("2"), tagged_path("3"));
+        make_private(&other_root);
+        make_private(&vm_root);
+        assert_eq!(found_root(), paths.root(), "the free name");
+        make_private(&vm_root.join(VM));
+        assert_eq!(found_root(), vm_root);
+        make_private(paths.root());
+        assert_eq!(found_root(), vm_root);
+        make_private(&paths.root().join(VM));
+        assert_eq!(found_root(), paths.root());
+        fs::remove_dir(paths.root().join(VM)).expect("ours");
+        fs::remove_dir(vm_root.join(VM)).expect("ours");
+        assert_eq!(found_root(), paths.root());
+    }
+
     /// If the name is taken, all programs find the same private directory of the user. Links and
     /// directories that others can enter are not used.
     #[test]

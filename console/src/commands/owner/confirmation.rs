@@ -4,12 +4,19 @@ use crate::outcome::Outcome;
 use pvm_load_watcher::status::{WatcherStatus, query_all_within};
 use pvm_load_watcher::user_files::{FileContent, FileVersion, ReadFile};
 use serde_json::json;
+use std::io;
 use std::time::{Duration, Instant};
 
 /// Time for which a command waits until all load watchers have read what it has written.
 const CONFIRMATION_TIMEOUT: Duration = Duration::from_secs(5);
 /// Interval at which the load watchers are asked.
 const CONFIRMATION_POLL_INTERVAL: Duration = Duration::from_millis(50);
+/// Maximum time of one query. A load watcher that does not answer must not use up the time in which
+/// another one reads the file.
+const QUERY_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// The answers of load watchers, and an error sentence for each other one.
+type WatcherAnswers = (Vec<WatcherStatus>, Vec<String>);
 
 /// Which load watchers have reported that a written file is in force, and that their daemons have
 /// received the directive that follows from it.
@@ -25,22 +32,39 @@ impl Confirmation {
     /// Asks the load watchers of this host until all have read this version of the file, or know
     /// that the file was removed if `version` is `None`, but at most [`CONFIRMATION_TIMEOUT`].
     pub(super) fn wait(uid: u32, content: FileContent, version: Option<FileVersion>) -> Self {
-        let deadline = Instant::now() + CONFIRMATION_TIMEOUT;
+        Self::wait_with(CONFIRMATION_TIMEOUT, query_all_within, |answers| {
+            let (statuses, unanswered_lines) = answers;
+            Self::from_answers(&statuses, unanswered_lines, uid, content, version)
+        })
+    }
+
+    /// As [`Self::wait`], at most for `timeout`. `query` asks the load watchers within a time
+    /// limit, and `judge` evaluates their answers.
+    fn wait_with(
+        timeout: Duration,
+        mut query: impl FnMut(Duration) -> io::Result<WatcherAnswers>,
+        judge: impl Fn(WatcherAnswers) -> Self,
+    ) -> Self {
+        let deadline = Instant::now() + timeout;
+        let mut query_time = timeout;
         loop {
-            let remaining_time = deadline.saturating_duration_since(Instant::now());
-            let confirmation = match query_all_within(remaining_time) {
-                Ok((statuses, unanswered_lines)) => {
-                    Self::from_answers(&statuses, unanswered_lines, uid, content, version)
-                }
+            let confirmation = match query(query_time.min(QUERY_TIMEOUT)) {
+                Ok(answers) => judge(answers),
                 Err(error) => Self {
                     confirmed: Vec::new(),
                     unconfirmed: vec![format!("load watchers cannot be found: {error}")],
                 },
             };
-            if confirmation.unconfirmed.is_empty() || Instant::now() >= deadline {
+            if confirmation.unconfirmed.is_empty() {
                 return confirmation;
             }
             std::thread::sleep(CONFIRMATION_POLL_INTERVAL);
+            query_time = deadline.saturating_duration_since(Instant::now());
+            // A query in the rest of the time would not reach the load watchers, and its result
+            // would say less than the last one.
+            if query_time < CONFIRMATION_POLL_INTERVAL {
+                return confirmation;
+            }
         }
     }
 
@@ -63,11 +87,16 @@ impl Confirmation {
                 .iter()
                 .find(is_own)
                 .map(|file| file.version);
-            if read_version == version {
-                confirmation.confirmed.push(name);
-            } else {
+            let directive_error = &status.directive_error;
+            if read_version != version {
                 let sentence = format!("the load watcher of {name} has not read it");
                 confirmation.unconfirmed.push(sentence);
+            } else if !directive_error.is_empty() {
+                confirmation.unconfirmed.push(format!(
+                    "the load watcher of {name} has read it, but its daemon has refused it: {directive_error}"
+                ));
+            } else {
+                confirmation.confirmed.push(name);
             }
         }
         confirmation
@@ -152,6 +181,68 @@ mod tests {
         assert!(!confirm(&[status("a", new)], &[], None).is_complete());
         assert!(confirm(&[status("a", None)], &[], None).is_complete());
         assert!(!confirm(&[], &[], new).is_complete());
+        for version in [new, None] {
+            let refused = WatcherStatus {
+                directive_error: "not allowed".into(),
+                ..status("a", version)
+            };
+            let confirmation = confirm(&[status("b", version), refused], &[], version);
+            assert_eq!(confirmation.confirmed, ["virtual machine b of alice"]);
+            let line = &confirmation.unconfirmed[..];
+            assert!(line[0].contains("a of alice has read it, but"), "{line:?}");
+        }
+    }
+
+    fn unconfirmed_by(name: &str) -> Confirmation {
+        Confirmation {
+            confirmed: Vec::new(),
+            unconfirmed: vec![name.into()],
+        }
+    }
+
+    /// A load watcher that has not read the file is named when the time is over. A query without
+    /// time would find no load watcher, which must not be reported as if none ran.
+    #[test]
+    fn last_answer_counts_when_time_is_over() {
+        let timeout = 4 * CONFIRMATION_POLL_INTERVAL;
+        let mut query_count = 0;
+        let query = |time: Duration| {
+            query_count += 1;
+            assert!(!time.is_zero() && time <= timeout, "{time:?}");
+            Ok((vec![WatcherStatus::default()], Vec::new()))
+        };
+        let confirmation = Confirmation::wait_with(timeout, query, |(statuses, _)| {
+            assert_eq!(statuses.len(), 1);
+            unconfirmed_by("a")
+        });
+        assert_eq!(confirmation, unconfirmed_by("a"));
+        assert!((1..=4).contains(&query_count), "{query_count}");
+    }
+
+    /// The load watchers are asked again until all have read the file. A silent one leaves time for
+    /// that.
+    #[test]
+    fn watchers_are_asked_until_all_have_read() {
+        let mut query_count = 0;
+        let query = |time| {
+            assert!(time <= QUERY_TIMEOUT, "{time:?}");
+            query_count += 1;
+            match query_count {
+                1 => Err(io::Error::other("no list")),
+                2 => Ok((Vec::new(), vec!["silent".to_string()])),
+                _ => Ok((vec![WatcherStatus::default()], Vec::new())),
+            }
+        };
+        // The limit is much longer than the test takes.
+        let timeout = Duration::from_secs(60);
+        let confirmation = Confirmation::wait_with(timeout, query, |(statuses, lines)| {
+            match statuses.is_empty() {
+                true => unconfirmed_by(&lines[0]),
+                false => confirmed_by("a"),
+            }
+        });
+        assert_eq!(confirmation, confirmed_by("a"));
+        assert_eq!(query_count, 3);
     }
 
     /// What is not confirmed is an error that says what was written and what that means.
