@@ -296,6 +296,22 @@ impl Jobs {
         }
     }
 
+    /// Handles the exit of an earlier process of a running task: the task was restarted before this
+    /// console handled the exit.
+    pub(crate) fn handle_late_exit(&mut self, job_number: u32, tid: Tid) -> JobUpdate {
+        let mut events = Vec::new();
+        if let Some(job) = self.jobs.get_mut(&job_number)
+            && let Some(task) = job.tasks.get_mut(&tid)
+        {
+            task.end_line(&mut events);
+            job.continue_task(tid);
+        }
+        JobUpdate {
+            events,
+            is_finished: false,
+        }
+    }
+
     /// Returns the tasks that wait for a restart, each with its job.
     pub(crate) fn tasks_awaiting_restart(&self) -> Vec<(u32, Tid)> {
         let tasks = self.jobs.iter().flat_map(|(job_number, job)| {
