@@ -390,7 +390,11 @@ impl Session {
                     changed_jobs.extend(self.jobs.handle_restart(tid));
                 }
             }
-            Some(EventKind::RestartFailed { .. } | EventKind::CheckpointDamaged { .. }) => {}
+            Some(
+                EventKind::RestartFailed { .. }
+                | EventKind::CheckpointDamaged { .. }
+                | EventKind::JobTakenOver { .. },
+            ) => {}
             _ => return,
         }
         let waiting_tasks = self.jobs.tasks_awaiting_restart();
