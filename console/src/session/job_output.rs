@@ -10,6 +10,7 @@ use libpvm::{Error, Vm};
 use nix::errno::Errno;
 use sempa_proto::event::EventKind;
 use sempa_proto::message::CTX_BASE;
+use sempa_proto::output::LOST_TASK_LINE;
 use sempa_proto::task::{NotifyRequest, NotifySubjects, Reply, Request, Sink};
 use sempa_proto::{HostId, Message, Tid};
 use std::collections::BTreeSet;
@@ -39,9 +40,6 @@ pub(crate) const TAG_EXIT_BASE: i32 = 1 << 26;
 
 /// Line that is shown for each task of a job that rolls back.
 const ROLLBACK_LINE: &[u8] = b"waits for the restart of its job from the last checkpoint";
-
-/// Line that is shown in place of the output that is missing.
-const LOST_TASK_LINE: &[u8] = b"lost with its host: the last lines may be missing";
 
 /// Output files are readable only by their owner, because tasks may write confidential data.
 const FILE_MODE: u32 = 0o600;
@@ -174,7 +172,7 @@ impl JobOutput {
         let line: &[u8] = match event {
             TaskEvent::Line(line) => line,
             TaskEvent::Ended => b"EOF",
-            TaskEvent::Lost => LOST_TASK_LINE,
+            TaskEvent::Lost => LOST_TASK_LINE.as_bytes(),
             TaskEvent::RolledBack => ROLLBACK_LINE,
             TaskEvent::FirstSeen | TaskEvent::Created | TaskEvent::Spawned => return out,
         };

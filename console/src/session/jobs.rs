@@ -6,6 +6,7 @@
 
 use sempa_proto::Tid;
 use sempa_proto::body::Unpacker;
+use sempa_proto::output::{OUTPUT_EOF, OUTPUT_REQUESTED, OUTPUT_STARTED};
 use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -30,9 +31,9 @@ pub(crate) enum TaskOutput {
 pub(crate) fn read_output_message(mut body: Unpacker) -> Option<(Tid, TaskOutput)> {
     let tid = Tid::from_raw(body.read_int().ok()?);
     let output = match body.read_int().ok()? {
-        0 => TaskOutput::End,
-        -1 => TaskOutput::Spawned,
-        -2 => TaskOutput::Created,
+        OUTPUT_EOF => TaskOutput::End,
+        OUTPUT_REQUESTED => TaskOutput::Spawned,
+        OUTPUT_STARTED => TaskOutput::Created,
         length => TaskOutput::Data(
             body.read_bytes(usize::try_from(length).ok()?)
                 .ok()?
@@ -56,9 +57,8 @@ enum TaskState {
 struct JobTask {
     was_seen: bool,
     state: TaskState,
-    /// True if the output has ended while the task waited for a restart, and nothing was written
-    /// since: a process that was killed for the rollback has ended, or a restarted process whose
-    /// restart was not known yet.
+    /// Set by the end of a process that was killed for the rollback, or of a restarted process if
+    /// the console has not yet received the event of the restart. Cleared by later output.
     has_ended_early: bool,
     partial_line: Vec<u8>,
 }
