@@ -77,6 +77,18 @@ static int answer(int kid)
     return of_kid[kid][0];
 }
 
+/* Waits until one of two kids answers; which one. */
+static int answer_of_either(int a, int b)
+{
+    double end = now() + PATIENCE_SECONDS;
+    while (pvm_probe(kids[a], 3) == 0 && pvm_probe(kids[b], 3) == 0 && now() < end)
+        usleep(2000);
+    if (pvm_probe(kids[a], 3) == 0)
+        a = b;
+    answer(a);
+    return a;
+}
+
 /* True if all kids answer with this. */
 static int all_answer(int wanted)
 {
@@ -143,6 +155,7 @@ static void broadcasts(void)
 static void barriers(void)
 {
     double before;
+    int waiting;
     order(1, BARRIER, 2);
     is(pvm_nrecv(kids[1], 3), 0, "a barrier waits");
     is(pvm_barrier((char *)group, 2), PvmOk, "a barrier returns 0");
@@ -156,11 +169,17 @@ static void barriers(void)
     is(pvm_barrier((char *)group, -1), PvmOk, "a barrier with count -1 takes the size of the group");
     holds(all_answer(PvmOk), "a barrier with count -1 lets all go");
     is(pvm_barrier("nobody", 1), PvmNoGroup, "a barrier of an unknown group finds no group");
+    /* The first of the two waits. */
     order(1, BARRIER, 2);
-    usleep(300000);
-    is(pvm_barrier((char *)group, 3), PvmMismatch, "barriers with different counts do not match");
-    is(pvm_barrier((char *)group, 2), PvmOk, "a barrier goes on after one that did not match");
-    answer(1);
+    order(2, BARRIER, 3);
+    waiting = answer_of_either(1, 2) == 1 ? 2 : 1;
+    is(of_kid[3 - waiting][0], PvmMismatch, "barriers with different counts do not match");
+    if (waiting == 2)
+        order(1, BARRIER, 3);
+    is(pvm_barrier((char *)group, waiting + 1), PvmOk, "a barrier goes on after one that did not match");
+    answer(waiting);
+    if (waiting == 2)
+        answer(1);
     is(pvm_barrier((char *)group, 1), PvmOk, "a barrier of one does not wait");
     pvm_joingroup("zero");
     is(pvm_barrier("zero", 0), PvmMismatch, "a barrier of nobody is a mismatch");
@@ -311,27 +330,57 @@ static void join_with_two(void)
     answer(2);
 }
 
+/* True if a kid answers within two seconds. The answer is not received. */
+static int answers_soon(int kid)
+{
+    double end = now() + 2;
+    while (pvm_probe(kids[kid], 3) == 0 && now() < end)
+        usleep(2000);
+    return pvm_probe(kids[kid], 3) > 0;
+}
+
+/* Member 1 calls with count -1 in a group of three, then member 3 joins, then member 2 calls with count -1. If member 1
+ * was late, its -1 stands for four, too: then all finish the call together, and the scene is repeated with a longer
+ * pause. The answers of members 3 and 2. */
+static void grow(int what, int *joined, int *second)
+{
+    int pause_us, end;
+    for (pause_us = 300000;; pause_us *= 2) {
+        join_with_two();
+        order(1, what, -1);
+        usleep(pause_us);
+        order(3, JOIN, 0);
+        *joined = answer(3);
+        order(2, what, -1);
+        if (pause_us > 2000000 || answers_soon(2))
+            break;
+        order(3, what, MEMBERS);
+        end = what == BARRIER ? pvm_barrier((char *)group, MEMBERS) : pvm_freezegroup((char *)group, MEMBERS);
+        answer(3);
+        /* Then member 2 was late, not member 1. */
+        if (end == PvmMismatch)
+            break;
+        answer(1);
+        answer(2);
+    }
+    *second = answer(2);
+}
+
 /* Counts of -1 stand for different sizes when a member joins between them. */
 static void grown(void)
 {
-    join_with_two();
-    order(1, BARRIER, -1);
-    usleep(300000);
-    order(3, JOIN, 0);
-    is(answer(3), 3, "a group may be joined while members wait in a barrier");
-    order(2, BARRIER, -1);
-    is(answer(2), PvmMismatch, "a barrier with count -1 does not match one of a smaller group");
+    int joined, second, end, good;
+    grow(BARRIER, &joined, &second);
+    is(joined, 3, "a group may be joined while members wait in a barrier");
+    is(second, PvmMismatch, "a barrier with count -1 does not match one of a smaller group");
     order(2, BARRIER, 3);
-    is(pvm_barrier((char *)group, 3), PvmOk, "a barrier with count -1 takes the size at its begin");
-    answer(1);
-    answer(2);
-    join_with_two();
-    order(1, FREEZE, -1);
-    usleep(300000);
-    order(3, JOIN, 0);
-    is(answer(3), 3, "a group may be joined while members wait in a freeze");
-    order(2, FREEZE, -1);
-    is(answer(2), PvmMismatch, "a freeze with count -1 does not match one of a smaller group");
+    end = pvm_barrier((char *)group, 3);
+    good = answer(1) == PvmOk;
+    good = answer(2) == PvmOk && good;
+    holds(end == PvmOk && good, "a barrier with count -1 takes the size at its begin");
+    grow(FREEZE, &joined, &second);
+    is(joined, 3, "a group may be joined while members wait in a freeze");
+    is(second, PvmMismatch, "a freeze with count -1 does not match one of a smaller group");
 }
 
 static void sentences(void)

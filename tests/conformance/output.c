@@ -68,16 +68,19 @@ static int catcher(int argc, char **argv)
     return fclose(stdout);
 }
 
-/* Prints when it is told to, and waits. */
+/* Prints the same again and again when it is told to, until it is told to leave. */
 static int speaker(int argc, char **argv)
 {
+    double end;
     (void)argc, (void)argv;
     wait_for_word();
-    printf("spoken\n");
-    fflush(stdout);
-    /* The daemon has read it when this arrives. */
-    usleep(300000);
-    wait_for_word();
+    tell(pvm_parent(), 2, 0);
+    end = now() + 2 * PATIENCE_SECONDS;
+    do {
+        printf("spoken\n");
+        fflush(stdout);
+        usleep(10000);
+    } while (pvm_nrecv(pvm_parent(), 3) == 0 && now() < end);
     pvm_exit();
     return 0;
 }
@@ -86,7 +89,7 @@ static int speaker(int argc, char **argv)
  * speaker runs, or, if it catches output again, when the speaker has ended. */
 static int leaver(int argc, char **argv)
 {
-    int tid, again = atoi(argv[3]);
+    int tid, k, again = atoi(argv[3]);
     (void)argc;
     pvm_mytid();
     if (!freopen(argv[2], "w", stdout))
@@ -96,7 +99,11 @@ static int leaver(int argc, char **argv)
     pvm_catchout(NULL);
     tell(tid, 3, 0);
     await(tid, 2);
-    pvm_pstat(tid);
+    /* The speaker goes on meanwhile, and each call takes in what it has said. */
+    for (k = 0; k < 100; k++) {
+        pvm_pstat(tid);
+        usleep(10000);
+    }
     if (again) {
         pvm_catchout(stdout);
         tell(tid, 3, 0);

@@ -4,7 +4,7 @@
 use sempa_tests::requirements::require_testbed;
 use sempa_tests::run::{CommandResult, RunningCommand};
 use sempa_tests::vm::VmSettings;
-use sempa_tests::{OrPanicWithLogs, Vm, wait_for};
+use sempa_tests::{OrPanicWithLogs, Testbed, Vm, wait_for};
 use std::process::Stdio;
 use std::time::Duration;
 
@@ -70,20 +70,25 @@ fn exit_after_catchout_ends_when_a_host_is_lost() {
     assert!(result.stdout.ends_with(&end), "{result:?}");
 }
 
-/// `pvm spawn '->'` of a job that rolls back shows the output of the restarted task, and ends with
-/// this task.
-#[test]
-#[ignore = "system tier: needs root, hosts and CRIU"]
-fn console_job_continues_after_its_rollback() {
+/// Runs `pvm spawn '->' PLACE PROGRAM FILE [ARGUMENT]` with a checkpoint, and has `lose` cause a
+/// rollback for the reason `why`. The console must show the output of the restarted task, and end
+/// with this task.
+fn check_rollback(
+    place: &str,
+    program: &str,
+    argument: Option<&str>,
+    lose: impl FnOnce(&Testbed),
+    why: &str,
+) {
     let bed = require_testbed(3);
     let vm = Vm::start(&bed, VmSettings::default()).expect("a virtual machine");
     vm.add_hosts(&["h2", "h3"]).expect("the others join");
-    let program = vm.compile_program("two_words").expect("gcc");
+    let program = vm.compile_program(program).expect("gcc");
     let file = vm.user_home().join("second-word");
     let texts = [&program, &file].map(|path| path.to_str().expect("text").to_string());
-    let command = vm
-        .start_pvm(&["spawn", "->", "-h3", &texts[0], &texts[1]])
-        .expect("starts");
+    let mut command = vec!["spawn", "->", place, &texts[0], &texts[1]];
+    command.extend(argument);
+    let command = vm.start_pvm(&command).expect("starts");
     let tid = wait_for(TIMEOUT, || {
         let out = command.stdout_so_far().map_err(|error| error.to_string())?;
         let tid = out.lines().find(|line| line.starts_with('t'));
@@ -96,9 +101,8 @@ fn console_job_continues_after_its_rollback() {
     let checkpoint = vm.run_pvm(&["checkpoint", "--every", "1h", &tid]);
     let checkpoint = checkpoint.or_panic_with_logs(&vm);
     assert!(checkpoint.succeeded(), "{checkpoint:?}");
-    bed.host(3).kill_all_processes();
-    vm.wait_for_rollback(TIMEOUT, "h3 was lost")
-        .or_panic_with_logs(&vm);
+    lose(&bed);
+    vm.wait_for_rollback(TIMEOUT, why).or_panic_with_logs(&vm);
     std::fs::write(&file, "").expect("written");
     let result = command.wait_or_kill(TIMEOUT).or_panic_with_logs(&vm);
     let prefix = format!("[1:{tid}]");
@@ -108,4 +112,41 @@ fn console_job_continues_after_its_rollback() {
     assert!(result.stdout.ends_with(&end), "{result:?}");
     assert!(result.succeeded(), "{result:?}");
     vm.halt_and_wait().expect("halts");
+}
+
+fn kill_h3(bed: &Testbed) {
+    bed.host(3).kill_all_processes();
+}
+
+/// A job rolls back because the host of the console's task is lost.
+#[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
+fn console_job_continues_after_its_rollback() {
+    check_rollback("-h3", "two_words", None, kill_h3, "h3 was lost");
+}
+
+/// A job rolls back because a host is lost that has only tasks which the console does not show. The
+/// console's task is killed for the rollback.
+#[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
+fn console_job_continues_after_the_loss_of_a_hidden_task() {
+    check_rollback("-h1", "two_hosts", Some("h3"), kill_h3, "h3 was lost");
+}
+
+/// A job rolls back because the tasker of its task is killed. The host remains, and its daemon ends
+/// the output of the task.
+#[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
+fn console_job_continues_after_the_loss_of_a_tasker() {
+    let kill_tasker = |bed: &Testbed| {
+        let is_tasker = |line: &str| line.contains("pvm-tasker");
+        bed.host(3).kill_matching_processes(is_tasker);
+    };
+    check_rollback(
+        "-h3",
+        "two_words",
+        None,
+        kill_tasker,
+        "the tasker of h3 has ended",
+    );
 }

@@ -19,7 +19,7 @@ pub(crate) const SPEC: CommandSpec = CommandSpec {
     detail: "Syntax:  restart checkpoint [ --on host[,host ...] ] [ --force ]\n\
              They keep their tids and continue from the checkpoint, also in a new virtual machine.\n\
              All of them are restarted, or none. A job that runs in another virtual machine is not restarted;\n\
-             --force restarts it if that virtual machine has not renewed its record in the store for a minute.\n",
+             --force restarts it if that virtual machine has not renewed its claim in the store for a minute.\n",
     parse: |args| parse(args).map(ParsedCommand::vm_command),
     completion: Completion::WordDependent(|args, _| {
         let kind = if args.last() == Some(&"--on") {

@@ -9,9 +9,10 @@ use crate::session::Session;
 use crate::virtual_machine::VirtualMachine;
 use libpvm::Error;
 use nix::sys::signal::Signal;
-use sempa_proto::Tid;
 use sempa_proto::task::Request;
+use sempa_proto::{PvmError, Tid};
 use serde_json::{Value, json};
+use std::cell::OnceCell;
 use std::str::FromStr;
 
 const SIGTERM: i32 = 15;
@@ -153,19 +154,12 @@ fn send_signal(
     include_self: bool,
 ) -> Outcome {
     let (mut outcome, mut values) = (Outcome::default(), Vec::new());
-    let ended_tids = match ENDING_SIGNALS.contains(&signal) {
-        true => ended_tids_with_leftovers(machine, tids),
-        false => Vec::new(),
-    };
+    let leftovers = OnceCell::new();
     for tid in tids {
-        let request = match ended_tids.contains(tid) {
-            true => Request::KillLeftovers { tid: *tid },
-            false => Request::Signal { tid: *tid, signal },
-        };
         if *tid == machine.tid() && !include_self {
             outcome.text.push_str(&format!("{tid}: that's me.\n"));
             values.push(signal_json(*tid, Some("that's me")));
-        } else if let Err(error) = machine.ask(request) {
+        } else if let Err(error) = send_signal_to(machine, *tid, signal, &leftovers) {
             outcome.failed = true;
             outcome.errors.push(format!("{tid}: {error}"));
             values.push(signal_json(*tid, Some(&error.reason)));
@@ -177,20 +171,38 @@ fn send_signal(
     outcome
 }
 
-/// Returns those of the tasks that have ended and have left processes behind. Empty if the tasks
-/// cannot be listed.
-fn ended_tids_with_leftovers(machine: &dyn VirtualMachine, tids: &[Tid]) -> Vec<Tid> {
-    let tasks = machine.tasks_and_leftovers(Tid::NONE).unwrap_or_default();
-    let is_live = |tid: Tid| {
-        tasks
-            .iter()
-            .any(|task| task.tid == tid && !task.is_leftover())
+/// Sends a signal to a task, or ends the processes that it has left behind if it has ended.
+/// `leftovers` caches the ended tasks with such processes.
+fn send_signal_to(
+    machine: &dyn VirtualMachine,
+    tid: Tid,
+    signal: i32,
+    leftovers: &OnceCell<Vec<Tid>>,
+) -> Result<(), Error> {
+    // The list of leftovers needs all hosts. A host that does not answer must not delay the signal
+    // to a running task, so the task's own host is asked first.
+    let has_ended = || {
+        let status = machine.ask(Request::TaskStatus { tid });
+        status.is_err_and(|error| error.code == PvmError::NoTask)
     };
+    let ends_leftovers = ENDING_SIGNALS.contains(&signal)
+        && has_ended()
+        && leftovers
+            .get_or_init(|| tids_with_leftovers(machine))
+            .contains(&tid);
+    let request = match ends_leftovers {
+        true => Request::KillLeftovers { tid },
+        false => Request::Signal { tid, signal },
+    };
+    machine.ask(request).map(|_| ())
+}
+
+/// Returns the tids of the ended tasks that have left processes behind. Empty if the tasks cannot
+/// be listed.
+fn tids_with_leftovers(machine: &dyn VirtualMachine) -> Vec<Tid> {
+    let tasks = machine.tasks_and_leftovers(Tid::NONE).unwrap_or_default();
     let leftovers = tasks.iter().filter(|task| task.is_leftover());
-    leftovers
-        .map(|task| task.tid)
-        .filter(|tid| tids.contains(tid) && !is_live(*tid))
-        .collect()
+    leftovers.map(|task| task.tid).collect()
 }
 
 /// Returns the JSON result for one task. `failure_reason` is the reason why the signal was not

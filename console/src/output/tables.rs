@@ -5,6 +5,7 @@ use sempa_proto::rm::UsageTotals;
 use sempa_proto::table::{
     HostTable, TASK_CONNECTED, TASK_FORKED, TASK_HOSTER, TASK_RM, TASK_TASKER, TaskInfo,
 };
+pub(crate) use sempa_proto::text::process_count as process_count_text;
 use sempa_proto::{HostId, Tid};
 use serde_json::{Value, json};
 
@@ -23,11 +24,6 @@ const FLAG_LETTERS: [(i32, char); 8] = [
 /// Returns the ending of a noun after the number `count`: empty for 1, otherwise `s`.
 pub(crate) fn plural_ending(count: usize) -> &'static str {
     if count == 1 { "" } else { "s" }
-}
-
-/// Formats a number of processes, such as "2 processes".
-pub(crate) fn process_count_text(count: u32) -> String {
-    format!("{count} process{}", if count == 1 { "" } else { "es" })
 }
 
 /// Returns the name of a host, or the number of the host if the table does not contain the host.

@@ -1,6 +1,6 @@
 //! Output and trace records of the jobs of a session: shows them, or writes them to files.
 
-use super::jobs::{JobUpdate, TaskEvent, read_output_message};
+use super::jobs::{JobUpdate, TaskEvent, TaskOutput, read_output_message};
 use super::options::{TRACE_BUFFER, TRACE_DETAIL};
 use super::records::{HostProperties, RecordFormatter, Timestamp, trace_header};
 use super::{Session, trace_events};
@@ -10,6 +10,7 @@ use libpvm::{Error, Vm};
 use nix::errno::Errno;
 use sempa_proto::event::EventKind;
 use sempa_proto::message::CTX_BASE;
+use sempa_proto::output::LOST_TASK_LINE;
 use sempa_proto::task::{NotifyRequest, NotifySubjects, Reply, Request, Sink};
 use sempa_proto::{HostId, Message, Tid};
 use std::collections::BTreeSet;
@@ -20,7 +21,8 @@ use std::os::unix::fs::OpenOptionsExt;
 /// Tag of messages that announce hosts.
 pub(crate) const TAG_HOSTS: i32 = 1;
 
-/// Tag of the events that this console follows while tasks of its jobs wait for a restart.
+/// Tag of the events of the log that this console follows: for `events --follow`, or while tasks of
+/// its jobs wait for a restart.
 pub(crate) const TAG_EVENTS: i32 = 2;
 
 /// Base of the tags of output messages: output of tasks of job n has this tag plus n.
@@ -38,9 +40,6 @@ pub(crate) const TAG_EXIT_BASE: i32 = 1 << 26;
 
 /// Line that is shown for each task of a job that rolls back.
 const ROLLBACK_LINE: &[u8] = b"waits for the restart of its job from the last checkpoint";
-
-/// Line that is shown in place of the output that is missing.
-const LOST_TASK_LINE: &[u8] = b"lost with its host: the last lines may be missing";
 
 /// Output files are readable only by their owner, because tasks may write confidential data.
 const FILE_MODE: u32 = 0o600;
@@ -141,8 +140,9 @@ impl JobOutput {
         self.trace.is_some()
     }
 
-    /// Handles an event of a task of this job. Returns the bytes that the console must show.
-    fn handle_event(&mut self, job: u32, tid: Tid, event: &TaskEvent) -> Vec<u8> {
+    /// Shows an event of a task of this job, or writes it to a file. Returns the bytes that the
+    /// console must show.
+    fn show_task_event(&mut self, job: u32, tid: Tid, event: &TaskEvent) -> Vec<u8> {
         let mut out = Vec::new();
         if let Some(JobTrace {
             formatter: record_formatter,
@@ -172,7 +172,7 @@ impl JobOutput {
         let line: &[u8] = match event {
             TaskEvent::Line(line) => line,
             TaskEvent::Ended => b"EOF",
-            TaskEvent::Lost => LOST_TASK_LINE,
+            TaskEvent::Lost => LOST_TASK_LINE.as_bytes(),
             TaskEvent::RolledBack => ROLLBACK_LINE,
             TaskEvent::FirstSeen | TaskEvent::Created | TaskEvent::Spawned => return out,
         };
@@ -284,7 +284,7 @@ impl Session {
             return self.announce_hosts(message).into_bytes();
         }
         if message.tag == TAG_EVENTS {
-            self.handle_event(message);
+            self.handle_log_event(message);
             return Vec::new();
         }
         job_from_base(TAG_OUTPUT_BASE)
@@ -299,14 +299,20 @@ impl Session {
         let Some((tid, output)) = read_output_message(body) else {
             return Vec::new();
         };
+        let mut shown_bytes = Vec::new();
+        if output == TaskOutput::End && self.jobs.is_running(job, tid) {
+            // A process that was killed for a rollback ends its output like any other.
+            shown_bytes = self.await_restart_if_rolled_back(job, tid);
+        }
         let update = self.jobs.handle_output(job, tid, output);
         self.watch_tasks(job);
-        self.show_update(job, tid, &update)
+        shown_bytes.extend(self.show_update(job, tid, &update));
+        shown_bytes
     }
 
     /// Handles the exit of a task of a job. The end of the output precedes the exit, so usually the
     /// task has ended already. Otherwise the task's host is lost, and the task is lost or waits for
-    /// the restart of its job.
+    /// the restart of its job, or has already been restarted if this console is late.
     fn handle_exit(&mut self, job: u32, message: &Message) -> Vec<u8> {
         let Ok(Ok(tid)) = Vm::unpack(message).map(|mut body| body.read_int()) else {
             return Vec::new();
@@ -315,10 +321,14 @@ impl Session {
         if !self.jobs.is_running(job, tid) {
             return Vec::new();
         }
-        let mut shown_bytes = Vec::new();
-        for awaiting_task in self.find_rolled_back_tasks(job, tid) {
-            let update = self.jobs.handle_rollback(job, awaiting_task);
-            shown_bytes.extend(self.show_update(job, awaiting_task, &update));
+        let mut shown_bytes = self.await_restart_if_rolled_back(job, tid);
+        if self.jobs.is_running(job, tid)
+            && matches!(self.vm.ask(Request::TaskStatus { tid }), Ok(Reply::Done))
+        {
+            let update = self.jobs.handle_late_exit(job, tid);
+            self.watch_tasks(job);
+            shown_bytes.extend(self.show_update(job, tid, &update));
+            return shown_bytes;
         }
         let update = self.jobs.handle_exit(job, tid);
         self.has_lost_tasks |= update.events.contains(&TaskEvent::Lost);
@@ -326,10 +336,25 @@ impl Session {
         shown_bytes
     }
 
-    /// If the task `exited_tid` waits for a restart from a checkpoint, returns all running tasks of
+    /// If a task whose process has ended waits for a restart from a checkpoint, records that all
+    /// running tasks of its job do so. Returns the bytes that the console must show.
+    fn await_restart_if_rolled_back(&mut self, job: u32, ended_tid: Tid) -> Vec<u8> {
+        let mut shown_bytes = Vec::new();
+        for awaiting_task in self.find_rolled_back_tasks(job, ended_tid) {
+            let update = self.jobs.handle_rollback(job, awaiting_task);
+            shown_bytes.extend(self.show_update(job, awaiting_task, &update));
+        }
+        shown_bytes
+    }
+
+    /// If the task `ended_tid` waits for a restart from a checkpoint, returns all running tasks of
     /// its job of this console that do so. The events that end the wait follow; without them no
     /// task is returned.
-    fn find_rolled_back_tasks(&mut self, job: u32, exited_tid: Tid) -> Vec<Tid> {
+    fn find_rolled_back_tasks(&mut self, job: u32, ended_tid: Tid) -> Vec<Tid> {
+        let ended_tasks = vec![ended_tid];
+        if self.ask_awaiting_restart(ended_tasks.clone()).as_ref() != Some(&ended_tasks) {
+            return Vec::new();
+        }
         if !self.follows_events {
             let subscription = Request::Subscribe {
                 ctx: CTX_BASE,
@@ -337,12 +362,10 @@ impl Session {
             };
             self.follows_events = self.vm.ask(subscription).is_ok();
         }
-        let exited_tasks = vec![exited_tid];
-        if !self.follows_events
-            || self.ask_awaiting_restart(exited_tasks.clone()) != Some(exited_tasks)
-        {
+        if !self.follows_events {
             return Vec::new();
         }
+        // The wait may have ended before the subscription, so this question follows it.
         self.ask_awaiting_restart(self.jobs.running_tasks(job))
             .unwrap_or_default()
     }
@@ -357,7 +380,7 @@ impl Session {
 
     /// Handles an event of the log. If it may end the wait of tasks for a restart, requests the
     /// notifications of their exits again.
-    fn handle_event(&mut self, message: &Message) {
+    fn handle_log_event(&mut self, message: &Message) {
         let mut changed_jobs = BTreeSet::new();
         match Vm::decode_event(message).map(|event| event.kind) {
             Some(EventKind::Restarted { tasks, .. }) => {
@@ -365,7 +388,11 @@ impl Session {
                     changed_jobs.extend(self.jobs.handle_restart(tid));
                 }
             }
-            Some(EventKind::RestartFailed { .. } | EventKind::CheckpointDamaged { .. }) => {}
+            Some(
+                EventKind::RestartFailed { .. }
+                | EventKind::CheckpointDamaged { .. }
+                | EventKind::JobTakenOver { .. },
+            ) => {}
             _ => return,
         }
         let waiting_tasks = self.jobs.tasks_awaiting_restart();
@@ -406,7 +433,7 @@ impl Session {
         let mut shown_bytes = Vec::new();
         if let Some(job_output) = self.job_outputs.get_mut(&job) {
             for event in &update.events {
-                shown_bytes.extend(job_output.handle_event(job, tid, event));
+                shown_bytes.extend(job_output.show_task_event(job, tid, event));
             }
             if update.is_finished
                 && let Some(trace) = &job_output.trace

@@ -6,6 +6,7 @@
 
 use sempa_proto::Tid;
 use sempa_proto::body::Unpacker;
+use sempa_proto::output::{OUTPUT_EOF, OUTPUT_REQUESTED, OUTPUT_STARTED};
 use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -30,9 +31,9 @@ pub(crate) enum TaskOutput {
 pub(crate) fn read_output_message(mut body: Unpacker) -> Option<(Tid, TaskOutput)> {
     let tid = Tid::from_raw(body.read_int().ok()?);
     let output = match body.read_int().ok()? {
-        0 => TaskOutput::End,
-        -1 => TaskOutput::Spawned,
-        -2 => TaskOutput::Created,
+        OUTPUT_EOF => TaskOutput::End,
+        OUTPUT_REQUESTED => TaskOutput::Spawned,
+        OUTPUT_STARTED => TaskOutput::Created,
         length => TaskOutput::Data(
             body.read_bytes(usize::try_from(length).ok()?)
                 .ok()?
@@ -56,9 +57,8 @@ enum TaskState {
 struct JobTask {
     was_seen: bool,
     state: TaskState,
-    /// True if the output has ended while the task waited for a restart, and nothing was written
-    /// since: a process that was killed for the rollback has ended, or a restarted process whose
-    /// restart was not known yet.
+    /// Set by the end of a process that was killed for the rollback, or of a restarted process if
+    /// the console has not yet received the event of the restart. Cleared by later output.
     has_ended_early: bool,
     partial_line: Vec<u8>,
 }
@@ -289,6 +289,22 @@ impl Jobs {
             task.state = TaskState::AwaitingRestart;
             job.unwatched.remove(&tid);
             events.push(TaskEvent::RolledBack);
+        }
+        JobUpdate {
+            events,
+            is_finished: false,
+        }
+    }
+
+    /// Handles the exit of an earlier process of a running task: the task was restarted before this
+    /// console handled the exit.
+    pub(crate) fn handle_late_exit(&mut self, job_number: u32, tid: Tid) -> JobUpdate {
+        let mut events = Vec::new();
+        if let Some(job) = self.jobs.get_mut(&job_number)
+            && let Some(task) = job.tasks.get_mut(&tid)
+        {
+            task.end_line(&mut events);
+            job.continue_task(tid);
         }
         JobUpdate {
             events,

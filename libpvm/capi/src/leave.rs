@@ -33,6 +33,7 @@ pub(crate) fn disconnect() {
     if let Some(rt) = runtime {
         // An error means that the daemon has already ended, so the task is already disconnected.
         let _ = rt.exit();
+        receive::forget_arrivals();
     }
 }
 

@@ -1,8 +1,7 @@
 //! Prints the output of child tasks (`pvm_catchout`).
 //!
-//! Each output message contains the child's tid and a mark. A mark is the number of bytes that
-//! follow, or one of the `MARK_*` constants. Output is collected separately for each task and
-//! printed in whole lines.
+//! The module [`sempa_proto::output`] describes the messages with the output. Output is collected
+//! separately for each task and printed in whole lines.
 
 use crate::control::TC_OUTPUT;
 #[cfg(doc)]
@@ -12,21 +11,13 @@ use crate::memory::Stream;
 use crate::session::{self, Session};
 use sempa_proto::body::Unpacker;
 use sempa_proto::message::CTX_TASK_CONTROL;
+use sempa_proto::output::{LOST_TASK_LINE, OUTPUT_EOF, OUTPUT_REQUESTED, OUTPUT_STARTED};
 use sempa_proto::{PvmResult, Tid};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::Ordering::Relaxed;
 
-/// Mark of a message that states that the task's output has ended.
-const MARK_EOF: i32 = 0;
-/// Mark of a message that states that a spawn of the task was requested.
-const MARK_SPAWN: i32 = -1;
-/// Mark of a message that states that the task has been created.
-const MARK_NEW: i32 = -2;
 /// Maximum length of an unfinished line of a task in bytes; a longer line is printed in pieces.
 pub(crate) const LINE_BYTES_MAX: usize = 64 << 10;
-
-/// Line that is printed in place of the output that is missing.
-const LOST_CHILD_LINE: &[u8] = b"lost with its host: the last lines may be missing";
 
 #[derive(Debug, Default)]
 struct ChildOutput {
@@ -88,6 +79,12 @@ impl OutputCatcher {
         true
     }
 
+    /// True if the output of this child has not ended.
+    fn may_write(&self, tid: i32) -> bool {
+        let child = self.children.get(&tid);
+        child.is_some_and(|child| !child.has_ended)
+    }
+
     /// Handles the exit of a child, and returns the text to print. The end of the output precedes
     /// the exit, so if the end is missing, the child's host is lost.
     fn process_exit(&mut self, tid: i32, shows_tids: bool) -> Vec<u8> {
@@ -101,7 +98,7 @@ impl OutputCatcher {
             append_line(&mut text, tid, shows_tids, &last_line);
         }
         if shows_tids {
-            append_line(&mut text, tid, true, LOST_CHILD_LINE);
+            append_line(&mut text, tid, true, LOST_TASK_LINE.as_bytes());
             append_line(&mut text, tid, true, b"EOF");
         }
         text
@@ -129,15 +126,15 @@ impl OutputCatcher {
         let mut text = Vec::new();
         let mut append = |content: &[u8]| append_line(&mut text, tid, shows_tids, content);
         let child = self.child(tid);
-        if !child.has_begun && mark != MARK_EOF && mark != MARK_SPAWN {
+        if !child.has_begun && ![OUTPUT_EOF, OUTPUT_REQUESTED].contains(&mark) {
             child.has_begun = true;
             if shows_tids {
                 append(b"BEGIN");
             }
         }
         match mark {
-            MARK_SPAWN | MARK_NEW => (),
-            MARK_EOF => {
+            OUTPUT_REQUESTED | OUTPUT_STARTED => (),
+            OUTPUT_EOF => {
                 if !child.partial_line.is_empty() {
                     append(&std::mem::take(&mut child.partial_line));
                 }
@@ -183,10 +180,17 @@ pub(crate) fn handle_output_message(body: Unpacker) {
     });
 }
 
-/// Handles the notification that a child has exited.
+/// Handles the notification that a child has exited. Without `PvmShowTids` the stream contains only
+/// the children's bytes, so the loss of a child is reported on standard error.
 pub(crate) fn handle_child_exit(mut body: Unpacker) {
-    if let Ok(tid) = body.read_int() {
-        print_text(|catcher, shows_tids| catcher.process_exit(tid, shows_tids));
+    let Ok(tid) = body.read_int() else { return };
+    let is_lost = {
+        let catcher = &session::lock().output_catcher;
+        catcher.is_active() && catcher.may_write(tid)
+    };
+    print_text(|catcher, shows_tids| catcher.process_exit(tid, shows_tids));
+    if is_lost && pvmshowtaskid.load(Relaxed) == 0 {
+        session::log_stderr(&format!("t{tid:x} was {LOST_TASK_LINE}\n"), false);
     }
 }
 
@@ -309,7 +313,7 @@ mod tests {
         assert!(catcher.process_exit(other_tid, true).is_empty());
         let expected_text: &[&[u8]] = &[
             b"[t800c2] \xffalf\n[t800c2] ",
-            LOST_CHILD_LINE,
+            LOST_TASK_LINE.as_bytes(),
             b"\n[t800c2] EOF\n",
         ];
         assert_eq!(catcher.process_exit(lost_tid, true), expected_text.concat());

@@ -29,7 +29,7 @@ use std::cell::Cell;
 use std::collections::VecDeque;
 use std::os::fd::RawFd;
 use std::sync::atomic::Ordering::{Relaxed, SeqCst};
-use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize};
 use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -41,7 +41,7 @@ pub(crate) type Matcher = extern "C" fn(i32, i32, i32) -> i32;
 /// Time for which a receive call takes in messages until one matches.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum WaitMode {
-    /// The call takes in at most one message and does not wait for it.
+    /// The call takes in at most one message, which must have arrived.
     OneMessage,
     /// The call takes in messages that have arrived, and does not wait for others.
     NoWait,
@@ -65,8 +65,11 @@ impl WaitMode {
     }
 }
 
-/// Time between two attempts of a thread with a deadline to get the right to take in messages.
+/// Time between two attempts of a thread to get the right to take in messages.
 const RIGHT_POLL_INTERVAL: Duration = Duration::from_micros(500);
+/// Number of attempts before a thread sleeps between them. Without handlers, another thread has the
+/// right for microseconds.
+const RIGHT_YIELDS_MAX: u32 = 50;
 
 thread_local! {
     /// True while this thread runs a message handler.
@@ -84,6 +87,11 @@ pub(crate) type ArrivalsGuard = MutexGuard<'static, VecDeque<Message>>;
 static ARRIVALS: Mutex<VecDeque<Message>> = Mutex::new(VecDeque::new());
 /// Number of messages in [`ARRIVALS`]. A call reads it without the lock.
 static ARRIVALS_LEN: AtomicUsize = AtomicUsize::new(0);
+/// True if the messages in [`ARRIVALS`] must be forgotten by the thread that has the right to take
+/// in messages: it runs a handler, in which the process stops being the task that got them.
+static MUST_FORGET_ARRIVALS: AtomicBool = AtomicBool::new(false);
+/// True while a thread runs a message handler.
+static HANDLER_RUNS: AtomicBool = AtomicBool::new(false);
 /// Number of messages that were taken in.
 static INTAKE_COUNT: AtomicU64 = AtomicU64::new(0);
 /// Number of threads that wait until a message is taken in.
@@ -91,45 +99,64 @@ static WAITING_THREADS: AtomicU32 = AtomicU32::new(0);
 
 /// Waits for the right to take in messages.
 pub(crate) fn lock_arrivals() -> ArrivalsGuard {
-    ARRIVALS.lock().unwrap_or_else(PoisonError::into_inner)
+    let mut arrivals = ARRIVALS.lock().unwrap_or_else(PoisonError::into_inner);
+    clear_if_forgotten(&mut arrivals);
+    arrivals
 }
 
 /// Returns the right to take in messages; `None` if another thread has this right.
 fn try_lock_arrivals() -> Option<ArrivalsGuard> {
-    match ARRIVALS.try_lock() {
-        Ok(arrivals) => Some(arrivals),
-        Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
-        Err(TryLockError::WouldBlock) => None,
-    }
+    let mut arrivals = match ARRIVALS.try_lock() {
+        Ok(arrivals) => arrivals,
+        Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+        Err(TryLockError::WouldBlock) => return None,
+    };
+    clear_if_forgotten(&mut arrivals);
+    Some(arrivals)
 }
 
-/// As [`lock_arrivals`], but returns `None` if the time of `wait_mode` is over first: another
-/// thread has the right as long as a handler of the program runs.
+/// As [`lock_arrivals`], but returns `None` if the call must not wait any longer: after the
+/// deadline of `wait_mode`, or, for a call that does not wait for messages, while a handler of the
+/// program runs in another thread. That handler may itself wait for the calling thread.
 fn lock_arrivals_in_time(wait_mode: WaitMode) -> Option<ArrivalsGuard> {
-    if !matches!(wait_mode, WaitMode::Deadline(_)) {
+    if wait_mode == WaitMode::Forever {
         return Some(lock_arrivals());
     }
+    let mut yield_count = 0;
     loop {
         if let Some(arrivals) = try_lock_arrivals() {
             return Some(arrivals);
         }
-        if wait_mode.is_over() {
+        if wait_mode.is_over() || !wait_mode.waits() && HANDLER_RUNS.load(Relaxed) {
             return None;
         }
-        thread::sleep(RIGHT_POLL_INTERVAL);
+        if yield_count < RIGHT_YIELDS_MAX {
+            yield_count += 1;
+            thread::yield_now();
+        } else {
+            thread::sleep(RIGHT_POLL_INTERVAL);
+        }
     }
 }
 
 /// Removes and returns the oldest message.
 fn pop_arrival(arrivals: &mut ArrivalsGuard) -> Option<Message> {
+    clear_if_forgotten(arrivals);
     let message = arrivals.pop_front();
     ARRIVALS_LEN.store(arrivals.len(), Relaxed);
     message
 }
 
-/// Forgets the messages that have arrived, in a forked child: they are the parent's.
+/// Forgets the messages that have arrived: this process is no longer the task that got them.
 pub(crate) fn forget_arrivals() {
-    if let Some(mut arrivals) = try_lock_arrivals() {
+    MUST_FORGET_ARRIVALS.store(true, SeqCst);
+    // Without the right, the thread that has it forgets the messages before it takes in another.
+    drop(try_lock_arrivals());
+}
+
+/// Completes a call of [`forget_arrivals`].
+fn clear_if_forgotten(arrivals: &mut ArrivalsGuard) {
+    if MUST_FORGET_ARRIVALS.load(Relaxed) && MUST_FORGET_ARRIVALS.swap(false, SeqCst) {
         arrivals.clear();
         ARRIVALS_LEN.store(0, Relaxed);
     }
@@ -151,17 +178,21 @@ fn put_back_if_watched(rt: &Runtime, arrivals: &mut ArrivalsGuard) {
     ARRIVALS_LEN.store(arrivals.len(), Relaxed);
 }
 
-/// Takes in all messages that have arrived. Does nothing inside a handler.
-pub(crate) fn take_in_all(rt: &Runtime) {
+/// Takes in all messages that have arrived, and returns true. Does nothing and returns false inside
+/// a handler, and while another thread runs a handler: the messages stay where they are.
+pub(crate) fn take_in_all(rt: &Runtime) -> bool {
     if is_in_handler() {
-        return;
+        return false;
     }
-    let mut arrivals = lock_arrivals();
+    let Some(mut arrivals) = lock_arrivals_in_time(WaitMode::NoWait) else {
+        return false;
+    };
     rt.drain_inbox_into(&mut arrivals);
     let mut session = session::lock();
     while let Some(message) = pop_arrival(&mut arrivals) {
         session = take_in(rt, session, message);
     }
+    true
 }
 
 /// Takes in the next message, after the call has sent messages. PVM does the same if it finds the
@@ -186,8 +217,8 @@ enum Intake {
     Nothing,
 }
 
-/// Takes in the next message if one has arrived. Does nothing inside a handler, or if another
-/// thread has the right to take in messages until the time of `wait_mode` is over.
+/// Takes in the next message if one has arrived. Does nothing inside a handler, or if
+/// [`lock_arrivals_in_time`] does not give this thread the right to take in messages.
 fn take_in_next(
     rt: &Runtime,
     session: MutexGuard<'static, Session>,
@@ -316,9 +347,11 @@ fn run_handler(handler: HandlerFn, mid: i32, ctx: i32) {
             int_item("SRC", buffer.src),
         ]
     });
-    let was_in_handler = IN_HANDLER.replace(true);
+    IN_HANDLER.set(true);
+    HANDLER_RUNS.store(true, Relaxed);
     trace::run_program_code(|| handler(mid));
-    IN_HANDLER.set(was_in_handler);
+    HANDLER_RUNS.store(false, Relaxed);
+    IN_HANDLER.set(false);
     pvmmyctx.store(ctx, Relaxed);
     let mut session = session::lock();
     for buffer_id in [session.send_buffer_id, session.receive_buffer_id, mid] {

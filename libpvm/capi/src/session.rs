@@ -45,7 +45,7 @@ pub(crate) struct Session {
     pub(crate) output_catcher: OutputCatcher,
     /// Tids of all tasks of the spawn that started this task; `None` while the tids are unknown.
     pub(crate) siblings: Option<Vec<Tid>>,
-    /// True if the parent has exited, as far as a notification has told so.
+    /// True after the notification of the parent's exit.
     pub(crate) has_parent_exited: bool,
     /// Context and tag of each notice that this task requested about its own exit.
     pub(crate) own_exit_notices: Vec<(i32, i32)>,
@@ -54,14 +54,13 @@ pub(crate) struct Session {
 /// The messages that can be received, in the order in which they were taken in.
 #[derive(Default)]
 pub(crate) struct ReceivableList {
-    /// Number of the message in this list, and number of its buffer. The former increases.
+    /// Pairs of list number and buffer number, with ascending list numbers.
     messages: VecDeque<(u64, i32)>,
     next_seq: u64,
 }
 
 impl ReceivableList {
-    /// Number that the next message of this list gets. Messages of a search that has examined all
-    /// messages of the list have lower numbers.
+    /// Number of the next message. All messages that were ever in the list have lower numbers.
     pub(crate) fn next_seq(&self) -> u64 {
         self.next_seq
     }
@@ -236,10 +235,10 @@ impl Session {
                 log_stderr(&format!("{}\n", lost_runtime.lost_reason()), true);
             }
             self.reset_after_exit();
+            receive::forget_arrivals();
             if !is_forked {
                 return Err(PvmError::SysErr);
             }
-            receive::forget_arrivals();
         }
         process::prepare_for_fork();
         let rt = libpvm::enroll(OnDaemonExit::Terminate).map_err(report_enroll_error)?;

@@ -133,7 +133,7 @@ fn output_of_children_is_printed_by_line() {
 }
 
 /// The output of a child that exits without the end of its output ends with a line that says so,
-/// and `pvm_exit` returns.
+/// and `pvm_exit` returns. Without tids the line is written to standard error.
 #[test]
 #[ignore = "system tier: needs gcc"]
 fn output_of_a_lost_child_ends() {
@@ -149,6 +149,19 @@ fn output_of_a_lost_child_ends() {
         String::from_utf8_lossy(&output.stdout),
         "[t40002] BEGIN\n[t40002] one\n[t40002] half\n\
          [t40002] lost with its host: the last lines may be missing\n[t40002] EOF\n"
+    );
+    let output = program
+        .command(daemon.tmp())
+        .args(["catch", "lost", "bare"])
+        .stderr(Stdio::piped())
+        .output()
+        .expect("runs");
+    assert_success(&output);
+    assert_eq!(String::from_utf8_lossy(&output.stdout), "one\nhalf\n");
+    let stderr_text = String::from_utf8_lossy(&output.stderr);
+    assert!(
+        stderr_text.ends_with("t40002 was lost with its host: the last lines may be missing\n"),
+        "{stderr_text}"
     );
 }
 

@@ -442,7 +442,7 @@ impl fmt::Display for RestartFailure {
                     0 => Ok(()),
                     seconds => write!(
                         f,
-                        ", which is accepted when the job's record has not been renewed for another {seconds} s"
+                        ", which is accepted when the job's claim has not been renewed for another {seconds} s"
                     ),
                 }
             }

@@ -5,6 +5,7 @@ use crate::engine::Engine;
 use crate::ids::{HostId, Micros, MigrationId, Tid};
 use crate::migration::{Failure, MigrationCause, Step, Usage};
 use crate::suspend;
+use crate::text;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
@@ -381,12 +382,8 @@ pub struct LeftoverCount {
 
 impl fmt::Display for LeftoverCount {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let ending = if self.processes == 1 { "" } else { "es" };
-        write!(
-            f,
-            "{} process{ending} left by {} (ended)",
-            self.processes, self.tid
-        )
+        let count_text = text::process_count(self.processes);
+        write!(f, "{count_text} left by {} (ended)", self.tid)
     }
 }
 
@@ -495,10 +492,10 @@ impl fmt::Display for EventKind {
             }
             Self::ProcessesLeft { host, left } => {
                 let LeftoverCount { tid, processes } = left;
-                let ending = if *processes == 1 { "" } else { "es" };
+                let count_text = text::process_count(*processes);
                 write!(
                     f,
-                    "{tid} (ended) left {processes} process{ending} on {host}, which remain guests"
+                    "{tid} (ended) left {count_text} on {host}, which remain guests"
                 )
             }
             Self::LeftProcessesEnded { host, tid } => {

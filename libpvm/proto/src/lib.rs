@@ -42,6 +42,7 @@ pub mod link;
 pub mod load;
 pub mod message;
 pub mod migration;
+pub mod output;
 pub mod owner;
 pub mod rm;
 pub mod route;

@@ -112,7 +112,7 @@ pub struct TaskInfo {
     /// not confirmed that it has stopped.
     pub stopping: bool,
     /// Number of processes that the task has left behind on `host` at its end; 0 for a task that
-    /// has not ended. `pid` is then one of these processes.
+    /// has not ended. While it is above 0, `pid` is the id of one of these processes.
     pub leftover_processes: u32,
 }
 

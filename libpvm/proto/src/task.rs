@@ -485,7 +485,7 @@ pub enum Reply {
     Freezer(Option<Result<(), FreezerUnavailable>>),
     /// The outcome for each checkpoint, or the reason why the store is not readable.
     CheckpointsRemoved(Result<RemovalResults, StoreFailure>),
-    /// The tasks whose job rolls back. When its restart has ended, the event log contains that.
+    /// The tasks whose job rolls back. The event log reports the end of each restart.
     AwaitingRestart(Vec<Tid>),
 }
 

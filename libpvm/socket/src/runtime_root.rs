@@ -47,7 +47,7 @@ pub fn find_or_create_root(usual_root: &Path, uid: u32, vm_dir_name: &str) -> io
     // Another daemon may have made a directory at the same time. Both then use the same one.
     match Root::find(usual_root, uid, vm_dir_name) {
         Root::Usable(root) => Ok(root),
-        Root::Taken => Err(io::ErrorKind::NotFound.into()),
+        Root::Taken => Err(io::Error::other("the new directory is not private")),
     }
 }
 

@@ -65,7 +65,7 @@ fn send_group_request(call: c_int, group: Vec<u8>, number: c_int) -> PvmResult<G
     let rt = session::runtime()?;
     let mut take_in_messages = || receive::take_in_all(&rt);
     // Inside a handler no messages are taken in, because handlers must not interrupt each other.
-    let on_arrival: Option<&mut dyn FnMut()> = if receive::is_in_handler() {
+    let on_arrival: Option<&mut dyn FnMut() -> bool> = if receive::is_in_handler() {
         None
     } else {
         Some(&mut take_in_messages)

@@ -378,7 +378,7 @@ int main(int argc, char **argv)
     IS(0x40001, me);
     if (argc > 1 && strcmp(argv[1], "catch") == 0) {
         IS(0, pvm_catchout(stdout));
-        if (argc > 2 && strcmp(argv[2], "bare") == 0)
+        if (argc > 2 && strcmp(argv[argc - 1], "bare") == 0)
             IS(1, pvm_setopt(PvmShowTids, 0));
         IS(1, pvm_spawn(argc > 2 && strcmp(argv[2], "lost") == 0 ? "lost" : "child", NULL, 0, NULL, 1, tids));
         return pvm_exit();

@@ -304,7 +304,11 @@ fn ring_is_read_despite_cleared_doorbell() {
         std::thread::scope(|scope| {
             let receive_thread = scope.spawn(|| wait_for_next_message(&b));
             wait_until("a sleeper", || {
-                b.0.shared_state.lock().has_event_waiters().then_some(())
+                b.inner
+                    .shared_state
+                    .lock()
+                    .has_event_waiters()
+                    .then_some(())
             });
             // The doorbell now shows no sleeping thread and an awake drainer thread, so the writer
             // wakes no thread.

@@ -116,13 +116,14 @@ fn spawn_is_answered_by_rm() {
 }
 
 /// Drains the inbox, and acknowledges each message to its sender.
-fn acknowledge_messages(task: &Runtime) {
+fn acknowledge_messages(task: &Runtime) -> bool {
     let mut messages = VecDeque::new();
     task.drain_inbox_into(&mut messages);
     for message in messages {
         let acknowledgement = xdr_message(message.src, 8, bytes::Bytes::new());
         task.send(acknowledgement).expect("sent");
     }
+    true
 }
 
 /// A handle with an intake processes messages while its requests wait for the resource manager or
@@ -152,6 +153,24 @@ fn intake_processes_messages_during_requests() {
         fake.send_reply(task.tid(), id, Reply::Context(5));
         assert_eq!(request_thread.join().expect("ended"), Reply::Context(5));
     });
+}
+
+/// A request ends with its reply although another thread has the right to process the messages that
+/// have arrived.
+#[test]
+fn request_does_not_wait_for_intake() {
+    let fake = FakeDaemon::start();
+    let (rm, task) = enroll_rm_and_task(&fake, ALL_SERVICES);
+    let task = task.with_intake(Some(|_| false));
+    let message = xdr_message(task.tid(), 7, bytes::Bytes::new());
+    rm.send(message).expect("sent");
+    thread::scope(|scope| {
+        let request_thread = scope.spawn(|| task.request_and_wait(Request::NewContext));
+        let id = fake.wait_for_request("the request", |r| *r == Request::NewContext);
+        fake.send_reply(task.tid(), id, Reply::Context(5));
+        assert_eq!(request_thread.join().expect("ended"), Reply::Context(5));
+    });
+    assert_eq!(wait_for_next_message(&task).tag, 7);
 }
 
 /// An answer with a wrong wait id is accepted, as in PVM.

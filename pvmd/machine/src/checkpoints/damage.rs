@@ -113,6 +113,7 @@ impl Machine {
         });
         match older_checkpoint {
             Some(_) => self.schedule_check(job, EXIT_CHECK_INTERVAL),
+            // The event above ends the wait of those who expect the restart.
             None => self.forget_job(job),
         }
     }

@@ -378,8 +378,11 @@ impl Machine {
         match schedule {
             Some(CheckpointSchedule::Disabled) => {
                 entry.schedule = None;
-                if entry.is_stuck() {
-                    self.forget_job(job);
+                if let JobActivity::RollingBack { why, .. } = &entry.activity
+                    && entry.is_stuck()
+                {
+                    let cause = why.clone();
+                    self.give_up_rollback(job, cause, "its periodic checkpoints were switched off");
                 }
                 return self.reply(tid, id, Reply::Done);
             }

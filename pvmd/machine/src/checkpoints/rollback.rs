@@ -303,16 +303,11 @@ impl Machine {
             .job_checkpoints()
             .and_then(|k| k.jobs.get(&job)?.newest_checkpoint.clone());
         let Some(checkpoint) = newest_checkpoint else {
-            return self.forget_job(job);
+            return self.give_up_rollback(job, why, "it has no checkpoint");
         };
         if remaining_count > 0 {
             let cause = format!("{why}, and {remaining_count} of its tasks have not ended");
-            self.record_event(EventKind::RestartFailed {
-                checkpoint,
-                cause,
-                why: "it would run twice".into(),
-            });
-            return self.forget_job(job);
+            return self.give_up_rollback(job, cause, "it would run twice");
         }
         // A lost host stays in the table for a moment. A deleted host ends its tasks after it was
         // removed from the table.
@@ -331,5 +326,18 @@ impl Machine {
         if let (Some(entry), Some(restart_number)) = (entry, restart_number) {
             entry.activity = JobActivity::Restarting(restart_number);
         }
+    }
+
+    /// Forgets a job that rolls back and will not be restarted. The event ends the wait of those
+    /// who expect the restart. `cause` is the reason for the rollback.
+    pub(super) fn give_up_rollback(&mut self, job: Tid, cause: String, why: &str) {
+        let entry = self.job_checkpoints().and_then(|k| k.jobs.get(&job));
+        let newest_checkpoint = entry.and_then(|entry| entry.newest_checkpoint.clone());
+        self.record_event(EventKind::RestartFailed {
+            checkpoint: newest_checkpoint.unwrap_or_else(|| format!("of job {job}")),
+            cause,
+            why: why.into(),
+        });
+        self.forget_job(job);
     }
 }

@@ -101,13 +101,29 @@ fn restart_retries_back_off_until_a_host_joins() {
     }
 }
 
-/// The master no longer repeats the restart of a job whose checkpointing is cancelled.
+/// The master no longer repeats the restart of a job whose checkpointing is cancelled. An event
+/// tells this to those who wait for the restart.
 #[test]
 fn cancelled_checkpointing_stops_restart_retries() {
     let (mut scenario, process_count) = unplaceable_job(1);
     let job = scenario.job_tid();
     scenario.sim.advance(Micros::from_secs(60));
+    let find_request = Request::FindAwaitingRestart { tids: vec![job] };
+    let awaiting_tasks = scenario.sim.ask(scenario.console, find_request.clone());
+    assert_eq!(awaiting_tasks, Reply::AwaitingRestart(vec![job]));
     cancel_checkpointing(&mut scenario, job);
+    let events = list_events(&mut scenario.sim, scenario.console);
+    assert!(
+        matches!(
+            events.last(),
+            Some(EventKind::RestartFailed { why, .. })
+                if why == "its periodic checkpoints were switched off"
+        ),
+        "{:?}",
+        events.last()
+    );
+    let awaiting_tasks = scenario.sim.ask(scenario.console, find_request);
+    assert_eq!(awaiting_tasks, Reply::AwaitingRestart(Vec::new()));
     let failure_count = restart_failure_times(&mut scenario).len();
     assert!(failure_count > 10, "{failure_count} times");
     scenario.sim.verdicts.clear();
