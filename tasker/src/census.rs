@@ -11,6 +11,7 @@
 //! The kernel does not reuse a PID while a process group has its number. So the group of a task
 //! whose first process was reaped is its own until a census finds the group empty.
 
+use crate::outer_namespace::outer_namespace_inode;
 use checkpoint::proc;
 use std::cell::{Cell, OnceCell};
 use std::collections::{BTreeMap, BTreeSet};
@@ -142,24 +143,26 @@ impl Census {
 impl Namespaces {
     fn read() -> Self {
         let mut pids = BTreeMap::<u64, Vec<i32>>::new();
-        let mut namespace_of = BTreeMap::new();
+        let mut own_inode = None;
         for pid in proc::process_ids() {
             if let Ok(metadata) = std::fs::metadata(format!("/proc/{pid}/ns/pid")) {
-                pids.entry(metadata.st_ino()).or_default().push(pid);
-                namespace_of.insert(pid, metadata.st_ino());
+                let inode = metadata.st_ino();
+                pids.entry(inode).or_default().push(pid);
+                if pid == std::process::id().cast_signed() {
+                    own_inode = Some(inode);
+                }
             }
         }
-        let own_inode = namespace_of.get(&std::process::id().cast_signed()).copied();
-        let outer = find_outer(&pids, &namespace_of, own_inode, |pid| {
-            Some(proc::stat(pid)?.ppid)
-        });
+        // The kernel is asked, because the parent of a process may be in any namespace: see
+        // CLONE_PARENT in clone(2) and setns(2).
+        let outer = find_outer(&pids, own_inode, |pid| outer_namespace_inode(pid).ok());
         Self { pids, outer }
     }
 
     /// True if the namespace `inode` is `outer_inode`, or was created in it.
     fn is_inside(&self, inode: u64, outer_inode: u64) -> bool {
         let mut inode = Some(inode);
-        // Each step leads to a surrounding namespace. Processes that have ended between two steps
+        // Each step leads to a surrounding namespace. Namespaces that have ended between two steps
         // of the reading could make a circle.
         for _ in 0..=self.outer.len() {
             match inode {
@@ -173,28 +176,20 @@ impl Namespaces {
 }
 
 /// Returns the namespace in which each namespace was created, except for those that were created in
-/// the tasker's own namespace `own_inode`. `pids` contains the processes of each namespace,
-/// `namespace_of` the namespace of each process, and `parent_of` returns the parent of a process.
+/// the tasker's own namespace `own_inode` or outside it. `pids` contains the processes of each
+/// namespace. `outer_of` returns the namespace in which the namespace of a process was created;
+/// `None` if the process has ended.
 fn find_outer(
     pids: &BTreeMap<u64, Vec<i32>>,
-    namespace_of: &BTreeMap<i32, u64>,
     own_inode: Option<u64>,
-    parent_of: impl Fn(i32) -> Option<i32>,
+    outer_of: impl Fn(i32) -> Option<Option<u64>>,
 ) -> BTreeMap<u64, u64> {
-    let outer_of = |(inode, pids): (&u64, &Vec<i32>)| {
-        // The first ancestor in another namespace is in the surrounding one.
-        let (mut pid, mut visited_pids) = (*pids.first()?, BTreeSet::new());
-        loop {
-            let parent = parent_of(pid).filter(|_| visited_pids.insert(pid))?;
-            match namespace_of.get(&parent)? {
-                parent_inode if parent_inode == inode => pid = parent,
-                parent_inode => break Some((*inode, *parent_inode)),
-            }
-        }
-    };
     let foreign = pids.iter().filter(|(inode, _)| Some(**inode) != own_inode);
-    foreign
-        .filter_map(outer_of)
+    let with_outer = foreign.filter_map(|(inode, pids)| {
+        let outer = pids.iter().find_map(|pid| outer_of(*pid))??;
+        Some((*inode, outer))
+    });
+    with_outer
         .filter(|(_, outer)| Some(*outer) != own_inode)
         .collect()
 }
@@ -286,18 +281,15 @@ mod tests {
     fn nested_namespace_is_inside_surrounding_one() {
         let pids = BTreeMap::from([
             (100, vec![1, 10]),
-            (200, vec![20]),
+            (200, vec![20, 25]),
             (300, vec![21, 23]),
             (400, vec![22]),
             (500, vec![50]),
         ]);
-        let namespace_of = pids
-            .iter()
-            .flat_map(|(inode, pids)| pids.iter().map(|pid| (*pid, *inode)))
-            .collect();
-        let parents = BTreeMap::from([(20, 10), (21, 20), (23, 21), (22, 23), (50, 1), (10, 1)]);
-        let outer = find_outer(&pids, &namespace_of, Some(100), |pid| {
-            parents.get(&pid).copied()
+        // Process 20 has ended.
+        let outer_inodes = BTreeMap::from([(25, 100), (21, 200), (22, 300)]);
+        let outer = find_outer(&pids, Some(100), |pid| {
+            (pid != 20).then(|| outer_inodes.get(&pid).copied())
         });
         let namespaces = Namespaces { pids, outer };
         for (inode, expected) in [

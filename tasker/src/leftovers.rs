@@ -383,12 +383,11 @@ impl Leftovers {
 
 impl Supervisor {
     /// Takes over what a task leaves behind whose first process was reaped, and reports it. A task
-    /// that leaves no process behind returns its namespace to the spare ones.
-    pub(crate) fn take_over_leftovers(&mut self, mut task: Task) {
-        let census = Census::default();
+    /// that leaves no process behind returns its namespace to the spare ones. `census` must be
+    /// younger than the end of the first process.
+    pub(crate) fn take_over_leftovers(&mut self, mut task: Task, census: &Census) {
         let has_left_processes = match &task.namespace {
-            // Processes that fork and exit again and again could be missing in a census.
-            Some(namespace) => namespace.has_left_processes(),
+            Some(namespace) => namespace.has_left_processes(census),
             None => {
                 task.tree.record_first_reaped();
                 // The tasker adopts orphans, so without an unknown child nothing is left.
@@ -407,16 +406,16 @@ impl Supervisor {
         );
         let pause = std::mem::take(&mut task.pause);
         let pause_stops = matches!(pause, Pause::Stopping { .. } | Pause::Paused);
-        pause.restore_priorities(&task, &census);
+        pause.restore_priorities(&task, census);
         // Every process without an earlier stop signal may have received one.
         let signalled_pids = match was_stopped_by_signals && (pause_stops || phase_stops) {
-            true => task.processes().pids_in(&census).into_iter().collect(),
+            true => task.processes().pids_in(census).into_iter().collect(),
             false => BTreeSet::new(),
         };
         if !has_left_processes {
             if let Some(namespace) = task.namespace.take() {
-                namespace.thaw(&census);
-                self.end_empty_namespace(namespace, task.output);
+                namespace.thaw(census);
+                self.end_empty_namespace(namespace, task.output, census);
             }
             return;
         }
@@ -441,15 +440,15 @@ impl Supervisor {
         if may_have_copies {
             // They are not frozen: an engine that is being cancelled could not leave them then.
             leftover.begin_stopping();
-            leftover.stop_stragglers(&census);
+            leftover.stop_stragglers(census);
         } else if must_stop {
             // What is frozen stays frozen. Everything else is stopped now.
             leftover.permission = RunPermission::Running;
             leftover.order_stop();
         } else {
-            leftover.resume(&census);
+            leftover.resume(census);
         }
-        if let Some(report) = leftover.count(&census) {
+        if let Some(report) = leftover.count(census) {
             self.send(&report);
         }
         self.leftovers.items.push(leftover);
@@ -457,8 +456,8 @@ impl Supervisor {
     }
 
     /// Reuses the namespace of a task that has left nothing behind, or ends it.
-    fn end_empty_namespace(&mut self, namespace: Namespace, output: Output) {
-        if let Some(namespace) = self.spare_namespaces.recycle_namespace(namespace) {
+    fn end_empty_namespace(&mut self, namespace: Namespace, output: Output, census: &Census) {
+        if let Some(namespace) = self.spare_namespaces.recycle_namespace(namespace, census) {
             namespace.end_when_empty();
             self.leftovers.items.push(Leftover {
                 tid: Tid::NONE,

@@ -268,9 +268,10 @@ impl Namespace {
         sys::kill_pidfd(self.init.pidfd.as_fd());
     }
 
-    /// True if the namespace of an ended task contains no process except the init.
-    fn is_reusable(&self) -> bool {
-        !self.end_requested.get() && !self.has_ended() && !self.has_left_processes()
+    /// True if the namespace of an ended task contains no process except the init. `census` must
+    /// be younger than the end of the task.
+    fn is_reusable(&self, census: &Census) -> bool {
+        !self.end_requested.get() && !self.has_ended() && !self.has_left_processes(census)
     }
 
     /// Orders the init to end as soon as the namespace contains no other process.
@@ -281,11 +282,22 @@ impl Namespace {
         let _ = nix::unistd::write(&self.init_control, b"e");
     }
 
-    /// True if the namespace contains processes except the init. The init adopts orphans, so that
-    /// one of these processes is a child of the init after the first process was reaped.
-    pub(crate) fn has_left_processes(&self) -> bool {
-        !self.has_ended()
-            && proc::children(self.init.pid).is_none_or(|children| !children.is_empty())
+    /// True if the namespace of an ended task contains processes except the init. `census` must be
+    /// younger than the end of the task.
+    ///
+    /// The init adopts orphans, so one of the remaining processes is usually a child of the init.
+    /// Processes that fork and exit again and again could be missing in the census. The census
+    /// contains those that have another parent: the first process can create children of the tasker
+    /// (CLONE_PARENT), and other programs can create processes in the namespace (setns).
+    pub(crate) fn has_left_processes(&self, census: &Census) -> bool {
+        let has_child = || proc::children(self.init.pid).is_none_or(|c| !c.is_empty());
+        // The census may contain processes that were reaped meanwhile.
+        let has_living = || {
+            self.pids_in(census)
+                .iter()
+                .any(|pid| !stop::has_ended(*pid))
+        };
+        !self.has_ended() && (has_child() || has_living())
     }
 
     /// Returns the PIDs of all processes in the namespace except the init, in the tasker's PID
@@ -467,9 +479,13 @@ impl SpareNamespaces {
     }
 
     /// Adds the namespace of an ended task to the spare namespaces. Returns the namespace if it
-    /// cannot be reused.
-    pub(crate) fn recycle_namespace(&mut self, namespace: Namespace) -> Option<Namespace> {
-        if self.namespaces.len() >= SPARE_NAMESPACES_MAX || !namespace.is_reusable() {
+    /// cannot be reused. `census` must be younger than the end of the task.
+    pub(crate) fn recycle_namespace(
+        &mut self,
+        namespace: Namespace,
+        census: &Census,
+    ) -> Option<Namespace> {
+        if self.namespaces.len() >= SPARE_NAMESPACES_MAX || !namespace.is_reusable(census) {
             return Some(namespace);
         }
         namespace.members_in_group.set(false);

@@ -184,6 +184,9 @@ impl Supervisor {
     fn run_main_loop(&mut self) -> anyhow::Result<()> {
         while !self.termination_requested && !self.daemon_socket.is_closed() {
             let ready_sources = self.poll_events()?;
+            // Younger than the end of each task that has ended so far. It is read at the first end,
+            // and serves all of them: many tasks may end at the same time.
+            let census = Census::default();
             for source in &ready_sources {
                 match *source {
                     EventSource::DaemonSocket => self.handle_daemon_socket()?,
@@ -194,7 +197,7 @@ impl Supervisor {
                         self.heap_trim_at
                             .get_or_insert_with(|| Instant::now() + HEAP_TRIM_DELAY);
                     }
-                    EventSource::TaskExit(tid) => self.on_task_exit(tid),
+                    EventSource::TaskExit(tid) => self.on_task_exit(tid, &census),
                     EventSource::TaskOutput(tid) => self.forward_output(tid),
                     EventSource::NamespaceEnded => {}
                     EventSource::LeftoverOutput(index) => self.leftovers.discard_output(index),
@@ -568,8 +571,8 @@ impl Supervisor {
     /// Handles the exit of a task's first process: reaps the process and reports the exit. If the
     /// task has exited as its engine requires for a restart, all remaining processes are killed,
     /// and the exit is reported when they have ended. Otherwise the remaining processes stay
-    /// guests, as the module `leftovers` describes.
-    fn on_task_exit(&mut self, tid: Tid) {
+    /// guests, as the module `leftovers` describes. `census` must be younger than the exit.
+    fn on_task_exit(&mut self, tid: Tid, census: &Census) {
         let Some(task) = self.tasks.get(&tid) else {
             return;
         };
@@ -604,7 +607,7 @@ impl Supervisor {
             let exit_message = FromTasker::Exited { tid, status, usage };
             return self.kill_remaining(task, exit_message);
         }
-        self.take_over_leftovers(task);
+        self.take_over_leftovers(task, census);
         self.send(&FromTasker::Exited { tid, status, usage });
     }
 

@@ -8,11 +8,14 @@ use common::migration_steps::{
     compile_program, count_lines, kill_source_and_wait, stop_and_wait as stop_for_migration,
 };
 use common::{Tasker, can_make_namespaces, is_alive, migration_id, shell_path, tid, wait_until};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
 use sempa_proto::cgroup;
 use sempa_proto::tasker::{FromTasker, ToTasker};
 use sempa_proto::{Micros, Tid};
 use std::fs;
 use std::path::PathBuf;
+use std::process::Command;
 
 const FREEZER_OFF: (&str, &str) = ("SEMPA_FREEZER", "off");
 /// A task that starts a computing child, prints the word "ready" and waits.
@@ -118,7 +121,7 @@ fn with_each_mechanism(test: impl Fn(&mut Tasker)) {
 /// A child of a paused task that is killed stays stopped, is counted, runs when guests are welcome,
 /// and is killed on request.
 #[test]
-fn child_of_killed_task_stays_stopped() {
+fn killed_task_leaves_stopped_child() {
     with_each_mechanism(|tasker| {
         let (_, child) = start_parent(tasker);
         pause_and_wait(tasker);
@@ -138,7 +141,7 @@ fn child_of_killed_task_stays_stopped() {
 
 /// A child that a task has left behind before the owner comes stops when the owner comes.
 #[test]
-fn child_left_before_a_pause_stops() {
+fn left_child_stops_with_a_pause() {
     with_each_mechanism(|tasker| {
         let (_, child) = start_parent(tasker);
         let left = kill_first_process(tasker);
@@ -153,7 +156,7 @@ fn child_left_before_a_pause_stops() {
 
 /// A child with a session of its own belongs to the task, also after it has become an orphan.
 #[test]
-fn child_with_own_session_stops() {
+fn task_stops_with_child_of_own_session() {
     let script = "setsid sh -c '(while :; do :; done) & echo ready; wait' & wait";
     with_each_mechanism(|tasker| {
         let pid = tasker.start_task_and_wait(tid(1), &shell_path(), &["-c", script]);
@@ -171,17 +174,13 @@ fn child_with_own_session_stops() {
 /// killed with the source otherwise.
 #[test]
 #[ignore = "system tier: needs root"]
-fn child_left_during_a_migration_waits_for_the_decision() {
+fn leftover_of_a_migration_waits_for_the_decision() {
     assert!(can_make_namespaces(), "cannot run here: needs root");
     for continues_at_target in [false, true] {
         with_each_mechanism(|tasker| {
             let (pid, child) = start_parent(tasker);
             stop_for_migration(tasker, tid(1), migration_id(1), &mut Vec::new());
-            nix::sys::signal::kill(
-                nix::unistd::Pid::from_raw(pid),
-                nix::sys::signal::Signal::SIGKILL,
-            )
-            .expect("it exists");
+            kill(Pid::from_raw(pid), Signal::SIGKILL).expect("it exists");
             tasker.wait_for_exit(tid(1));
             assert_stands_still_after_reports(tasker, child);
             if continues_at_target {
@@ -331,4 +330,77 @@ fn vfork_child_stops_and_is_left_behind() {
     };
     with_each_mechanism(|tasker| check(tasker, &[]));
     with_each_mechanism(|tasker| check(tasker, &["threads"]));
+}
+
+/// Returns the child of the tasker with the name `name` that is not `first_pid`.
+fn other_process_with_name(tasker: &Tasker, name: &str, first_pid: i32) -> i32 {
+    let tasker_pid = tasker.child.id().cast_signed();
+    let is_other =
+        |stat: &proc::Stat| stat.ppid == tasker_pid && stat.comm == name && stat.pid != first_pid;
+    let find = || {
+        let mut stats = proc::process_ids().into_iter().filter_map(proc::stat);
+        stats.find(|stat| is_other(stat)).map(|stat| stat.pid)
+    };
+    wait_until("the process exists", || find().is_some());
+    find().expect("it exists")
+}
+
+/// A child that the task has made a child of the tasker belongs to the task, also after the end of
+/// the first process.
+#[test]
+#[ignore = "system tier: needs gcc"]
+fn tasker_child_is_left_behind() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let program = compile_program(dir.path(), "clone_parent");
+    with_each_mechanism(|tasker| {
+        let pid = tasker.start_task_and_wait(tid(1), &program, &[]);
+        tasker.wait_for_output(tid(1), &mut Vec::new(), |text| count_lines(text) == 1);
+        let child = other_process_with_name(tasker, "clone_parent", pid);
+        pause_and_wait(tasker);
+        assert_stands_still(tasker, child);
+        tasker.send(ToTasker::Resume { tid: tid(1) });
+        assert_runs(child);
+        assert_eq!(kill_first_process(tasker), (1, vec![child]));
+        assert_runs(child);
+        stop_leftovers_and_wait(tasker);
+        assert_stands_still(tasker, child);
+        // The namespace does not end while the process exists.
+        tasker.send(ToTasker::ResumeLeftovers { tid: tid(1) });
+        assert_runs(child);
+        tasker.send(ToTasker::KillLeftovers { tid: tid(1) });
+        wait_until_none_left(tasker, tid(1));
+        assert!(!is_alive(child));
+    });
+}
+
+/// A process that another program has created in the namespace of a task is left behind by the
+/// task.
+#[test]
+#[ignore = "system tier: needs root"]
+fn injected_process_is_left_behind() {
+    assert!(can_make_namespaces(), "cannot run here: needs root");
+    with_each_mechanism(|tasker| {
+        let script = "echo ready; sleep 1000";
+        let pid = tasker.start_task_and_wait(tid(1), &shell_path(), &["-c", script]);
+        tasker.wait_for_output(tid(1), &mut Vec::new(), |text| count_lines(text) == 1);
+        let mut injector = Command::new("nsenter")
+            .args(["--pid", "--target", &pid.to_string(), "--"])
+            .args(["sh", "-c", "while :; do :; done"])
+            .spawn()
+            .expect("nsenter");
+        let injected_pid = child_of(injector.id().cast_signed());
+        pause_and_wait(tasker);
+        assert_stands_still(tasker, injected_pid);
+        tasker.send(ToTasker::Resume { tid: tid(1) });
+        assert_runs(injected_pid);
+        let (_, left_pids) = kill_first_process(tasker);
+        assert!(left_pids.contains(&injected_pid), "{left_pids:?}");
+        stop_leftovers_and_wait(tasker);
+        assert_stands_still(tasker, injected_pid);
+        tasker.send(ToTasker::KillLeftovers { tid: tid(1) });
+        // The injector stops itself while its child is stopped, and reaps it afterwards.
+        kill(Pid::from_raw(injector.id().cast_signed()), Signal::SIGCONT).expect("it exists");
+        wait_until_none_left(tasker, tid(1));
+        injector.wait().expect("it is a child");
+    });
 }
