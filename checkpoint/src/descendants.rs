@@ -65,7 +65,7 @@ mod tests {
 
     /// The child of a shell is killed, and the shell sees it.
     #[test]
-    fn child_of_other_process_is_killed() {
+    fn descendant_of_other_process_is_killed() {
         let mut shell = Command::new("sh")
             .args(["-c", "sleep 1000 & echo started; wait $!; echo $?; read x"])
             .stdin(Stdio::piped())
