@@ -18,6 +18,9 @@ const STOP_AGAIN_TIMEOUT: Duration = Duration::from_millis(200);
 /// Poll interval of [`wait_until_stopped`].
 const STOP_AGAIN_POLL_INTERVAL: Duration = Duration::from_millis(1);
 
+/// SIGSTOP in the sets of signals in /proc.
+const STOP_BIT: u64 = 1 << (libc::SIGSTOP - 1);
+
 /// The processes of a task, or of what a task has left behind.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum TaskProcesses<'a> {
@@ -142,7 +145,11 @@ pub(crate) fn signal_and_check_stopped(
 /// Each call sends SIGSTOP to the running processes that are not in `signalled_pids`, and adds
 /// these processes to the set. Parents are stopped before their children: a parent that waits in
 /// vfork until its child's exec could never stop if the child were stopped first. `vfork_rule`
-/// decides about such a child. A second SIGSTOP would stay pending and disturb a dump.
+/// decides about such a child. A second SIGSTOP would stay pending and disturb a dump, so only a
+/// process receives it that something has continued after the first.
+///
+/// For a pause, all processes are signalled at once as soon as one was continued: its children may
+/// have done this.
 pub(crate) fn signal_running(
     processes: &TaskProcesses<'_>,
     census: &Census,
@@ -167,6 +174,13 @@ pub(crate) fn signal_running(
             *parent == Some(pid) && *state == RunState::Stopped && is_waited_for(*child, pid)
         })
     };
+    let continued_pids: BTreeSet<i32> = signalled_pids
+        .iter()
+        .copied()
+        .filter(|pid| state_of(pid) == Some(RunState::Running) && was_continued(*pid))
+        .collect();
+    signalled_pids.retain(|pid| !continued_pids.contains(pid));
+    let keeps_order = vfork_rule == VforkRule::ChildRuns || continued_pids.is_empty();
     let mut all_stopped = true;
     for (pid, (_, parent)) in states.iter().filter(|(pid, _)| is_running(pid)) {
         if waits_for_stopped_child(*pid) {
@@ -174,7 +188,8 @@ pub(crate) fn signal_running(
         }
         all_stopped = false;
         let must_wait_for_parent = parent.is_some_and(|parent| {
-            is_running(&parent)
+            keeps_order
+                && is_running(&parent)
                 && !(signalled_pids.contains(&parent) && is_waited_for(*pid, parent))
         });
         if !must_wait_for_parent && signalled_pids.insert(*pid) {
@@ -189,6 +204,21 @@ pub(crate) fn signal_running(
     })
 }
 
+/// True if a process that had received SIGSTOP was continued. The process must have been seen
+/// running after the signal.
+fn was_continued(pid: i32) -> bool {
+    let has_pending_stop = || {
+        let is_pending = |id: i32| {
+            let pending = proc::status(id).map(|status| status.sigpnd | status.shdpnd);
+            pending.is_none_or(|signals| signals & STOP_BIT != 0)
+        };
+        threads(pid).iter().any(|(thread, _)| is_pending(*thread))
+    };
+    // The order matters. If the signal is not pending, one thread has accepted it and has stopped,
+    // so it is in the state T unless the process was continued since.
+    !has_pending_stop() && threads(pid).iter().all(|(_, state)| *state != 'T')
+}
+
 /// Stops a process whose SIGSTOP the kernel has assigned to a thread that waits in vfork. That
 /// thread does not accept the signal before its child's exec, and the kernel wakes no other thread
 /// for it.
@@ -201,8 +231,7 @@ fn redirect_pending_stop(pid: i32) {
     let (true, Some((thread, _))) = (has_waiting_thread, interruptible_thread) else {
         return;
     };
-    let stop_bit = 1 << (libc::SIGSTOP - 1);
-    if proc::status(pid).is_some_and(|status| status.shdpnd & stop_bit != 0) {
+    if proc::status(pid).is_some_and(|status| status.shdpnd & STOP_BIT != 0) {
         // SIGCONT removes the pending SIGSTOP, and the second SIGSTOP removes a pending SIGCONT.
         // Both fail only if the process has ended.
         let _ = sys::send_signal(pid, libc::SIGCONT);

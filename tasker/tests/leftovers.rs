@@ -404,3 +404,27 @@ fn injected_process_is_left_behind() {
         injector.wait().expect("it is a child");
     });
 }
+
+/// Processes that continue one another stop for a pause, also before they are left behind and
+/// after.
+#[test]
+#[ignore = "system tier: needs gcc"]
+fn processes_that_continue_one_another_stop() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let program = compile_program(dir.path(), "continuer");
+    with_each_mechanism(|tasker| {
+        let pid = tasker.start_task_and_wait(tid(1), &program, &[]);
+        tasker.wait_for_output(tid(1), &mut Vec::new(), |text| count_lines(text) == 1);
+        let child = child_of(pid);
+        for _ in 0..3 {
+            assert_runs(pid);
+            pause_and_wait(tasker);
+            assert_stands_still(tasker, pid);
+            assert_stands_still(tasker, child);
+            tasker.send(ToTasker::Resume { tid: tid(1) });
+        }
+        assert_eq!(kill_first_process(tasker), (1, vec![child]));
+        stop_leftovers_and_wait(tasker);
+        assert_stands_still(tasker, child);
+    });
+}
