@@ -226,13 +226,10 @@ impl Leftover {
             return None;
         }
         *is_delay_reported = true;
-        let unstopped_pids = match frozen_namespace {
-            Some((namespace, group)) if group.is_fully_frozen() => {
-                namespace.pids_outside_group(census)
-            }
-            _ => self.remains.processes().pids_in(census),
+        let mut pids = match frozen_namespace {
+            Some((namespace, group)) => namespace.unstopped_pids(group, census),
+            None => stop::running_pids(&self.remains.processes().pids_in(census)),
         };
-        let mut pids = stop::running_pids(&unstopped_pids);
         pids.truncate(REPORTED_PIDS_MAX);
         Some(FromTasker::NotStopped {
             tid: self.tid,

@@ -39,6 +39,10 @@ const SPARE_IDLE_TIMEOUT: Duration = Duration::from_secs(60);
 /// Idle time of the tasker after which it creates spare namespaces.
 const SPARE_CREATION_DELAY: Duration = Duration::from_millis(1);
 
+/// Interval at which the processes outside a control group are signalled while the group is not
+/// frozen yet.
+const OUTSIDE_SIGNAL_INTERVAL: Duration = Duration::from_millis(100);
+
 /// A PID namespace and its init. Dropping this value ends all processes in the namespace. The
 /// caller must still reap the init.
 #[derive(Debug)]
@@ -58,6 +62,8 @@ pub(crate) struct Namespace {
     first_pid: Cell<Option<i32>>,
     /// Processes outside the control group that received SIGSTOP because the group is frozen.
     stopped_outside: RefCell<BTreeSet<i32>>,
+    /// Time at which the processes outside the control group were last ordered to stop.
+    signalled_outside_at: Cell<Option<Instant>>,
 }
 
 impl Namespace {
@@ -80,6 +86,7 @@ impl Namespace {
                 members_in_group: Cell::new(false),
                 first_pid: Cell::new(None),
                 stopped_outside: RefCell::default(),
+                signalled_outside_at: Cell::default(),
             }),
             Err(error) => {
                 sys::kill_pidfd(init.pidfd.as_fd());
@@ -353,18 +360,41 @@ impl Namespace {
         group: &ControlGroup,
         census: &Census,
     ) -> Option<SeenStopped> {
-        if !group.is_fully_frozen() {
+        // One process that waits in the kernel delays the freeze of the whole group. The processes
+        // outside do not wait for that. While it lasts, they are looked for at intervals, because
+        // a census costs more than the question whether the group is frozen.
+        let was_just_signalled = self
+            .signalled_outside_at
+            .get()
+            .is_some_and(|at| at.elapsed() < OUTSIDE_SIGNAL_INTERVAL);
+        if was_just_signalled && !group.is_fully_frozen() {
             return None;
         }
-        if self.pids_outside_group(census).is_empty() {
-            return Some(SeenStopped::without_forks());
+        let seen = if self.pids_outside_group(census).is_empty() {
+            Some(SeenStopped::without_forks())
+        } else {
+            stop::signal_running(
+                &TaskProcesses::OutsideGroup(self),
+                census,
+                &mut self.stopped_outside.borrow_mut(),
+                VforkRule::ChildStops,
+            )
+        };
+        let result = seen.filter(|_| group.is_fully_frozen());
+        self.signalled_outside_at.set(Some(Instant::now()));
+        result
+    }
+
+    /// Returns the processes that still run although the control group, whose freeze was requested,
+    /// and the processes outside it were ordered to stop.
+    pub(crate) fn unstopped_pids(&self, group: &ControlGroup, census: &Census) -> Vec<i32> {
+        let mut pids = stop::running_pids(&self.pids_outside_group(census));
+        if !group.is_fully_frozen() {
+            pids.extend(stop::unfrozen_pids(
+                &group.member_pids().unwrap_or_default(),
+            ));
         }
-        stop::signal_running(
-            &TaskProcesses::OutsideGroup(self),
-            census,
-            &mut self.stopped_outside.borrow_mut(),
-            VforkRule::ChildStops,
-        )
+        pids
     }
 
     /// True if the control group is frozen, and `seen` are all processes outside it.
@@ -398,6 +428,7 @@ impl Namespace {
         if let Some(group) = self.frozen_group() {
             group.thaw();
         }
+        self.signalled_outside_at.set(None);
         let stopped_pids = std::mem::take(&mut *self.stopped_outside.borrow_mut());
         if stopped_pids.is_empty() {
             return;

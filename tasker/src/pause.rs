@@ -439,16 +439,12 @@ impl Task {
         }
     }
 
-    /// Returns the processes that still run although the task was ordered to stop. While the kernel
-    /// has not frozen the control group, these may be any of its processes.
+    /// Returns the processes that still run although the task was ordered to stop.
     fn unstopped_pids(&self, census: &Census) -> Vec<i32> {
-        let pids = match (&self.namespace, self.frozen_group()) {
-            (Some(namespace), Some(group)) if group.is_fully_frozen() => {
-                namespace.pids_outside_group(census)
-            }
-            _ => self.processes().pids_in(census),
-        };
-        stop::running_pids(&pids)
+        match (&self.namespace, self.frozen_group()) {
+            (Some(namespace), Some(group)) => namespace.unstopped_pids(group, census),
+            _ => stop::running_pids(&self.processes().pids_in(census)),
+        }
     }
 
     /// Stops a paused task again if one of its processes runs: a process that another program has

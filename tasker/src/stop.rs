@@ -274,6 +274,13 @@ pub(crate) fn running_pids(pids: &[i32]) -> Vec<i32> {
     pids.iter().filter(is_running).copied().collect()
 }
 
+/// Returns those of these processes that a requested freeze of their control group has not reached:
+/// frozen processes are in interruptible sleep.
+pub(crate) fn unfrozen_pids(pids: &[i32]) -> Vec<i32> {
+    let is_unfrozen = |pid: &&i32| threads(**pid).iter().any(|(_, s)| matches!(s, 'R' | 'D'));
+    pids.iter().filter(is_unfrozen).copied().collect()
+}
+
 /// Continues each of these stopped processes that was stopped before it returned from fork(2): such
 /// a process still has copies of the library's sockets, which cannot be dumped. Returns true if any
 /// process was continued; the task must then be stopped again.

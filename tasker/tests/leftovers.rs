@@ -428,3 +428,38 @@ fn processes_that_continue_one_another_stop() {
         assert_stands_still(tasker, child);
     });
 }
+
+/// A process that has left the control group stops, also while another one waits in the kernel, so
+/// that the group is not frozen. Only the process that waits is named.
+#[test]
+#[ignore = "system tier: needs root, control groups and gcc"]
+fn process_in_the_kernel_does_not_delay_others() {
+    assert!(can_make_namespaces(), "cannot run here: needs root");
+    let dir = tempfile::tempdir().expect("a directory");
+    let mut tasker = Tasker::start();
+    let freezer = &tasker.capabilities.freezer;
+    assert!(freezer.is_ok(), "cannot run here: {freezer:?}");
+    let program = compile_program(dir.path(), "blocked");
+    let pid = tasker.start_task_and_wait(tid(1), &program, &[]);
+    tasker.wait_for_output(tid(1), &mut Vec::new(), |text| count_lines(text) == 1);
+    let child = child_of(pid);
+    fs::write(outermost_group().join("cgroup.procs"), child.to_string()).expect("it moves");
+    wait_until("the parent waits in the kernel", || {
+        proc::stat(pid).is_some_and(|stat| stat.state == 'D')
+    });
+    assert_runs(child);
+    tasker.send(ToTasker::Pause {
+        tid: tid(1),
+        run_time: Micros(0),
+    });
+    let unstopped_pids = tasker.wait_for_value(&mut Vec::new(), |message| match message {
+        FromTasker::Paused { .. } => panic!("the task has not stopped"),
+        FromTasker::NotStopped { pids, .. } => Some(pids.clone()),
+        _ => None,
+    });
+    assert_eq!(unstopped_pids, [pid]);
+    assert_stands_still(&mut tasker, child);
+    tasker.send(ToTasker::Resume { tid: tid(1) });
+    assert_runs(child);
+    tasker.stop_and_wait();
+}
