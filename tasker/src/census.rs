@@ -15,16 +15,30 @@ use crate::outer_namespace::outer_namespace_inode;
 use checkpoint::proc;
 use std::cell::{Cell, OnceCell};
 use std::collections::{BTreeMap, BTreeSet};
+use std::io;
 use std::os::linux::fs::MetadataExt;
+use thiserror::Error;
 
 /// Environment variable whose value differs between tasks; the daemon sets it for each task.
 const TASK_VARIABLE: &[u8] = b"PVMEPID=";
 
+/// The processes of the host could not be read, for example because no descriptor was free. No
+/// process may be considered absent or stopped then.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
+#[error("the processes of the host cannot be read")]
+pub(crate) struct CensusFailed;
+
+impl From<io::Error> for CensusFailed {
+    fn from(_: io::Error) -> Self {
+        Self
+    }
+}
+
 /// All processes of the host at one moment. Each part is read when it is first needed.
 #[derive(Debug, Default)]
 pub(crate) struct Census {
-    namespaces: OnceCell<Namespaces>,
-    parents_and_groups: OnceCell<BTreeMap<i32, (i32, i32)>>,
+    namespaces: OnceCell<Result<Namespaces, CensusFailed>>,
+    parents_and_groups: OnceCell<Result<BTreeMap<i32, (i32, i32)>, CensusFailed>>,
 }
 
 /// The PID namespaces of all processes, by their inode numbers.
@@ -76,8 +90,8 @@ impl ProcessTree {
         &self,
         processes: &BTreeMap<i32, (i32, i32)>,
         tasker_pid: i32,
-        environment: impl Fn(i32) -> Vec<u8>,
-    ) -> Vec<i32> {
+        environment: impl Fn(i32) -> Result<Vec<u8>, CensusFailed>,
+    ) -> Result<Vec<i32>, CensusFailed> {
         if self.is_first_reaped {
             // If the PID of the first process is in use again, its group has ended before.
             let is_pid_reused = processes.contains_key(&self.first_pid);
@@ -89,30 +103,31 @@ impl ProcessTree {
             }
         }
         let has_group = !self.has_group_ended.get();
-        let has_mark = |pid: i32| {
+        let has_mark = |pid: i32| -> Result<bool, CensusFailed> {
             let Some(mark) = &self.mark else {
-                return false;
+                return Ok(false);
             };
-            environment(pid).split(|byte| *byte == 0).any(|e| e == mark)
+            Ok(environment(pid)?
+                .split(|byte| *byte == 0)
+                .any(|e| e == mark))
         };
-        let is_root = |(pid, (parent, group)): &(&i32, &(i32, i32))| {
-            let is_first = **pid == self.first_pid && !self.is_first_reaped;
-            is_first
+        let mut members = BTreeSet::new();
+        for (pid, (parent, group)) in processes {
+            let is_first = *pid == self.first_pid && !self.is_first_reaped;
+            if is_first
                 || (*group == self.first_pid && has_group)
-                || (*parent == tasker_pid && has_mark(**pid))
-        };
-        let mut members: BTreeSet<i32> = processes
-            .iter()
-            .filter(is_root)
-            .map(|(pid, _)| *pid)
-            .collect();
+                || (*parent == tasker_pid && has_mark(*pid)?)
+            {
+                members.insert(*pid);
+            }
+        }
         loop {
             let children = processes
                 .iter()
                 .filter(|(pid, (parent, _))| members.contains(parent) && !members.contains(pid));
             let children: Vec<i32> = children.map(|(pid, _)| *pid).collect();
             if children.is_empty() {
-                return members.into_iter().collect();
+                return Ok(members.into_iter().collect());
             }
             members.extend(children);
         }
@@ -122,30 +137,34 @@ impl ProcessTree {
 impl Census {
     /// Returns the PIDs of the processes in the PID namespace with this inode number, and in
     /// namespaces that were created in it. The tasker's own PID namespace numbers the processes.
-    pub(crate) fn namespace_pids(&self, inode: u64) -> Vec<i32> {
+    pub(crate) fn namespace_pids(&self, inode: u64) -> Result<Vec<i32>, CensusFailed> {
         let namespaces = self.namespaces.get_or_init(Namespaces::read);
+        let namespaces = namespaces.as_ref().map_err(|error| *error)?;
         let is_member =
             |(member_inode, _): &(&u64, &Vec<i32>)| namespaces.is_inside(**member_inode, inode);
         let groups = namespaces.pids.iter().filter(is_member);
-        groups.flat_map(|(_, pids)| pids.iter().copied()).collect()
+        Ok(groups.flat_map(|(_, pids)| pids.iter().copied()).collect())
     }
 
     /// Returns the PIDs of the processes of a task without a PID namespace. Processes that have
     /// ended are not included.
-    pub(crate) fn tree_pids(&self, tree: &ProcessTree) -> Vec<i32> {
+    pub(crate) fn tree_pids(&self, tree: &ProcessTree) -> Result<Vec<i32>, CensusFailed> {
         let processes = self.parents_and_groups.get_or_init(read_parents_and_groups);
+        let processes = processes.as_ref().map_err(|error| *error)?;
         tree.select(processes, std::process::id().cast_signed(), |pid| {
-            std::fs::read(format!("/proc/{pid}/environ")).unwrap_or_default()
+            let environment = std::fs::read(format!("/proc/{pid}/environ"));
+            Ok(if_visible(environment)?.unwrap_or_default())
         })
     }
 }
 
 impl Namespaces {
-    fn read() -> Self {
+    fn read() -> Result<Self, CensusFailed> {
         let mut pids = BTreeMap::<u64, Vec<i32>>::new();
         let mut own_inode = None;
-        for pid in proc::process_ids() {
-            if let Ok(metadata) = std::fs::metadata(format!("/proc/{pid}/ns/pid")) {
+        for pid in proc::process_ids()? {
+            let metadata = std::fs::metadata(format!("/proc/{pid}/ns/pid"));
+            if let Some(metadata) = if_visible(metadata)? {
                 let inode = metadata.st_ino();
                 pids.entry(inode).or_default().push(pid);
                 if pid == std::process::id().cast_signed() {
@@ -155,8 +174,10 @@ impl Namespaces {
         }
         // The kernel is asked, because the parent of a process may be in any namespace: see
         // CLONE_PARENT in clone(2) and setns(2).
-        let outer = find_outer(&pids, own_inode, |pid| outer_namespace_inode(pid).ok());
-        Self { pids, outer }
+        let outer = find_outer(&pids, own_inode, |pid| {
+            if_visible(outer_namespace_inode(pid)).map_err(CensusFailed::from)
+        })?;
+        Ok(Self { pids, outer })
     }
 
     /// True if the namespace `inode` is `outer_inode`, or was created in it.
@@ -182,24 +203,38 @@ impl Namespaces {
 fn find_outer(
     pids: &BTreeMap<u64, Vec<i32>>,
     own_inode: Option<u64>,
-    outer_of: impl Fn(i32) -> Option<Option<u64>>,
-) -> BTreeMap<u64, u64> {
-    let foreign = pids.iter().filter(|(inode, _)| Some(**inode) != own_inode);
-    let with_outer = foreign.filter_map(|(inode, pids)| {
-        let outer = pids.iter().find_map(|pid| outer_of(*pid))??;
-        Some((*inode, outer))
-    });
-    with_outer
-        .filter(|(_, outer)| Some(*outer) != own_inode)
-        .collect()
+    outer_of: impl Fn(i32) -> Result<Option<Option<u64>>, CensusFailed>,
+) -> Result<BTreeMap<u64, u64>, CensusFailed> {
+    let mut outer_inodes = BTreeMap::new();
+    for (inode, pids) in pids.iter().filter(|(inode, _)| Some(**inode) != own_inode) {
+        let outer = pids.iter().find_map(|pid| outer_of(*pid).transpose());
+        if let Some(outer) = outer.transpose()?.flatten()
+            && Some(outer) != own_inode
+        {
+            outer_inodes.insert(*inode, outer);
+        }
+    }
+    Ok(outer_inodes)
 }
 
-fn read_parents_and_groups() -> BTreeMap<i32, (i32, i32)> {
-    let processes = proc::process_ids().into_iter().filter_map(proc::stat);
-    let living = processes.filter(|stat| !matches!(stat.state, 'Z' | 'X'));
-    living
-        .map(|stat| (stat.pid, (stat.ppid, stat.pgrp)))
-        .collect()
+/// Converts the errors of a process that has ended, or that the tasker may not inspect, into
+/// `None`. The tasker may inspect its tasks.
+fn if_visible<T>(result: io::Result<T>) -> io::Result<Option<T>> {
+    match proc::none_if_ended(result) {
+        Err(error) if error.kind() == io::ErrorKind::PermissionDenied => Ok(None),
+        other => other,
+    }
+}
+
+fn read_parents_and_groups() -> Result<BTreeMap<i32, (i32, i32)>, CensusFailed> {
+    let mut parents_and_groups = BTreeMap::new();
+    for pid in proc::process_ids()? {
+        let stat = if_visible(proc::read_stat(pid))?.flatten();
+        if let Some(stat) = stat.filter(|stat| !matches!(stat.state, 'Z' | 'X')) {
+            parents_and_groups.insert(pid, (stat.ppid, stat.pgrp));
+        }
+    }
+    Ok(parents_and_groups)
 }
 
 #[cfg(test)]
@@ -234,46 +269,49 @@ mod tests {
             (40, (1, 40)),
         ]);
         let environment = |pid| match pid {
-            24 => b"X=y\0PVMEPID=77\0".to_vec(),
-            30 => b"PVMEPID=78\0".to_vec(),
-            _ => b"PVMEPID=770\0".to_vec(),
+            24 => Ok(b"X=y\0PVMEPID=77\0".to_vec()),
+            30 => Ok(b"PVMEPID=78\0".to_vec()),
+            _ => Ok(b"PVMEPID=770\0".to_vec()),
         };
         let pids = tree(false).select(&processes, TASKER, environment);
-        assert_eq!(pids, [20, 21, 22, 23, 24, 25]);
+        assert_eq!(pids, Ok(vec![20, 21, 22, 23, 24, 25]));
     }
 
     /// After the first process was reaped, a new process with its PID is another task.
     #[test]
     fn reused_pid_does_not_join_ended_tree() {
         let environment = |pid| match pid {
-            24 => b"PVMEPID=77\0".to_vec(),
-            _ => Vec::new(),
+            24 => Ok(b"PVMEPID=77\0".to_vec()),
+            _ => Ok(Vec::new()),
         };
         let mut processes = BTreeMap::from([(21, (TASKER, 20)), (24, (TASKER, 24))]);
         let pids = tree(true).select(&processes, TASKER, environment);
-        assert_eq!(pids, [21, 24]);
+        assert_eq!(pids, Ok(vec![21, 24]));
         let tree = tree(true);
         processes.insert(20, (TASKER, 20));
         let pids = tree.select(&processes, TASKER, environment);
-        assert_eq!(pids, [24]);
+        assert_eq!(pids, Ok(vec![24]));
         // The process with the reused PID ends, and leaves a process of its group.
         processes.remove(&20);
         let pids = tree.select(&processes, TASKER, environment);
-        assert_eq!(pids, [24]);
+        assert_eq!(pids, Ok(vec![24]));
     }
 
     /// After the first process was reaped and its group was empty, another group with its number is
     /// not the task's.
     #[test]
     fn reused_group_does_not_join_ended_tree() {
-        let no_environment = |_| Vec::new();
+        let no_environment = |_| Ok(Vec::new());
         let tree = tree(true);
         let mut processes = BTreeMap::from([(21, (TASKER, 20)), (30, (1, 30))]);
-        assert_eq!(tree.select(&processes, TASKER, no_environment), [21]);
+        assert_eq!(
+            tree.select(&processes, TASKER, no_environment),
+            Ok(vec![21])
+        );
         processes.remove(&21);
-        assert!(tree.select(&processes, TASKER, no_environment).is_empty());
+        assert_eq!(tree.select(&processes, TASKER, no_environment), Ok(vec![]));
         processes.insert(31, (30, 20));
-        assert!(tree.select(&processes, TASKER, no_environment).is_empty());
+        assert_eq!(tree.select(&processes, TASKER, no_environment), Ok(vec![]));
     }
 
     /// A process in a PID namespace that was created in a task's namespace belongs to the task.
@@ -289,8 +327,9 @@ mod tests {
         // Process 20 has ended.
         let outer_inodes = BTreeMap::from([(25, 100), (21, 200), (22, 300)]);
         let outer = find_outer(&pids, Some(100), |pid| {
-            (pid != 20).then(|| outer_inodes.get(&pid).copied())
+            Ok((pid != 20).then(|| outer_inodes.get(&pid).copied()))
         });
+        let outer = outer.expect("all can be read");
         let namespaces = Namespaces { pids, outer };
         for (inode, expected) in [
             (100, false),
@@ -300,6 +339,24 @@ mod tests {
             (500, false),
         ] {
             assert_eq!(namespaces.is_inside(inode, 200), expected, "{inode}");
+        }
+    }
+
+    /// A process that cannot be read makes the census fail. Nothing is considered absent then.
+    #[test]
+    fn unreadable_process_is_not_absent() {
+        let processes = BTreeMap::from([(24, (TASKER, 24))]);
+        let pids = tree(false).select(&processes, TASKER, |_| Err(CensusFailed));
+        assert_eq!(pids, Err(CensusFailed));
+        let pids = BTreeMap::from([(200, vec![20])]);
+        let outer = find_outer(&pids, Some(100), |_| Err(CensusFailed));
+        assert_eq!(outer, Err(CensusFailed));
+        let read = |errno| if_visible::<()>(Err(io::Error::from_raw_os_error(errno)));
+        for errno in [libc::ENOENT, libc::ESRCH, libc::EACCES] {
+            assert!(read(errno).is_ok(), "{errno}");
+        }
+        for errno in [libc::EMFILE, libc::ENFILE, libc::ENOMEM] {
+            assert!(read(errno).is_err(), "{errno}");
         }
     }
 }

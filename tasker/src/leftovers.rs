@@ -12,7 +12,7 @@
 //! The daemon learns the number of processes from [`FromTasker::LeftBehind`], before it learns of
 //! the end of the task.
 
-use crate::census::{Census, ProcessTree};
+use crate::census::{Census, CensusFailed, ProcessTree};
 use crate::namespace::Namespace;
 use crate::pause::Pause;
 use crate::stop::{self, TaskProcesses, VforkRule};
@@ -52,10 +52,13 @@ impl Remains {
     }
 
     /// Returns the PIDs of the processes that have not ended.
-    fn living_pids(&self, census: &Census) -> Vec<i32> {
-        let mut pids = self.processes().pids_in(census);
+    ///
+    /// # Errors
+    /// The processes could not be read.
+    fn living_pids(&self, census: &Census) -> Result<Vec<i32>, CensusFailed> {
+        let mut pids = self.processes().try_pids_in(census)?;
         pids.retain(|pid| !stop::has_ended(*pid));
-        pids
+        Ok(pids)
     }
 
     fn kill(&self, census: &Census) {
@@ -93,6 +96,8 @@ struct Leftover {
     permission: RunPermission,
     /// True if the processes are stopped only because the lease does not permit them to run.
     is_held: bool,
+    /// True if the control group, if there is one, must be frozen and this has not succeeded.
+    must_freeze: bool,
     /// Processes that received SIGSTOP because no control group could be frozen.
     signalled_pids: BTreeSet<i32>,
     /// Processes, by their PIDs in the namespace, that were stopped for other reasons.
@@ -107,13 +112,25 @@ impl Leftover {
         if !matches!(self.permission, RunPermission::Running) {
             return;
         }
+        self.begin_stopping();
+        self.must_freeze = true;
+        self.start_freeze();
+    }
+
+    /// Freezes the control group, if there is one. If this fails because the group was removed, or
+    /// because no descriptor is free, the processes are stopped by signals until it succeeds.
+    fn start_freeze(&mut self) {
         if let Remains::Namespace(namespace) = &self.remains
             && let Some(group) = namespace.complete_control_group()
+            && group.start_freeze().is_ok()
         {
-            // If the group was removed, the processes are stopped by signals.
-            let _ = group.start_freeze();
+            let signalled_pids = std::mem::take(&mut self.signalled_pids).into_iter();
+            namespace.record_signalled(stop::without_already_stopped(
+                signalled_pids.collect(),
+                &self.already_stopped_pids,
+            ));
+            self.must_freeze = false;
         }
-        self.begin_stopping();
     }
 
     fn begin_stopping(&mut self) {
@@ -169,6 +186,7 @@ impl Leftover {
             return;
         }
         self.permission = RunPermission::Running;
+        self.must_freeze = false;
         if let Remains::Namespace(namespace) = &self.remains {
             namespace.thaw(census);
         }
@@ -196,6 +214,9 @@ impl Leftover {
 
     /// Checks whether processes that were ordered to stop have stopped.
     fn check_stopping(&mut self, census: &Census) -> Option<FromTasker> {
+        if self.must_freeze && matches!(self.permission, RunPermission::Stopping { .. }) {
+            self.start_freeze();
+        }
         let RunPermission::Stopping {
             ordered_at,
             is_delay_reported,
@@ -243,15 +264,20 @@ impl Leftover {
         if !matches!(self.permission, RunPermission::Stopped) {
             return;
         }
-        let running_pids = match &self.remains {
+        let pids = match &self.remains {
             Remains::Namespace(namespace) if namespace.frozen_group().is_some() => {
-                let pids = stop::executing_pids(&namespace.pids_outside_group(census));
-                namespace.forget_stopped_outside(&pids);
-                pids
+                namespace.pids_outside_group(census)
             }
-            remains => stop::executing_pids(&remains.processes().pids_in(census)),
+            remains => remains.processes().try_pids_in(census),
+        };
+        let Ok(running_pids) = pids.map(|pids| stop::executing_pids(&pids)) else {
+            // What cannot be read does not count as stopped.
+            return self.begin_stopping();
         };
         if !running_pids.is_empty() {
+            if let Remains::Namespace(namespace) = &self.remains {
+                namespace.forget_stopped_outside(&running_pids);
+            }
             self.signalled_pids
                 .retain(|pid| !running_pids.contains(pid));
             self.begin_stopping();
@@ -260,7 +286,7 @@ impl Leftover {
 
     /// Counts the processes. Returns a report if their number has changed.
     fn count(&mut self, census: &Census) -> Option<FromTasker> {
-        let mut pids = self.remains.living_pids(census);
+        let mut pids = self.remains.living_pids(census).ok()?;
         let process_count = u32::try_from(pids.len()).unwrap_or(u32::MAX);
         if process_count == self.reported_count || process_count == 0 {
             return None;
@@ -283,7 +309,10 @@ impl Leftover {
     fn has_ended(&self, census: &Census) -> bool {
         match &self.remains {
             Remains::Namespace(namespace) => namespace.has_ended(),
-            Remains::Tree(_) => self.remains.living_pids(census).is_empty(),
+            Remains::Tree(_) => {
+                let pids = self.remains.living_pids(census);
+                pids.is_ok_and(|pids| pids.is_empty())
+            }
         }
     }
 
@@ -388,7 +417,10 @@ impl Supervisor {
             None => {
                 task.tree.record_first_reaped();
                 // The tasker adopts orphans, so without an unknown child nothing is left.
-                self.has_unowned_child() && !census.tree_pids(&task.tree).is_empty()
+                self.has_unowned_child()
+                    && census
+                        .tree_pids(&task.tree)
+                        .map_or(true, |pids| !pids.is_empty())
             }
         };
         let must_stop = !task.pause.is_inactive();
@@ -430,6 +462,7 @@ impl Supervisor {
             final_messages: Vec::new(),
             permission: RunPermission::Stopped,
             is_held: task.is_held && !may_have_copies,
+            must_freeze: false,
             signalled_pids,
             already_stopped_pids: task.already_stopped_pids,
             reported_count: 0,
@@ -463,6 +496,7 @@ impl Supervisor {
                 final_messages: Vec::new(),
                 permission: RunPermission::Running,
                 is_held: false,
+                must_freeze: false,
                 signalled_pids: BTreeSet::new(),
                 already_stopped_pids: Vec::new(),
                 reported_count: 0,
@@ -480,6 +514,7 @@ impl Supervisor {
             final_messages,
             permission: RunPermission::Killed,
             is_held: false,
+            must_freeze: false,
             signalled_pids: BTreeSet::new(),
             already_stopped_pids: Vec::new(),
             reported_count: 0,

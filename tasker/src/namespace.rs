@@ -7,7 +7,7 @@
 //! If a freezer exists, each namespace has a control group in which its processes except the init
 //! are created. A process with the right to do so can leave the group, but not the namespace.
 
-use crate::census::Census;
+use crate::census::{Census, CensusFailed};
 use crate::freezer::{ControlGroup, Freezer};
 use crate::last_pid;
 use crate::namespace_init;
@@ -60,7 +60,8 @@ pub(crate) struct Namespace {
     members_in_group: Cell<bool>,
     /// The PID, in the namespace, of the first process of the task. `None` if the kernel chose it.
     first_pid: Cell<Option<i32>>,
-    /// Processes outside the control group that received SIGSTOP because the group is frozen.
+    /// Processes that received SIGSTOP although the group is frozen: those outside it, and those
+    /// that were signalled before it was frozen.
     stopped_outside: RefCell<BTreeSet<i32>>,
     /// Time at which the processes outside the control group were last ordered to stop.
     signalled_outside_at: Cell<Option<Instant>>,
@@ -300,9 +301,8 @@ impl Namespace {
         let has_child = || proc::children(self.init.pid).is_none_or(|c| !c.is_empty());
         // The census may contain processes that were reaped meanwhile.
         let has_living = || {
-            self.pids_in(census)
-                .iter()
-                .any(|pid| !stop::has_ended(*pid))
+            let pids = self.try_pids_in(census);
+            pids.map_or(true, |pids| pids.iter().any(|pid| !stop::has_ended(*pid)))
         };
         !self.has_ended() && (has_child() || has_living())
     }
@@ -320,29 +320,40 @@ impl Namespace {
             .unwrap_or_else(|| self.pids_in(census))
     }
 
-    /// As [`Namespace::pids`], from a census of the host.
+    /// As [`Namespace::pids`], from a census of the host; empty if the census has failed.
     pub(crate) fn pids_in(&self, census: &Census) -> Vec<i32> {
+        self.try_pids_in(census).unwrap_or_default()
+    }
+
+    /// As [`Namespace::pids_in`].
+    ///
+    /// # Errors
+    /// The processes could not be read.
+    pub(crate) fn try_pids_in(&self, census: &Census) -> Result<Vec<i32>, CensusFailed> {
         // After the init has ended, its PID may belong to another process.
-        if !std::fs::metadata(namespace_path(&self.init))
-            .is_ok_and(|namespace_metadata| namespace_metadata.st_ino() == self.inode)
-        {
-            return Vec::new();
+        let metadata = proc::none_if_ended(std::fs::metadata(namespace_path(&self.init)))?;
+        if metadata.is_none_or(|metadata| metadata.st_ino() != self.inode) {
+            return Ok(Vec::new());
         }
-        let mut pids = census.namespace_pids(self.inode);
+        let mut pids = census.namespace_pids(self.inode)?;
         pids.retain(|&pid| pid != self.init.pid);
-        pids
+        Ok(pids)
     }
 
     /// Returns the PIDs of the processes in the namespace that are not in its control group.
-    pub(crate) fn pids_outside_group(&self, census: &Census) -> Vec<i32> {
-        let group_pids = self
-            .complete_control_group()
-            .and_then(|group| group.member_pids().ok())
-            .unwrap_or_default();
-        let group_pids: BTreeSet<i32> = group_pids.into_iter().collect();
-        let mut pids = self.pids_in(census);
-        pids.retain(|pid| !group_pids.contains(pid));
-        pids
+    ///
+    /// # Errors
+    /// The processes could not be read.
+    pub(crate) fn pids_outside_group(&self, census: &Census) -> Result<Vec<i32>, CensusFailed> {
+        let mut pids = self.try_pids_in(census)?;
+        if let Some(group) = self.complete_control_group()
+            // A group that was removed has no members.
+            && let Some(group_pids) = proc::none_if_ended(group.member_pids())?
+        {
+            let group_pids: BTreeSet<i32> = group_pids.into_iter().collect();
+            pids.retain(|pid| !group_pids.contains(pid));
+        }
+        Ok(pids)
     }
 
     /// Returns the control group if a freeze of the group has been requested; otherwise `None`.
@@ -370,7 +381,7 @@ impl Namespace {
         if was_just_signalled && !group.is_fully_frozen() {
             return None;
         }
-        let seen = if self.pids_outside_group(census).is_empty() {
+        let seen = if self.pids_outside_group(census).ok()?.is_empty() {
             Some(SeenStopped::without_forks())
         } else {
             stop::signal_running(
@@ -388,7 +399,8 @@ impl Namespace {
     /// Returns the processes that still run although the control group, whose freeze was requested,
     /// and the processes outside it were ordered to stop.
     pub(crate) fn unstopped_pids(&self, group: &ControlGroup, census: &Census) -> Vec<i32> {
-        let mut pids = stop::running_pids(&self.pids_outside_group(census));
+        let outside_pids = self.pids_outside_group(census).unwrap_or_default();
+        let mut pids = stop::running_pids(&outside_pids);
         if !group.is_fully_frozen() {
             pids.extend(stop::unfrozen_pids(
                 &group.member_pids().unwrap_or_default(),
@@ -410,9 +422,15 @@ impl Namespace {
     /// Returns the PIDs, in the namespace, of the processes outside the control group that were
     /// stopped by a signal before [`Namespace::signal_outside`].
     pub(crate) fn already_stopped_outside(&self, census: &Census) -> Vec<i32> {
-        let mut pids = self.pids_outside_group(census);
+        let mut pids = self.pids_outside_group(census).unwrap_or_default();
         pids.retain(|pid| !self.stopped_outside.borrow().contains(pid));
         stop::stopped_by_signal(&pids)
+    }
+
+    /// Records processes that have received SIGSTOP before the control group was frozen, so that
+    /// [`Namespace::thaw`] continues them.
+    pub(crate) fn record_signalled(&self, pids: impl IntoIterator<Item = i32>) {
+        self.stopped_outside.borrow_mut().extend(pids);
     }
 
     /// Lets [`Namespace::signal_outside`] stop these processes again.

@@ -247,11 +247,7 @@ impl Task {
                 ..
             } => (deprioritized, program_freeze),
         };
-        if let Some(group) = self.control_group() {
-            // Freezing fails if the group was removed. The group then has no members, and the
-            // processes are stopped by signals.
-            let _ = group.start_freeze();
-        }
+        self.start_freeze();
         // Processes that were already stopped by a signal must be recorded before any process
         // receives SIGSTOP. Afterwards they could not be distinguished from the other processes.
         self.record_already_stopped(census);
@@ -268,6 +264,35 @@ impl Task {
             deprioritized,
             is_delay_reported: false,
         };
+    }
+
+    /// Starts to freeze the task's control group, if it has one and is not frozen. Returns true if
+    /// the freeze was started. If it fails because the group was removed, or because no descriptor
+    /// is free, the processes are stopped by signals until the freeze succeeds.
+    fn start_freeze(&self) -> bool {
+        self.control_group()
+            .is_some_and(|group| !group.is_freeze_requested() && group.start_freeze().is_ok())
+    }
+
+    /// Freezes the control group of a task that was ordered to stop, if this has failed before.
+    fn retry_freeze(&mut self) {
+        if !matches!(self.pause, Pause::Stopping { .. }) || !self.start_freeze() {
+            return;
+        }
+        if let (Pause::Stopping { signalled_pids, .. }, Some(namespace)) =
+            (&mut self.pause, &self.namespace)
+        {
+            namespace.record_signalled(std::mem::take(signalled_pids));
+        }
+    }
+
+    /// Returns the processes that the tasker has stopped by signals.
+    fn pids_stopped_by_tasker(&self, census: &Census) -> BTreeSet<i32> {
+        let mut pids = self.processes().pids_in(census);
+        pids.retain(|pid| stop::is_stopped_by_signal(*pid));
+        stop::without_already_stopped(pids, &self.already_stopped_pids)
+            .into_iter()
+            .collect()
     }
 
     /// Freezes the program's threads; `None` if freezing is not possible. Processes that were
@@ -449,25 +474,31 @@ impl Task {
 
     /// Stops a paused task again if one of its processes runs: a process that another program has
     /// moved out of the frozen control group, or has continued by a signal. Returns true if the
-    /// task is being stopped.
+    /// task is being stopped, also because its processes could not be read.
     fn stop_again_if_running(&mut self, census: &Census) -> bool {
         let is_paused =
             matches!(self.pause, Pause::Paused) && matches!(self.phase, TaskPhase::Running);
         if !is_paused {
             return false;
         }
-        let running_pids = match (&self.namespace, self.frozen_group()) {
-            (Some(namespace), Some(_)) => {
-                let pids = stop::executing_pids(&namespace.pids_outside_group(census));
-                namespace.forget_stopped_outside(&pids);
-                pids
-            }
-            _ => stop::executing_pids(&self.processes().pids_in(census)),
+        let is_frozen = self.frozen_group().is_some();
+        let pids = match &self.namespace {
+            Some(namespace) if is_frozen => namespace.pids_outside_group(census),
+            _ => self.processes().try_pids_in(census),
         };
-        let runs = !running_pids.is_empty();
+        // If the processes cannot be read, the task does not count as stopped.
+        let running_pids = pids.map(|pids| stop::executing_pids(&pids));
+        let runs = !running_pids.as_ref().is_ok_and(Vec::is_empty);
+        if let (Ok(pids), Some(namespace)) = (&running_pids, &self.namespace) {
+            namespace.forget_stopped_outside(pids);
+        }
         if runs {
+            let signalled_pids = match is_frozen {
+                true => BTreeSet::new(),
+                false => self.pids_stopped_by_tasker(census),
+            };
             self.pause = Pause::Stopping {
-                signalled_pids: BTreeSet::new(),
+                signalled_pids,
                 ordered_at: Instant::now(),
                 deprioritized: DeprioritizedThreads::default(),
                 is_delay_reported: false,
@@ -570,6 +601,7 @@ impl Supervisor {
         for tid in &due_tids {
             if let Some(task) = self.tasks.get_mut(tid) {
                 task.stop_if_due(&census);
+                task.retry_freeze();
             }
         }
         let census = Census::default();
@@ -613,7 +645,7 @@ impl Supervisor {
         for task in self.tasks.values_mut() {
             if task.stop_again_if_running(census) {
                 tracing::warn!(
-                    "a process of {} ran although it was stopped; it is stopped again",
+                    "a process of {} ran although it was stopped, or cannot be read; it is stopped again",
                     task.tid
                 );
             }

@@ -1,13 +1,12 @@
 //! Stops and continues all processes of a task, and determines from /proc whether they are stopped.
 
-use crate::census::{Census, ProcessTree};
+use crate::census::{Census, CensusFailed, ProcessTree};
 use crate::namespace::Namespace;
 use crate::sys;
 use checkpoint::facts;
 use checkpoint::proc::{self, innermost_pid};
 use nix::time::ClockId;
 use nix::unistd::Pid;
-use procfs::process::Process;
 use sempa_proto::Micros;
 use sempa_proto::migration::Usage;
 use std::collections::{BTreeMap, BTreeSet};
@@ -39,10 +38,18 @@ impl TaskProcesses<'_> {
         self.pids_in(&Census::default())
     }
 
-    /// Returns the PIDs of the selected processes of a census.
+    /// Returns the PIDs of the selected processes of a census; empty if they could not be read.
     pub(crate) fn pids_in(&self, census: &Census) -> Vec<i32> {
+        self.try_pids_in(census).unwrap_or_default()
+    }
+
+    /// Returns the PIDs of the selected processes of a census.
+    ///
+    /// # Errors
+    /// The processes could not be read.
+    pub(crate) fn try_pids_in(&self, census: &Census) -> Result<Vec<i32>, CensusFailed> {
         match self {
-            Self::Namespace(namespace) => namespace.pids_in(census),
+            Self::Namespace(namespace) => namespace.try_pids_in(census),
             Self::OutsideGroup(namespace) => namespace.pids_outside_group(census),
             Self::Tree(tree) => census.tree_pids(tree),
         }
@@ -63,12 +70,12 @@ pub(crate) enum VforkRule {
 /// Combined state of all threads of a process, from /proc.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum RunState {
-    /// All threads are stopped or have ended.
+    /// All threads are stopped or have ended, or the process does not exist.
     Stopped,
     /// At least one thread is neither stopped nor ended, and each such thread waits in the kernel
     /// without being interruptible by a stop signal, as in vfork.
     InKernel,
-    /// At least one thread executes instructions, or can.
+    /// At least one thread executes instructions, or can, or the threads cannot be read.
     Running,
 }
 
@@ -118,11 +125,12 @@ impl SeenStopped {
         Self { pids: None }
     }
 
-    /// True if a census that began after the processes were seen contains no other process.
+    /// True if a census that began after the processes were seen contains no other process. False
+    /// if the census has failed.
     pub(crate) fn are_all(&self, processes: &TaskProcesses<'_>, later_census: &Census) -> bool {
         self.pids.as_ref().is_none_or(|pids| {
-            let later_pids = processes.pids_in(later_census);
-            later_pids.iter().all(|pid| pids.contains(pid))
+            let later_pids = processes.try_pids_in(later_census);
+            later_pids.is_ok_and(|later_pids| later_pids.iter().all(|pid| pids.contains(pid)))
         })
     }
 }
@@ -138,7 +146,8 @@ pub(crate) fn signal_and_check_stopped(
         .is_some_and(|seen| seen.are_all(processes, &Census::default()))
 }
 
-/// Stops all processes of a task that a census contains. Returns them if each of them has stopped.
+/// Stops all processes of a task that a census contains. Returns them if each of them has stopped;
+/// `None` if one runs, or if the census has failed.
 /// The caller must repeat the call, with a new census, until then and until
 /// [`SeenStopped::are_all`] returns true.
 ///
@@ -157,7 +166,8 @@ pub(crate) fn signal_running(
     vfork_rule: VforkRule,
 ) -> Option<SeenStopped> {
     let states: BTreeMap<i32, (RunState, Option<i32>)> = processes
-        .pids_in(census)
+        .try_pids_in(census)
+        .ok()?
         .into_iter()
         .map(|pid| (pid, (run_state(pid), parent_pid(pid))))
         .collect();
@@ -212,18 +222,24 @@ fn was_continued(pid: i32) -> bool {
             let pending = proc::status(id).map(|status| status.sigpnd | status.shdpnd);
             pending.is_none_or(|signals| signals & STOP_BIT != 0)
         };
-        threads(pid).iter().any(|(thread, _)| is_pending(*thread))
+        let threads = proc::thread_states(pid);
+        threads.map_or(true, |threads| {
+            threads.iter().any(|(id, _)| is_pending(*id))
+        })
     };
     // The order matters. If the signal is not pending, one thread has accepted it and has stopped,
     // so it is in the state T unless the process was continued since.
-    !has_pending_stop() && threads(pid).iter().all(|(_, state)| *state != 'T')
+    !has_pending_stop()
+        && proc::thread_states(pid).is_ok_and(|t| t.iter().all(|(_, state)| *state != 'T'))
 }
 
 /// Stops a process whose SIGSTOP the kernel has assigned to a thread that waits in vfork. That
 /// thread does not accept the signal before its child's exec, and the kernel wakes no other thread
 /// for it.
 fn redirect_pending_stop(pid: i32) {
-    let threads = threads(pid);
+    let Ok(threads) = proc::thread_states(pid) else {
+        return;
+    };
     let has_waiting_thread = threads.iter().any(|(_, state)| *state == 'D');
     let interruptible_thread = threads
         .iter()
@@ -277,7 +293,12 @@ pub(crate) fn running_pids(pids: &[i32]) -> Vec<i32> {
 /// Returns those of these processes that a requested freeze of their control group has not reached:
 /// frozen processes are in interruptible sleep.
 pub(crate) fn unfrozen_pids(pids: &[i32]) -> Vec<i32> {
-    let is_unfrozen = |pid: &&i32| threads(**pid).iter().any(|(_, s)| matches!(s, 'R' | 'D'));
+    let is_unfrozen = |pid: &&i32| {
+        let threads = proc::thread_states(**pid);
+        threads.map_or(true, |threads| {
+            threads.iter().any(|(_, s)| matches!(s, 'R' | 'D'))
+        })
+    };
     pids.iter().filter(is_unfrozen).copied().collect()
 }
 
@@ -332,7 +353,10 @@ pub(crate) fn wait_until_stopped(pids: &[i32]) {
 }
 
 fn run_state(pid: i32) -> RunState {
-    let letters = threads(pid).into_iter().map(|(_, letter)| letter);
+    let Ok(threads) = proc::thread_states(pid) else {
+        return RunState::Running;
+    };
+    let letters = threads.into_iter().map(|(_, letter)| letter);
     let unstopped_letters: Vec<char> = letters
         .filter(|letter| !matches!(letter, 'T' | 'Z' | 'X'))
         .collect();
@@ -348,18 +372,8 @@ fn run_state(pid: i32) -> RunState {
 /// True if no thread of a process will execute another instruction. The process may not have been
 /// reaped yet.
 pub(crate) fn has_ended(pid: i32) -> bool {
-    threads(pid)
-        .iter()
-        .all(|(_, letter)| matches!(letter, 'Z' | 'X'))
-}
-
-/// Returns the threads of a process, each with its state letter as in /proc; empty if the process
-/// does not exist.
-fn threads(pid: i32) -> Vec<(i32, char)> {
-    let threads = Process::new(pid).and_then(|process| process.tasks());
-    let threads = threads.into_iter().flatten().flatten();
-    let stats = threads.filter_map(|thread| thread.stat().ok());
-    stats.map(|stat| (stat.pid, stat.state)).collect()
+    let has_ended = |(_, letter): &(i32, char)| matches!(letter, 'Z' | 'X');
+    proc::thread_states(pid).is_ok_and(|threads| threads.iter().all(has_ended))
 }
 
 pub(crate) fn is_stopped_by_signal(pid: i32) -> bool {

@@ -17,12 +17,12 @@ use crate::sys::{self, StartGuard, TaskStartState};
 use crate::task::{self, DEFERRED_SIGNALS_MAX, StartTaskError, StartTaskFailure, Task, TaskPhase};
 use checkpoint::allocator;
 use checkpoint::boot_clock;
+use checkpoint::proc;
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signal::{SigSet, Signal, kill};
 use nix::sys::signalfd::{SfdFlags, SignalFd};
 use nix::unistd::Pid;
-use procfs::process::Process;
 use sempa_proto::engine::{AskMethod, Engine};
 use sempa_proto::migration::Refusal;
 use sempa_proto::tasker::{self, FromTasker, TaskStart, TaskerCapabilities, ToTasker};
@@ -647,16 +647,20 @@ impl Supervisor {
         }
     }
 
-    /// True if the tasker has a child that is neither a task's first process nor an engine.
+    /// True if the tasker has a child that is neither a task's first process nor an engine, or if
+    /// its children cannot be read.
     pub(crate) fn has_unowned_child(&self) -> bool {
-        child_pids().iter().any(|pid| {
+        let is_unowned = |pid: &i32| {
             !self.tasks.values().any(|task| task.process.pid == *pid)
                 && !self.migrations.owns_process(*pid)
-        })
+        };
+        child_pids().map_or(true, |pids| pids.iter().any(is_unowned))
     }
 
     fn reap_each_unowned(&self, is_owned: impl Fn(&i32) -> bool) {
-        for pid in child_pids().into_iter().filter(|pid| !is_owned(pid)) {
+        // Children that cannot be read now are reaped after a later signal.
+        let pids = child_pids().unwrap_or_default();
+        for pid in pids.into_iter().filter(|pid| !is_owned(pid)) {
             // A process that still runs, or was already reaped, needs no action.
             let _ = sys::reap_if_ended(pid);
         }
@@ -675,10 +679,12 @@ impl Supervisor {
             // Workers end their engines and reap them.
             self.handle_worker_results();
             let remaining = child_pids();
-            if remaining.is_empty() && self.migrations.is_idle() {
+            let is_none_left = remaining.as_ref().is_ok_and(Vec::is_empty);
+            if is_none_left && self.migrations.is_idle() {
                 return;
             }
             for pid in remaining
+                .unwrap_or_default()
                 .into_iter()
                 .filter(|pid| !self.migrations.owns_process(*pid))
             {
@@ -694,13 +700,20 @@ impl Supervisor {
 }
 
 /// Returns the PIDs of all children of the tasker.
-fn child_pids() -> Vec<i32> {
-    let tasker_threads = Process::myself().and_then(|tasker| tasker.tasks());
-    tasker_threads
-        .into_iter()
-        .flatten()
-        .flatten()
-        .flat_map(|thread| thread.children().unwrap_or_default())
-        .map(u32::cast_signed)
-        .collect()
+///
+/// # Errors
+/// They cannot be read, for example because no descriptor is free.
+fn child_pids() -> io::Result<Vec<i32>> {
+    let own_pid = std::process::id().cast_signed();
+    let mut pids = Vec::new();
+    for (thread, _) in proc::thread_states(own_pid)? {
+        let path = format!("/proc/{own_pid}/task/{thread}/children");
+        if let Some(text) = proc::none_if_ended(std::fs::read_to_string(path))? {
+            pids.extend(
+                text.split_ascii_whitespace()
+                    .filter_map(|pid| pid.parse::<i32>().ok()),
+            );
+        }
+    }
+    Ok(pids)
 }

@@ -338,7 +338,8 @@ fn other_process_with_name(tasker: &Tasker, name: &str, first_pid: i32) -> i32 {
     let is_other =
         |stat: &proc::Stat| stat.ppid == tasker_pid && stat.comm == name && stat.pid != first_pid;
     let find = || {
-        let mut stats = proc::process_ids().into_iter().filter_map(proc::stat);
+        let pids = proc::process_ids().expect("the kernel lists them");
+        let mut stats = pids.into_iter().filter_map(proc::stat);
         stats.find(|stat| is_other(stat)).map(|stat| stat.pid)
     };
     wait_until("the process exists", || find().is_some());

@@ -10,7 +10,7 @@ use sempa_proto::Micros;
 use sempa_proto::task::RedirectAddress;
 use sempa_proto::tasker::{FromTasker, MemoryWrite, ToTasker};
 use std::path::{Path, PathBuf};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 const IMMEDIATELY: Micros = Micros(0);
 
@@ -788,4 +788,69 @@ fn frozen_task_with_vfork_child_can_be_stopped() {
     tasker.send(ToTasker::Kill { tid: tid(1) });
     tasker.wait_for_exit(tid(1));
     tasker.stop_and_wait();
+}
+
+/// Returns the lowest number that is not a descriptor of a process.
+fn lowest_free_descriptor(pid: i32) -> usize {
+    let is_open = |number: &usize| Path::new(&format!("/proc/{pid}/fd/{number}")).exists();
+    (0..).find(|number| !is_open(number)).expect("one is free")
+}
+
+/// Sets the number of descriptors that a process may open.
+fn set_descriptor_limit(pid: i32, soft_limit: usize) {
+    let status = std::process::Command::new("prlimit")
+        .args([
+            "--pid",
+            &pid.to_string(),
+            &format!("--nofile={soft_limit}:"),
+        ])
+        .status();
+    assert!(status.expect("prlimit").success());
+}
+
+/// A tasker that cannot open a file calls no task stopped. When it can, it stops the task.
+#[test]
+#[ignore = "system tier: needs root"]
+fn task_that_cannot_be_read_is_not_called_stopped() {
+    assert!(common::can_make_namespaces(), "cannot run here: needs root");
+    let no_engine = ("SEMPA_CRIU", "/nonexistent");
+    for env in [&[no_engine][..], &[no_engine, ("SEMPA_FREEZER", "off")][..]] {
+        let mut tasker = Tasker::start_with_env(env);
+        let tasker_pid = tasker.child.id().cast_signed();
+        // The failed probe of the engine, 1 s after the start, opens files.
+        let probe_end = Instant::now() + Duration::from_secs(2);
+        while Instant::now() < probe_end {
+            tasker.wait_briefly_for_message();
+        }
+        let script = "while :; do :; done";
+        let pid = tasker.start_task_and_wait(tid(1), &shell_path(), &["-c", script]);
+        set_descriptor_limit(tasker_pid, lowest_free_descriptor(tasker_pid));
+        let previous_ticks = cpu_ticks(pid);
+        wait_until("the task runs", || cpu_ticks(pid) > previous_ticks);
+        tasker.send(ToTasker::Pause {
+            tid: tid(1),
+            run_time: IMMEDIATELY,
+        });
+        tasker.wait_for_value(&mut Vec::new(), |message| match message {
+            FromTasker::Paused { .. } => panic!("nothing shows that the task is stopped"),
+            FromTasker::NotStopped { .. } => Some(()),
+            _ => None,
+        });
+        if tasker.capabilities.freezer.is_ok() {
+            // One descriptor is reserved for the freeze.
+            let previous_ticks = cpu_ticks(pid);
+            assert!(tasker.wait_briefly_for_message().is_none());
+            assert_eq!(cpu_ticks(pid), previous_ticks);
+        }
+        set_descriptor_limit(tasker_pid, 1024);
+        tasker.wait_for_value(&mut Vec::new(), |message| {
+            matches!(message, FromTasker::Paused { .. }).then_some(())
+        });
+        let previous_ticks = cpu_ticks(pid);
+        assert!(tasker.wait_briefly_for_message().is_none());
+        assert_eq!(cpu_ticks(pid), previous_ticks);
+        tasker.send(ToTasker::Resume { tid: tid(1) });
+        wait_until("the task runs", || cpu_ticks(pid) > previous_ticks);
+        tasker.stop_and_wait();
+    }
 }

@@ -304,6 +304,7 @@ pub fn wait_until(expectation: &str, condition: impl Fn() -> bool) {
 /// Returns the PIDs of the processes whose command line contains `text`.
 pub fn processes_with_text(text: &str) -> Vec<i32> {
     proc::process_ids()
+        .expect("the kernel lists them")
         .into_iter()
         .filter(|pid| {
             let line = Process::new(*pid).and_then(|process| process.cmdline());
