@@ -22,9 +22,9 @@
 //! - `self/mountinfo` and `self/cgroup`, which the pure module `sempa_proto::cgroup` parses,
 //! - paths such as `self/fd/N`, by which files are opened.
 
-use procfs::{FromRead, ProcError};
 use procfs::process::Process;
 pub use procfs::process::{Stat, Status};
+use procfs::{FromRead, ProcError};
 use std::fs::DirEntry;
 use std::io;
 use std::path::PathBuf;

@@ -5,7 +5,8 @@
 //! 2. The task's control group is frozen. Without a control group, all its processes are stopped by
 //!    SIGSTOP, and so are processes that have left the control group. The task counts as stopped
 //!    when all processes of its PID namespace were seen stopped.
-//! 3. The pause outlasts migrations: after a failed migration the task remains stopped.
+//! 3. The pause outlasts migrations: after a failed migration the task remains stopped. The group is
+//!    frozen again, and the stop is verified and reported again.
 //!
 //! A task that had not quiesced when it was stopped runs once more before it migrates. In the first
 //! part of this time the program's threads are frozen: the library can quiesce, and the program
@@ -286,13 +287,31 @@ impl Task {
         }
     }
 
-    /// Returns the processes that the tasker has stopped by signals.
-    fn pids_stopped_by_tasker(&self, census: &Census) -> BTreeSet<i32> {
-        let mut pids = self.processes().pids_in(census);
-        pids.retain(|pid| stop::is_stopped_by_signal(*pid));
-        stop::without_already_stopped(pids, &self.already_stopped_pids)
-            .into_iter()
-            .collect()
+    /// Orders a task to stop that is paused, but of which processes may run. `signalled_pids` are
+    /// processes that have received SIGSTOP and may not have stopped yet.
+    pub(crate) fn begin_stopping_again(
+        &mut self,
+        mut signalled_pids: BTreeSet<i32>,
+        census: &Census,
+    ) {
+        if self.frozen_group().is_none() {
+            let pids = self.processes().pids_in(census);
+            let pids = stop::without_already_stopped(pids, &self.already_stopped_pids);
+            match &self.namespace {
+                // Each process may have received SIGSTOP for a migration.
+                Some(namespace) if self.start_freeze() => namespace.record_signalled(pids),
+                _ => {
+                    let stopped = pids.into_iter().filter(|p| stop::is_stopped_by_signal(*p));
+                    signalled_pids.extend(stopped);
+                }
+            }
+        }
+        self.pause = Pause::Stopping {
+            signalled_pids,
+            ordered_at: Instant::now(),
+            deprioritized: DeprioritizedThreads::default(),
+            is_delay_reported: false,
+        };
     }
 
     /// Freezes the program's threads; `None` if freezing is not possible. Processes that were
@@ -481,9 +500,10 @@ impl Task {
         if !is_paused {
             return false;
         }
-        let is_frozen = self.frozen_group().is_some();
         let pids = match &self.namespace {
-            Some(namespace) if is_frozen => namespace.pids_outside_group(census),
+            Some(namespace) if namespace.frozen_group().is_some() => {
+                namespace.pids_outside_group(census)
+            }
             _ => self.processes().try_pids_in(census),
         };
         // If the processes cannot be read, the task does not count as stopped.
@@ -493,16 +513,7 @@ impl Task {
             namespace.forget_stopped_outside(pids);
         }
         if runs {
-            let signalled_pids = match is_frozen {
-                true => BTreeSet::new(),
-                false => self.pids_stopped_by_tasker(census),
-            };
-            self.pause = Pause::Stopping {
-                signalled_pids,
-                ordered_at: Instant::now(),
-                deprioritized: DeprioritizedThreads::default(),
-                is_delay_reported: false,
-            };
+            self.begin_stopping_again(BTreeSet::new(), census);
         }
         runs
     }

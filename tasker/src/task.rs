@@ -150,11 +150,17 @@ impl Task {
     }
 
     /// Ends the migration step of a stopped task. If the task is not paused, continues the task and
-    /// sends it the stored signals. `census` must be younger than the stop.
+    /// sends it the stored signals. Otherwise the task does not count as stopped before its
+    /// processes were seen stopped: the migration may have let some of them run. `census` must be
+    /// younger than the stop.
     pub(crate) fn continue_after_migration(&mut self, census: &Census) {
-        self.phase = TaskPhase::Running;
+        let phase = std::mem::replace(&mut self.phase, TaskPhase::Running);
         if !self.pause.is_inactive() {
-            return;
+            let signalled_pids = match phase {
+                TaskPhase::Stopping { signalled_pids, .. } => signalled_pids,
+                _ => BTreeSet::new(),
+            };
+            return self.begin_stopping_again(signalled_pids, census);
         }
         self.continue_processes(census);
         self.already_stopped_pids.clear();

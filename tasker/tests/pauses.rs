@@ -19,6 +19,10 @@ fn pause_and_wait(tasker: &mut Tasker, run_time: Micros, messages: &mut Vec<From
         tid: tid(1),
         run_time,
     });
+    wait_until_paused(tasker, messages);
+}
+
+fn wait_until_paused(tasker: &mut Tasker, messages: &mut Vec<FromTasker>) {
     tasker.wait_for_value(messages, |m| {
         matches!(m, FromTasker::Paused { tid: t } if *t == tid(1)).then_some(())
     });
@@ -96,16 +100,19 @@ fn last_pause_order_takes_effect_after_a_migration() {
         assert!(tasker.wait_briefly_for_message().is_none());
         assert_eq!(cpu_ticks(pid), previous_ticks);
     };
-    // After a cancelled migration the task is paused or runs, according to the last order.
+    // After a cancelled migration the task is paused or runs, according to the last order. The
+    // migration may have let processes run, so the stop is verified and reported again.
     pause_and_wait(&mut tasker, Micros::from_millis(5), &mut messages);
     stop_and_wait(&mut tasker, tid(1), common::migration_id(1), &mut messages);
     continue_and_wait(&mut tasker, tid(1), common::migration_id(1), &mut messages);
+    wait_until_paused(&mut tasker, &mut messages);
     assert_does_not_run(&mut tasker);
     // The order to pause arrives while the task is stopped for a migration.
     tasker.send(ToTasker::Resume { tid: tid(1) });
     stop_and_wait(&mut tasker, tid(1), common::migration_id(2), &mut messages);
     pause_and_wait(&mut tasker, Micros::from_millis(30), &mut messages);
     continue_and_wait(&mut tasker, tid(1), common::migration_id(2), &mut messages);
+    wait_until_paused(&mut tasker, &mut messages);
     assert_does_not_run(&mut tasker);
     // The order to resume arrives while the task is stopped for a migration.
     stop_and_wait(&mut tasker, tid(1), common::migration_id(3), &mut messages);
@@ -780,6 +787,7 @@ fn frozen_task_with_vfork_child_can_be_stopped() {
             common::migration_id(round),
             &mut Vec::new(),
         );
+        wait_until_paused(&mut tasker, &mut Vec::new());
         assert!(tasker.wait_briefly_for_message().is_none(), "it is held");
         assert_eq!(counts.step_count(), previous_step_count);
         tasker.send(ToTasker::Resume { tid: tid(1) });
@@ -851,6 +859,45 @@ fn task_that_cannot_be_read_is_not_called_stopped() {
         assert_eq!(cpu_ticks(pid), previous_ticks);
         tasker.send(ToTasker::Resume { tid: tid(1) });
         wait_until("the task runs", || cpu_ticks(pid) > previous_ticks);
+        tasker.stop_and_wait();
+    }
+}
+
+/// A process of a paused task that runs after a failed migration is stopped again. Only then the
+/// task counts as stopped. A process that its task has stopped stays so.
+#[test]
+#[ignore = "system tier: needs CRIU"]
+fn process_that_runs_after_a_failed_migration_is_stopped() {
+    require_migration();
+    let script = "(kill -STOP $(sh -c 'echo $PPID'); while :; do :; done) & \
+        (while :; do :; done) & echo ready; while :; do :; done";
+    for env in [&[][..], &[("SEMPA_FREEZER", "off")][..]] {
+        let mut tasker = Tasker::start_with_env(env);
+        let pid = tasker.start_task_and_wait(tid(1), &shell_path(), &["-c", script]);
+        tasker.wait_for_output(tid(1), &mut Vec::new(), |text| count_lines(text) == 1);
+        let children = proc::children(pid).expect("it runs");
+        let (stopped_pid, running_pid) = (children[0], children[1]);
+        let is_stopped = || proc::stat(stopped_pid).is_some_and(|stat| stat.state == 'T');
+        wait_until("the child has stopped itself", is_stopped);
+        let mut messages = Vec::new();
+        pause_and_wait(&mut tasker, IMMEDIATELY, &mut messages);
+        for number in [1, 2] {
+            let migration = common::migration_id(number);
+            stop_and_wait(&mut tasker, tid(1), migration, &mut messages);
+            let running_pid = nix::unistd::Pid::from_raw(running_pid);
+            nix::sys::signal::kill(running_pid, nix::sys::signal::Signal::SIGCONT).expect("sent");
+            continue_and_wait(&mut tasker, tid(1), migration, &mut messages);
+            wait_until_paused(&mut tasker, &mut messages);
+            let previous_ticks = [pid, running_pid.as_raw()].map(cpu_ticks);
+            assert!(tasker.wait_briefly_for_message().is_none());
+            assert_eq!([pid, running_pid.as_raw()].map(cpu_ticks), previous_ticks);
+        }
+        tasker.send(ToTasker::Resume { tid: tid(1) });
+        for running_pid in [pid, running_pid] {
+            let previous_ticks = cpu_ticks(running_pid);
+            wait_until("it runs", || cpu_ticks(running_pid) > previous_ticks);
+        }
+        assert!(is_stopped());
         tasker.stop_and_wait();
     }
 }
