@@ -391,6 +391,11 @@ impl Leftovers {
         self.items.is_empty()
     }
 
+    /// Returns the number of ended tasks of which processes may exist.
+    pub(crate) fn len(&self) -> usize {
+        self.items.len()
+    }
+
     /// Records that a child of the tasker has ended.
     pub(crate) fn record_child_end(&mut self) {
         self.tree_may_have_ended = true;

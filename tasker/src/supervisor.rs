@@ -33,8 +33,9 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
 use thiserror::Error;
 
-/// Maximum number of tasks on one host. Tids permit more tasks, but the process table of a typical
-/// system does not.
+/// Maximum number of tasks on one host, with the ended tasks that have left processes: these need
+/// the same descriptors. Tids permit more tasks, but the process table of a typical system does
+/// not.
 pub(crate) const TASKS_MAX: usize = 16_384;
 /// Time limit for ending all processes after the daemon has disconnected.
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(5);
@@ -419,11 +420,8 @@ impl Supervisor {
         let tid = order.tid;
         let start_result = if self.tasks.contains_key(&tid) {
             Err(StartTaskError::new(order, StartTaskFailure::TidExists(tid)))
-        } else if self.tasks.len() >= TASKS_MAX {
-            Err(StartTaskError::new(
-                order,
-                StartTaskFailure::TooManyTasks(TASKS_MAX),
-            ))
+        } else if let Some(failure) = task_limit_failure(self.tasks.len(), self.leftovers.len()) {
+            Err(StartTaskError::new(order, failure))
         } else if self.lease.is_frozen() {
             Err(StartTaskError::new(
                 order,
@@ -699,6 +697,21 @@ impl Supervisor {
     }
 }
 
+/// Returns why no further task may start on a host with these numbers of tasks and of ended tasks
+/// that have left processes; `None` if one may.
+fn task_limit_failure(tasks: usize, leftovers: usize) -> Option<StartTaskFailure> {
+    let limit = TASKS_MAX;
+    match leftovers {
+        _ if tasks + leftovers < limit => None,
+        0 => Some(StartTaskFailure::TooManyTasks(limit)),
+        _ => Some(StartTaskFailure::TooManyWithLeftovers {
+            tasks,
+            leftovers,
+            limit,
+        }),
+    }
+}
+
 /// Returns the PIDs of all children of the tasker.
 ///
 /// # Errors
@@ -716,4 +729,22 @@ fn child_pids() -> io::Result<Vec<i32>> {
         }
     }
     Ok(pids)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What ended tasks have left behind counts like tasks, and the reason names it.
+    #[test]
+    fn leftovers_count_as_tasks() {
+        assert!(task_limit_failure(TASKS_MAX - 3, 2).is_none());
+        let reason = |tasks, leftovers| {
+            let failure = task_limit_failure(tasks, leftovers);
+            failure.expect("the limit is reached").to_string()
+        };
+        assert_eq!(reason(TASKS_MAX, 0), "this host has 16384 tasks, the limit");
+        assert!(reason(0, TASKS_MAX).contains("16384 ended tasks have left processes"));
+        assert!(reason(TASKS_MAX - 1, 1).contains("1 ended tasks have left processes"));
+    }
 }

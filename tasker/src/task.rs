@@ -441,6 +441,14 @@ pub(crate) enum StartTaskFailure {
     TidExists(Tid),
     #[error("this host has {0} tasks, the limit")]
     TooManyTasks(usize),
+    #[error(
+        "this host has {tasks} tasks, and {leftovers} ended tasks have left processes; the limit is {limit}"
+    )]
+    TooManyWithLeftovers {
+        tasks: usize,
+        leftovers: usize,
+        limit: usize,
+    },
     #[error("the daemon has not renewed its lease, so no task may run on this host")]
     LeaseNotRenewed,
     #[error("no process-id namespace: {0}")]
