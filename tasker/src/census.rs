@@ -9,10 +9,15 @@
 //! group, or by a variable of their environment that has another value in each task.
 //!
 //! The kernel does not reuse a PID while a process group has its number. So the group of a task
-//! whose first process was reaped is its own until a census finds the group empty.
+//! whose first process was reaped is its own until the kernel says that the group does not exist. A
+//! census cannot say this: /proc is not read at one moment, so processes that fork and exit in
+//! turns may be absent.
 
 use crate::outer_namespace::outer_namespace_inode;
 use checkpoint::proc;
+use nix::errno::Errno;
+use nix::sys::signal::kill;
+use nix::unistd::Pid;
 use std::cell::{Cell, OnceCell};
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
@@ -58,7 +63,7 @@ pub(crate) struct ProcessTree {
     first_pid: i32,
     /// True if the first process was reaped. Another process may have its PID then.
     is_first_reaped: bool,
-    /// True if the first process was reaped and its process group is empty. The kernel may use the
+    /// True if the first process was reaped and its process group has ended. The kernel may use the
     /// number for another group then.
     has_group_ended: Cell<bool>,
     /// Entry of the environment that only processes of this task have; `None` if the task was
@@ -83,26 +88,35 @@ impl ProcessTree {
         self.is_first_reaped = true;
     }
 
+    /// True if the first process was reaped and its process group has ended, also the members that
+    /// were not reaped.
+    pub(crate) fn has_group_ended(&self) -> bool {
+        self.has_group_ended_by(group_exists)
+    }
+
+    fn has_group_ended_by(&self, group_exists: impl Fn(i32) -> bool) -> bool {
+        if self.is_first_reaped && !self.has_group_ended.get() && !group_exists(self.first_pid) {
+            self.has_group_ended.set(true);
+        }
+        self.has_group_ended.get()
+    }
+
     /// Selects the processes of the task. `processes` contains the parent and the process group of
-    /// each process of the host; `tasker_pid` is the process that adopts orphans, and
-    /// `environment` returns the environment of a process.
+    /// each process of the host; `tasker_pid` is the process that adopts orphans,
+    /// `group_exists` returns whether a process group exists, and `environment` returns the
+    /// environment of a process.
     fn select(
         &self,
         processes: &BTreeMap<i32, (i32, i32)>,
         tasker_pid: i32,
+        group_exists: impl Fn(i32) -> bool,
         environment: impl Fn(i32) -> Result<Vec<u8>, CensusFailed>,
     ) -> Result<Vec<i32>, CensusFailed> {
-        if self.is_first_reaped {
-            // If the PID of the first process is in use again, its group has ended before.
-            let is_pid_reused = processes.contains_key(&self.first_pid);
-            let is_group_empty = processes
-                .values()
-                .all(|(_, group)| *group != self.first_pid);
-            if is_pid_reused || is_group_empty {
-                self.has_group_ended.set(true);
-            }
+        if self.is_first_reaped && processes.contains_key(&self.first_pid) {
+            // The PID of the first process is in use again, so its group has ended before.
+            self.has_group_ended.set(true);
         }
-        let has_group = !self.has_group_ended.get();
+        let has_group = !self.has_group_ended_by(group_exists);
         let has_mark = |pid: i32| -> Result<bool, CensusFailed> {
             let Some(mark) = &self.mark else {
                 return Ok(false);
@@ -151,10 +165,12 @@ impl Census {
     pub(crate) fn tree_pids(&self, tree: &ProcessTree) -> Result<Vec<i32>, CensusFailed> {
         let processes = self.parents_and_groups.get_or_init(read_parents_and_groups);
         let processes = processes.as_ref().map_err(|error| *error)?;
-        tree.select(processes, std::process::id().cast_signed(), |pid| {
+        let environment = |pid| {
             let environment = std::fs::read(format!("/proc/{pid}/environ"));
             Ok(if_visible(environment)?.unwrap_or_default())
-        })
+        };
+        let tasker_pid = std::process::id().cast_signed();
+        tree.select(processes, tasker_pid, group_exists, environment)
     }
 }
 
@@ -217,6 +233,12 @@ fn find_outer(
     Ok(outer_inodes)
 }
 
+/// True if a process group has a member, which may not have been reaped. The kernel looks at all
+/// members at one moment.
+fn group_exists(group: i32) -> bool {
+    kill(Pid::from_raw(-group), None) != Err(Errno::ESRCH)
+}
+
 /// Converts the errors of a process that has ended, or that the tasker may not inspect, into
 /// `None`. The tasker may inspect its tasks.
 fn if_visible<T>(result: io::Result<T>) -> io::Result<Option<T>> {
@@ -251,6 +273,28 @@ mod tests {
         tree
     }
 
+    /// Returns the process groups of these processes.
+    fn groups_of(processes: &BTreeMap<i32, (i32, i32)>) -> impl Fn(i32) -> bool {
+        |group| processes.values().any(|(_, member_of)| *member_of == group)
+    }
+
+    /// A group that is absent from one census exists until the kernel says otherwise.
+    #[test]
+    fn group_outlives_a_census_without_it() {
+        let (tree, no_environment) = (tree(true), |_| Ok(Vec::new()));
+        let (empty, processes) = (BTreeMap::new(), BTreeMap::from([(21, (TASKER, 20))]));
+        let pids = tree.select(&empty, TASKER, |_| true, no_environment);
+        assert_eq!(pids, Ok(vec![]));
+        let pids = tree.select(&processes, TASKER, |_| true, no_environment);
+        assert_eq!(pids, Ok(vec![21]));
+        assert!(!tree.has_group_ended_by(|_| true));
+        assert!(tree.has_group_ended_by(|_| false));
+        // Another group has the number now.
+        assert!(tree.has_group_ended_by(|_| true));
+        let own_group = nix::unistd::getpgrp().as_raw();
+        assert!(group_exists(own_group) && !group_exists(i32::MAX));
+    }
+
     /// A task without a namespace consists of its process group, all descendants, and orphans with
     /// its environment.
     #[test]
@@ -273,7 +317,7 @@ mod tests {
             30 => Ok(b"PVMEPID=78\0".to_vec()),
             _ => Ok(b"PVMEPID=770\0".to_vec()),
         };
-        let pids = tree(false).select(&processes, TASKER, environment);
+        let pids = tree(false).select(&processes, TASKER, groups_of(&processes), environment);
         assert_eq!(pids, Ok(vec![20, 21, 22, 23, 24, 25]));
     }
 
@@ -285,15 +329,15 @@ mod tests {
             _ => Ok(Vec::new()),
         };
         let mut processes = BTreeMap::from([(21, (TASKER, 20)), (24, (TASKER, 24))]);
-        let pids = tree(true).select(&processes, TASKER, environment);
+        let pids = tree(true).select(&processes, TASKER, groups_of(&processes), environment);
         assert_eq!(pids, Ok(vec![21, 24]));
         let tree = tree(true);
         processes.insert(20, (TASKER, 20));
-        let pids = tree.select(&processes, TASKER, environment);
+        let pids = tree.select(&processes, TASKER, groups_of(&processes), environment);
         assert_eq!(pids, Ok(vec![24]));
         // The process with the reused PID ends, and leaves a process of its group.
         processes.remove(&20);
-        let pids = tree.select(&processes, TASKER, environment);
+        let pids = tree.select(&processes, TASKER, groups_of(&processes), environment);
         assert_eq!(pids, Ok(vec![24]));
     }
 
@@ -305,13 +349,19 @@ mod tests {
         let tree = tree(true);
         let mut processes = BTreeMap::from([(21, (TASKER, 20)), (30, (1, 30))]);
         assert_eq!(
-            tree.select(&processes, TASKER, no_environment),
+            tree.select(&processes, TASKER, groups_of(&processes), no_environment),
             Ok(vec![21])
         );
         processes.remove(&21);
-        assert_eq!(tree.select(&processes, TASKER, no_environment), Ok(vec![]));
+        assert_eq!(
+            tree.select(&processes, TASKER, groups_of(&processes), no_environment),
+            Ok(vec![])
+        );
         processes.insert(31, (30, 20));
-        assert_eq!(tree.select(&processes, TASKER, no_environment), Ok(vec![]));
+        assert_eq!(
+            tree.select(&processes, TASKER, groups_of(&processes), no_environment),
+            Ok(vec![])
+        );
     }
 
     /// A process in a PID namespace that was created in a task's namespace belongs to the task.
@@ -346,7 +396,7 @@ mod tests {
     #[test]
     fn unreadable_process_is_not_absent() {
         let processes = BTreeMap::from([(24, (TASKER, 24))]);
-        let pids = tree(false).select(&processes, TASKER, |_| Err(CensusFailed));
+        let pids = tree(false).select(&processes, TASKER, |_| true, |_| Err(CensusFailed));
         assert_eq!(pids, Err(CensusFailed));
         let pids = BTreeMap::from([(200, vec![20])]);
         let outer = find_outer(&pids, Some(100), |_| Err(CensusFailed));

@@ -309,9 +309,13 @@ impl Leftover {
     fn has_ended(&self, census: &Census) -> bool {
         match &self.remains {
             Remains::Namespace(namespace) => namespace.has_ended(),
-            Remains::Tree(_) => {
-                let pids = self.remains.living_pids(census);
-                pids.is_ok_and(|pids| pids.is_empty())
+            // Processes that fork and exit in turns may be absent from one census.
+            Remains::Tree(tree) => {
+                let is_empty = |census: &Census| {
+                    let pids = self.remains.living_pids(census);
+                    pids.is_ok_and(|pids| pids.is_empty())
+                };
+                tree.has_group_ended() && is_empty(census) && is_empty(&Census::default())
             }
         }
     }
@@ -421,11 +425,13 @@ impl Supervisor {
             Some(namespace) => namespace.has_left_processes(census),
             None => {
                 task.tree.record_first_reaped();
-                // The tasker adopts orphans, so without an unknown child nothing is left.
-                self.has_unowned_child()
-                    && census
-                        .tree_pids(&task.tree)
-                        .map_or(true, |pids| !pids.is_empty())
+                // The tasker adopts orphans, so without an unknown child nothing is left outside
+                // the group.
+                let is_one_left = || {
+                    let pids = census.tree_pids(&task.tree);
+                    pids.map_or(true, |pids| !pids.is_empty())
+                };
+                !task.tree.has_group_ended() || (self.has_unowned_child() && is_one_left())
             }
         };
         let must_stop = !task.pause.is_inactive();
