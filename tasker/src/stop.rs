@@ -256,7 +256,7 @@ fn redirect_pending_stop(pid: i32) {
 }
 
 /// Kills these processes by SIGKILL; those that have ended are skipped.
-pub(crate) fn kill(pids: &[i32]) {
+pub(crate) fn kill<'a>(pids: impl IntoIterator<Item = &'a i32>) {
     for pid in pids {
         // Fails if the process has ended.
         let _ = sys::send_signal(*pid, libc::SIGKILL);

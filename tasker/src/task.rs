@@ -209,8 +209,15 @@ impl Task {
     /// Kills the task like [`Task::kill_processes`]. After the return, no process of the task
     /// executes another instruction, even if its exit takes long.
     pub(crate) fn kill_immediately(&self, census: &Census) {
-        stop::kill(&self.member_pids_in(census));
-        stop::kill(&self.processes().pids_in(census));
+        if self.namespace.is_some() {
+            let killed_pids: BTreeSet<i32> = self.member_pids_in(census).into_iter().collect();
+            stop::kill(&killed_pids);
+            // The init reaps orphans at once, so the PIDs of killed processes may belong to other
+            // processes already.
+            let mut other_pids = self.processes().pids_in(census);
+            other_pids.retain(|pid| !killed_pids.contains(pid));
+            stop::kill(&other_pids);
+        }
         self.kill_processes(census);
     }
 
