@@ -14,6 +14,7 @@
 //! turns may be absent.
 
 use crate::outer_namespace::outer_namespace_inode;
+use crate::sys;
 use checkpoint::proc;
 use nix::errno::Errno;
 use nix::sys::signal::kill;
@@ -92,6 +93,21 @@ impl ProcessTree {
     /// were not reaped.
     pub(crate) fn has_group_ended(&self) -> bool {
         self.has_group_ended_by(group_exists)
+    }
+
+    /// True if the first process was reaped and its process group has a member, which may be absent
+    /// from a census.
+    pub(crate) fn has_left_group(&self) -> bool {
+        self.is_first_reaped && !self.has_group_ended()
+    }
+
+    /// Kills the process group of the first process at once, if it is the task's. Processes that
+    /// fork and exit in turns do not escape.
+    pub(crate) fn kill_group(&self) {
+        if !self.has_group_ended() {
+            // Fails only if the group has ended since.
+            let _ = sys::send_signal(-self.first_pid, libc::SIGKILL);
+        }
     }
 
     fn has_group_ended_by(&self, group_exists: impl Fn(i32) -> bool) -> bool {

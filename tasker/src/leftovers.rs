@@ -64,7 +64,10 @@ impl Remains {
     fn kill(&self, census: &Census) {
         match self {
             Self::Namespace(namespace) => namespace.kill_processes(),
-            Self::Tree(_) => stop::kill(&self.processes().pids_in(census)),
+            Self::Tree(tree) => {
+                tree.kill_group();
+                stop::kill(&self.processes().pids_in(census));
+            }
         }
     }
 }
@@ -284,10 +287,21 @@ impl Leftover {
         }
     }
 
-    /// Counts the processes. Returns a report if their number has changed.
-    fn count(&mut self, census: &Census) -> Option<FromTasker> {
+    /// Counts the processes again. Processes that are absent from the census although they exist,
+    /// because they fork and exit in turns, count as one.
+    fn count_again(&mut self, census: &Census) -> Option<FromTasker> {
+        let has_left = match &self.remains {
+            Remains::Namespace(namespace) => namespace.has_left_processes(census),
+            Remains::Tree(tree) => tree.has_left_group(),
+        };
+        self.count(census, u32::from(has_left))
+    }
+
+    /// Counts the processes, of which at least `count_min` exist. Returns a report if their number
+    /// has changed.
+    fn count(&mut self, census: &Census, count_min: u32) -> Option<FromTasker> {
         let mut pids = self.remains.living_pids(census).ok()?;
-        let process_count = u32::try_from(pids.len()).unwrap_or(u32::MAX);
+        let process_count = u32::try_from(pids.len()).unwrap_or(u32::MAX).max(count_min);
         if process_count == self.reported_count || process_count == 0 {
             return None;
         }
@@ -489,7 +503,7 @@ impl Supervisor {
         } else {
             leftover.resume(census);
         }
-        if let Some(report) = leftover.count(census) {
+        if let Some(report) = leftover.count(census, 0) {
             self.send(&report);
         }
         self.leftovers.items.push(leftover);
@@ -612,7 +626,7 @@ impl Supervisor {
                     item.remains.kill(&census);
                 }
                 if item.is_counted() {
-                    messages.extend(item.count(&census));
+                    messages.extend(item.count_again(&census));
                 }
             }
             true

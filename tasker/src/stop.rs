@@ -54,6 +54,15 @@ impl TaskProcesses<'_> {
             Self::Tree(tree) => census.tree_pids(tree),
         }
     }
+
+    /// True if processes are known to exist although a census may contain none of them: what a task
+    /// without a namespace has left behind may fork and exit in turns.
+    fn are_some_absent(&self) -> bool {
+        match self {
+            Self::Namespace(_) | Self::OutsideGroup(_) => false,
+            Self::Tree(tree) => tree.has_left_group(),
+        }
+    }
 }
 
 /// What happens to a child that shares the memory of its parent, between vfork and exec. The parent
@@ -171,6 +180,9 @@ pub(crate) fn signal_running(
         .into_iter()
         .map(|pid| (pid, (run_state(pid), parent_pid(pid))))
         .collect();
+    if states.is_empty() && processes.are_some_absent() {
+        return None;
+    }
     let state_of = |pid: &i32| states.get(pid).map(|(state, _)| *state);
     let is_running = |pid: &i32| state_of(pid).is_some_and(|state| state != RunState::Stopped);
     // True if the parent waits in vfork for this child, and is to be stopped by stopping the child.

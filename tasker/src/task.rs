@@ -199,7 +199,7 @@ impl Task {
         match &self.namespace {
             Some(namespace) => namespace.kill_processes(),
             None => {
-                let _ = sys::send_signal(-self.process.pid, libc::SIGKILL);
+                self.tree.kill_group();
                 stop::kill(&self.processes().pids_in(census));
             }
         }
