@@ -7,7 +7,10 @@ use checkpoint::proc;
 use common::migration_steps::{
     compile_program, count_lines, kill_source_and_wait, stop_and_wait as stop_for_migration,
 };
-use common::{Tasker, can_make_namespaces, is_alive, migration_id, shell_path, tid, wait_until};
+use common::{
+    MECHANISMS, Tasker, can_make_namespaces, cpu_ticks, is_alive, migration_id, shell_path,
+    start_order, tid, wait_until, wait_until_runs,
+};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use sempa_proto::cgroup;
@@ -16,29 +19,19 @@ use sempa_proto::{Micros, Tid};
 use std::fs;
 use std::path::PathBuf;
 use std::process::Command;
+use std::time::{Duration, Instant};
 
-const FREEZER_OFF: (&str, &str) = ("SEMPA_FREEZER", "off");
 /// A task that starts a computing child, prints the word "ready" and waits.
 const PARENT_SCRIPT: &str = "(while :; do :; done) & echo ready; wait";
-
-fn cpu_ticks(pid: i32) -> u64 {
-    let stat = proc::stat(pid).expect("it is there");
-    stat.utime + stat.stime
-}
 
 /// Asserts that a process uses no processor time while the tasker has nothing to say for a moment.
 fn assert_stands_still(tasker: &mut Tasker, pid: i32) {
     let previous_ticks = cpu_ticks(pid);
     for _ in 0..5 {
-        let message = tasker.wait_briefly_for_message();
+        let message = tasker.wait_briefly_for_report();
         assert!(message.is_none(), "{message:?}");
     }
     assert_eq!(cpu_ticks(pid), previous_ticks, "process {pid} runs");
-}
-
-fn assert_runs(pid: i32) {
-    let previous_ticks = cpu_ticks(pid);
-    wait_until("the process runs", || cpu_ticks(pid) > previous_ticks);
 }
 
 /// Returns the only child of a process.
@@ -111,8 +104,8 @@ fn stop_leftovers_and_wait(tasker: &mut Tasker) {
 /// Runs `test` with the mechanism of this host and with signals. Without the right to create
 /// namespaces both are the same.
 fn with_each_mechanism(test: impl Fn(&mut Tasker)) {
-    for env in [&[][..], &[FREEZER_OFF][..]] {
-        let mut tasker = Tasker::start_with_env(env);
+    for env in MECHANISMS {
+        let mut tasker = Tasker::start_with_mechanism(env);
         test(&mut tasker);
         tasker.stop_and_wait();
     }
@@ -132,7 +125,7 @@ fn killed_task_leaves_stopped_child() {
         });
         assert_stands_still(tasker, child);
         tasker.send(ToTasker::ResumeLeftovers { tid: tid(1) });
-        assert_runs(child);
+        wait_until_runs(child);
         tasker.send(ToTasker::KillLeftovers { tid: tid(1) });
         wait_until_none_left(tasker, tid(1));
         assert!(!is_alive(child));
@@ -146,11 +139,11 @@ fn left_child_stops_with_a_pause() {
         let (_, child) = start_parent(tasker);
         let left = kill_first_process(tasker);
         assert_eq!(left, (1, vec![child]));
-        assert_runs(child);
+        wait_until_runs(child);
         stop_leftovers_and_wait(tasker);
         assert_stands_still(tasker, child);
         tasker.send(ToTasker::ResumeLeftovers { tid: tid(1) });
-        assert_runs(child);
+        wait_until_runs(child);
     });
 }
 
@@ -165,7 +158,7 @@ fn task_stops_with_child_of_own_session() {
         pause_and_wait(tasker);
         assert_stands_still(tasker, computing_child);
         tasker.send(ToTasker::Resume { tid: tid(1) });
-        assert_runs(computing_child);
+        wait_until_runs(computing_child);
     });
 }
 
@@ -189,7 +182,7 @@ fn leftover_of_a_migration_waits_for_the_decision() {
                 assert!(!is_alive(child));
             } else {
                 tasker.send(ToTasker::ResumeLeftovers { tid: tid(1) });
-                assert_runs(child);
+                wait_until_runs(child);
             }
         });
     }
@@ -262,18 +255,18 @@ fn process_outside_its_control_group_stops() {
             )
             .expect("it moves");
         }
-        assert_runs(child);
+        wait_until_runs(child);
         pause_and_wait(&mut tasker);
         assert_stands_still(&mut tasker, child);
-        assert_runs(stopped_pid);
+        wait_until_runs(stopped_pid);
         tasker.send(ToTasker::Resume { tid: tid(1) });
-        assert_runs(child);
+        wait_until_runs(child);
         // The processes stay members of the task, also after its end.
         pause_and_wait(&mut tasker);
         assert_eq!(kill_first_process(&mut tasker), (1, vec![child]));
         assert_stands_still_after_reports(&mut tasker, child);
         tasker.send(ToTasker::ResumeLeftovers { tid: tid(1) });
-        assert_runs(child);
+        wait_until_runs(child);
         tasker.stop_and_wait();
         assert!(!is_alive(child));
     }
@@ -302,7 +295,7 @@ fn process_that_leaves_a_frozen_group_is_stopped_again() {
     });
     assert_stands_still(&mut tasker, child);
     tasker.send(ToTasker::Resume { tid: tid(1) });
-    assert_runs(child);
+    wait_until_runs(child);
     tasker.stop_and_wait();
 }
 
@@ -317,11 +310,11 @@ fn vfork_child_stops_and_is_left_behind() {
         let pid = tasker.start_task_and_wait(tid(1), &program, arguments);
         tasker.wait_for_output(tid(1), &mut Vec::new(), |text| count_lines(text) == 1);
         let child = child_of(pid);
-        assert_runs(child);
+        wait_until_runs(child);
         pause_and_wait(tasker);
         assert_stands_still(tasker, child);
         tasker.send(ToTasker::Resume { tid: tid(1) });
-        assert_runs(child);
+        wait_until_runs(child);
         pause_and_wait(tasker);
         assert_eq!(kill_first_process(tasker), (1, vec![child]));
         assert_stands_still_after_reports(tasker, child);
@@ -360,14 +353,14 @@ fn tasker_child_is_left_behind() {
         pause_and_wait(tasker);
         assert_stands_still(tasker, child);
         tasker.send(ToTasker::Resume { tid: tid(1) });
-        assert_runs(child);
+        wait_until_runs(child);
         assert_eq!(kill_first_process(tasker), (1, vec![child]));
-        assert_runs(child);
+        wait_until_runs(child);
         stop_leftovers_and_wait(tasker);
         assert_stands_still(tasker, child);
         // The namespace does not end while the process exists.
         tasker.send(ToTasker::ResumeLeftovers { tid: tid(1) });
-        assert_runs(child);
+        wait_until_runs(child);
         tasker.send(ToTasker::KillLeftovers { tid: tid(1) });
         wait_until_none_left(tasker, tid(1));
         assert!(!is_alive(child));
@@ -393,7 +386,7 @@ fn injected_process_is_left_behind() {
         pause_and_wait(tasker);
         assert_stands_still(tasker, injected_pid);
         tasker.send(ToTasker::Resume { tid: tid(1) });
-        assert_runs(injected_pid);
+        wait_until_runs(injected_pid);
         let (_, left_pids) = kill_first_process(tasker);
         assert!(left_pids.contains(&injected_pid), "{left_pids:?}");
         stop_leftovers_and_wait(tasker);
@@ -418,7 +411,7 @@ fn processes_that_continue_one_another_stop() {
         tasker.wait_for_output(tid(1), &mut Vec::new(), |text| count_lines(text) == 1);
         let child = child_of(pid);
         for _ in 0..3 {
-            assert_runs(pid);
+            wait_until_runs(pid);
             pause_and_wait(tasker);
             assert_stands_still(tasker, pid);
             assert_stands_still(tasker, child);
@@ -448,7 +441,7 @@ fn process_in_the_kernel_does_not_delay_others() {
     wait_until("the parent waits in the kernel", || {
         proc::stat(pid).is_some_and(|stat| stat.state == 'D')
     });
-    assert_runs(child);
+    wait_until_runs(child);
     tasker.send(ToTasker::Pause {
         tid: tid(1),
         run_time: Micros(0),
@@ -461,6 +454,38 @@ fn process_in_the_kernel_does_not_delay_others() {
     assert_eq!(unstopped_pids, [pid]);
     assert_stands_still(&mut tasker, child);
     tasker.send(ToTasker::Resume { tid: tid(1) });
-    assert_runs(child);
+    wait_until_runs(child);
+    tasker.stop_and_wait();
+}
+
+/// Processes of a task without a namespace that fork and exit in turns are not forgotten, although
+/// a single reading of /proc may not contain them.
+#[test]
+#[ignore = "system tier: needs gcc"]
+fn chain_of_processes_is_not_forgotten() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let program = compile_program(dir.path(), "chain");
+    let mut tasker = Tasker::start();
+    let mut order = start_order(tid(1), &program, &[]);
+    order.pinned = true;
+    tasker.send(ToTasker::Start(order));
+    tasker.wait_for_output(tid(1), &mut Vec::new(), |text| count_lines(text) == 1);
+    tasker.send(ToTasker::Signal {
+        tid: tid(1),
+        signal: libc::SIGKILL,
+    });
+    let left_count = |message: &FromTasker| match message {
+        FromTasker::LeftBehind { process_count, .. } => Some(*process_count),
+        _ => None,
+    };
+    let first_count = tasker.wait_for_value(&mut Vec::new(), left_count);
+    assert!(first_count > 0);
+    let watched_until = Instant::now() + Duration::from_secs(5);
+    while Instant::now() < watched_until {
+        let message = tasker.wait_briefly_for_message();
+        assert_ne!(message.as_ref().and_then(left_count), Some(0));
+    }
+    tasker.send(ToTasker::KillLeftovers { tid: tid(1) });
+    wait_until_none_left(&mut tasker, tid(1));
     tasker.stop_and_wait();
 }

@@ -4,7 +4,10 @@ mod common;
 
 use checkpoint::proc;
 use common::migration_steps::*;
-use common::{Tasker, WAIT_TIMEOUT, is_alive, shell_path, tid, wait_until};
+use common::{
+    FREEZER_OFF, MECHANISMS, Tasker, WAIT_TIMEOUT, cpu_ticks, is_alive, shell_path, tid,
+    wait_until, wait_until_runs,
+};
 use procfs::process::{MMapPath, Process};
 use sempa_proto::Micros;
 use sempa_proto::task::RedirectAddress;
@@ -26,12 +29,6 @@ fn wait_until_paused(tasker: &mut Tasker, messages: &mut Vec<FromTasker>) {
     tasker.wait_for_value(messages, |m| {
         matches!(m, FromTasker::Paused { tid: t } if *t == tid(1)).then_some(())
     });
-}
-
-/// Returns the processor time of a process in the kernel's clock ticks.
-fn cpu_ticks(pid: i32) -> u64 {
-    let stat = proc::stat(pid).expect("it is there");
-    stat.utime + stat.stime
 }
 
 /// Returns the number of write calls that a process has made. A running counter makes them
@@ -822,7 +819,7 @@ fn set_descriptor_limit(pid: i32, soft_limit: usize) {
 fn task_that_cannot_be_read_is_not_called_stopped() {
     assert!(common::can_make_namespaces(), "cannot run here: needs root");
     let no_engine = ("SEMPA_CRIU", "/nonexistent");
-    for env in [&[no_engine][..], &[no_engine, ("SEMPA_FREEZER", "off")][..]] {
+    for env in [&[no_engine][..], &[no_engine, FREEZER_OFF][..]] {
         let mut tasker = Tasker::start_with_env(env);
         let tasker_pid = tasker.child.id().cast_signed();
         // The failed probe of the engine, 1 s after the start, opens files.
@@ -833,8 +830,7 @@ fn task_that_cannot_be_read_is_not_called_stopped() {
         let script = "while :; do :; done";
         let pid = tasker.start_task_and_wait(tid(1), &shell_path(), &["-c", script]);
         set_descriptor_limit(tasker_pid, lowest_free_descriptor(tasker_pid));
-        let previous_ticks = cpu_ticks(pid);
-        wait_until("the task runs", || cpu_ticks(pid) > previous_ticks);
+        wait_until_runs(pid);
         tasker.send(ToTasker::Pause {
             tid: tid(1),
             run_time: IMMEDIATELY,
@@ -858,7 +854,7 @@ fn task_that_cannot_be_read_is_not_called_stopped() {
         assert!(tasker.wait_briefly_for_message().is_none());
         assert_eq!(cpu_ticks(pid), previous_ticks);
         tasker.send(ToTasker::Resume { tid: tid(1) });
-        wait_until("the task runs", || cpu_ticks(pid) > previous_ticks);
+        wait_until_runs(pid);
         tasker.stop_and_wait();
     }
 }
@@ -871,8 +867,8 @@ fn process_that_runs_after_a_failed_migration_is_stopped() {
     require_migration();
     let script = "(kill -STOP $(sh -c 'echo $PPID'); while :; do :; done) & \
         (while :; do :; done) & echo ready; while :; do :; done";
-    for env in [&[][..], &[("SEMPA_FREEZER", "off")][..]] {
-        let mut tasker = Tasker::start_with_env(env);
+    for env in MECHANISMS {
+        let mut tasker = Tasker::start_with_mechanism(env);
         let pid = tasker.start_task_and_wait(tid(1), &shell_path(), &["-c", script]);
         tasker.wait_for_output(tid(1), &mut Vec::new(), |text| count_lines(text) == 1);
         let children = proc::children(pid).expect("it runs");
@@ -893,10 +889,8 @@ fn process_that_runs_after_a_failed_migration_is_stopped() {
             assert_eq!([pid, running_pid.as_raw()].map(cpu_ticks), previous_ticks);
         }
         tasker.send(ToTasker::Resume { tid: tid(1) });
-        for running_pid in [pid, running_pid] {
-            let previous_ticks = cpu_ticks(running_pid);
-            wait_until("it runs", || cpu_ticks(running_pid) > previous_ticks);
-        }
+        wait_until_runs(pid);
+        wait_until_runs(running_pid);
         assert!(is_stopped());
         tasker.stop_and_wait();
     }
