@@ -51,7 +51,9 @@ pub(crate) enum Pause {
     },
     /// The task was ordered to stop. Some of its processes may still run.
     Stopping {
-        /// Processes that received SIGSTOP; empty if a control group is frozen instead.
+        /// Processes that received SIGSTOP and must receive no second one. While a control group
+        /// is frozen the set is empty: [`Namespace::thaw`](crate::namespace::Namespace::thaw)
+        /// continues the processes that have received SIGSTOP then.
         signalled_pids: BTreeSet<i32>,
         /// Time at which the task was ordered to stop.
         ordered_at: Instant,
