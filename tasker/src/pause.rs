@@ -301,7 +301,10 @@ impl Task {
             let pids = stop::without_already_stopped(pids, &self.already_stopped_pids);
             match &self.namespace {
                 // Each process may have received SIGSTOP for a migration.
-                Some(namespace) if self.start_freeze() => namespace.record_signalled(pids),
+                Some(namespace) if self.start_freeze() => {
+                    signalled_pids.clear();
+                    namespace.record_signalled(pids);
+                }
                 _ => {
                     let stopped = pids.into_iter().filter(|p| stop::is_stopped_by_signal(*p));
                     signalled_pids.extend(stopped);
