@@ -28,9 +28,11 @@ pub fn kill_descendants(root_pid: i32) {
     }
 }
 
-/// Returns the parent of each process of the host that has not ended.
+/// Returns the parent of each process of the host that has not ended; empty if /proc cannot be
+/// read.
 fn read_parents() -> BTreeMap<i32, i32> {
-    let processes = proc::process_ids().into_iter().filter_map(proc::stat);
+    let pids = proc::process_ids().unwrap_or_default();
+    let processes = pids.into_iter().filter_map(proc::stat);
     let living = processes.filter(|stat| !matches!(stat.state, 'Z' | 'X'));
     living.map(|stat| (stat.pid, stat.ppid)).collect()
 }
@@ -65,7 +67,7 @@ mod tests {
 
     /// The child of a shell is killed, and the shell sees it.
     #[test]
-    fn child_of_other_process_is_killed() {
+    fn descendant_of_other_process_is_killed() {
         let mut shell = Command::new("sh")
             .args(["-c", "sleep 1000 & echo started; wait $!; echo $?; read x"])
             .stdin(Stdio::piped())

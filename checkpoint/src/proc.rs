@@ -6,6 +6,7 @@
 //! | file | reason |
 //! | --- | --- |
 //! | the list of processes | The crate opens each process. The tasker lists the processes repeatedly while it stops a task. |
+//! | the list of a process's threads with their states | The crate omits threads that it cannot open, for example because no descriptor is free. |
 //! | `PID/fdinfo/N` | The crate does not read it. |
 //! | `PID/fd/N` | The crate replaces bytes of a path that are not UTF-8, but a target needs the path as it is. |
 //! | `PID/maps`, `PID/smaps` | One name that is not UTF-8 makes the crate fail, and a name such as `/SYSV1` makes it panic. A task chooses these names. |
@@ -21,9 +22,9 @@
 //! - `self/mountinfo` and `self/cgroup`, which the pure module `sempa_proto::cgroup` parses,
 //! - paths such as `self/fd/N`, by which files are opened.
 
-use procfs::ProcError;
 use procfs::process::Process;
 pub use procfs::process::{Stat, Status};
+use procfs::{FromRead, ProcError};
 use std::fs::DirEntry;
 use std::io;
 use std::path::PathBuf;
@@ -45,7 +46,10 @@ pub(crate) fn read_status(id: i32) -> io::Result<Option<Status>> {
 }
 
 /// Converts the error that a process or thread does not exist into `None`.
-pub(crate) fn none_if_ended<T>(result: io::Result<T>) -> io::Result<Option<T>> {
+///
+/// # Errors
+/// All other errors.
+pub fn none_if_ended<T>(result: io::Result<T>) -> io::Result<Option<T>> {
     match result {
         Ok(value) => Ok(Some(value)),
         Err(e) if has_ended(&e) => Ok(None),
@@ -64,6 +68,44 @@ pub fn stat(pid: i32) -> Option<Stat> {
     Process::new(pid).ok()?.stat().ok()
 }
 
+/// Returns the parsed `/proc/PID/stat` of the process or thread with the id `id`; `None` if it does
+/// not exist.
+///
+/// # Errors
+/// The file exists, but cannot be read.
+pub fn read_stat(id: i32) -> io::Result<Option<Stat>> {
+    none_if_ended(read_stat_file(&format!("/proc/{id}/stat")))
+}
+
+fn read_stat_file(path: &str) -> io::Result<Stat> {
+    let bytes = std::fs::read(path)?;
+    Stat::from_read(bytes.as_slice()).map_err(into_io_error)
+}
+
+/// Returns the threads of a process, each with its state letter; empty if the process does not
+/// exist.
+///
+/// # Errors
+/// A thread exists, but its state cannot be read.
+pub fn thread_states(pid: i32) -> io::Result<Vec<(i32, char)>> {
+    let dir = format!("/proc/{pid}/task");
+    let Some(entries) = none_if_ended(std::fs::read_dir(&dir))? else {
+        return Ok(Vec::new());
+    };
+    let mut states = Vec::new();
+    for entry in entries {
+        // The process may end while its threads are listed.
+        let Some(entry) = none_if_ended(entry)? else {
+            break;
+        };
+        let path = format!("{dir}/{}/stat", entry.file_name().to_string_lossy());
+        if let Some(stat) = none_if_ended(read_stat_file(&path))? {
+            states.push((stat.pid, stat.state));
+        }
+    }
+    Ok(states)
+}
+
 /// Returns the memory of a process in bytes: resident memory plus swapped-out memory, which is
 /// dumped as well. `None` for an exiting process that has released its memory.
 pub fn memory_bytes(status: &Status) -> Option<u64> {
@@ -77,12 +119,18 @@ pub fn innermost_pid(pid: i32) -> Option<i32> {
     status(pid)?.nspid?.last().copied()
 }
 
-/// Returns the ids of all processes in the PID namespace of /proc; empty if /proc cannot be read.
-pub fn process_ids() -> Vec<i32> {
-    let entries = std::fs::read_dir("/proc").into_iter().flatten().flatten();
-    entries
-        .filter_map(|entry| entry.file_name().to_str()?.parse().ok())
-        .collect()
+/// Returns the ids of all processes in the PID namespace of /proc.
+///
+/// # Errors
+/// /proc cannot be read, for example because no descriptor is free.
+pub fn process_ids() -> io::Result<Vec<i32>> {
+    let mut pids = Vec::new();
+    for entry in std::fs::read_dir("/proc")? {
+        if let Some(pid) = entry?.file_name().to_str().and_then(|n| n.parse().ok()) {
+            pids.push(pid);
+        }
+    }
+    Ok(pids)
 }
 
 /// Returns the ids of a process's threads.
@@ -232,6 +280,10 @@ mod tests {
         assert_eq!(error.raw_os_error(), Some(libc::ENOENT));
         let own_pid = std::process::id().cast_signed();
         assert!(thread_ids(own_pid).expect("it runs").contains(&own_pid));
-        assert!(process_ids().contains(&own_pid));
+        assert!(process_ids().expect("the kernel has it").contains(&own_pid));
+        let states = thread_states(own_pid).expect("it runs");
+        assert!(states.iter().any(|(thread, _)| *thread == own_pid));
+        assert!(thread_states(-1).expect("no process").is_empty());
+        assert!(read_stat(-1).expect("no process").is_none());
     }
 }

@@ -25,6 +25,8 @@ const INBOUND_BYTES_HIGH_WATER: usize = 64 << 20;
 pub(crate) struct DaemonSocket {
     socket: OwnedFd,
     decoder: FrameDecoder,
+    /// Kept, because the main loop reads before each order.
+    read_buffer: Box<[u8]>,
     outbound_queue: VecDeque<u8>,
     inbound_queue: InboundQueue,
     is_closed: bool,
@@ -72,6 +74,7 @@ impl DaemonSocket {
         Ok(Self {
             socket,
             decoder: FrameDecoder::new(),
+            read_buffer: vec![0; READ_BYTES_MAX].into(),
             outbound_queue: VecDeque::new(),
             inbound_queue: InboundQueue::default(),
             is_closed: false,
@@ -134,11 +137,10 @@ impl DaemonSocket {
     /// # Errors
     /// The bytes are not valid frames. The socket can no longer be used.
     pub(crate) fn receive(&mut self) -> Result<(), FrameError> {
-        let mut bytes = vec![0u8; READ_BYTES_MAX];
         while !self.is_closed && self.inbound_queue.bytes < INBOUND_BYTES_HIGH_WATER {
-            match nix::unistd::read(&self.socket, &mut bytes) {
+            match nix::unistd::read(&self.socket, &mut self.read_buffer) {
                 Ok(0) => self.is_closed = true,
-                Ok(read_bytes) => self.decoder.push(&bytes[..read_bytes]),
+                Ok(read_bytes) => self.decoder.push(&self.read_buffer[..read_bytes]),
                 Err(Errno::EINTR) => continue,
                 Err(Errno::EAGAIN) => return Ok(()),
                 Err(_) => self.is_closed = true,

@@ -58,6 +58,34 @@ pub(crate) struct Freezer {
     created_group_count: u64,
     /// Paths of dropped groups that still contained processes and could not be removed yet.
     unremoved_groups: Rc<RefCell<Vec<PathBuf>>>,
+    reserve: Rc<DescriptorReserve>,
+}
+
+/// A descriptor that is closed for a moment when no other is free, so that tasks can be frozen and
+/// thawed nevertheless.
+#[derive(Debug)]
+struct DescriptorReserve(RefCell<Option<File>>);
+
+impl DescriptorReserve {
+    fn new() -> Self {
+        Self(RefCell::new(File::open("/dev/null").ok()))
+    }
+
+    /// Calls `operation`, which opens one descriptor at a time, and calls it again with the reserve
+    /// if no descriptor is free.
+    fn run<T>(&self, operation: impl Fn() -> io::Result<T>) -> io::Result<T> {
+        let is_exhausted =
+            |error: &io::Error| matches!(error.raw_os_error(), Some(libc::EMFILE | libc::ENFILE));
+        match operation() {
+            Err(error) if is_exhausted(&error) => {
+                drop(self.0.take());
+                let result = operation();
+                self.0.replace(File::open("/dev/null").ok());
+                result
+            }
+            result => result,
+        }
+    }
 }
 
 /// A control group for the processes of a task. Dropping this value removes the group. If the group
@@ -67,6 +95,7 @@ pub(crate) struct ControlGroup {
     path: PathBuf,
     freeze_requested: Cell<bool>,
     unremoved_groups: Rc<RefCell<Vec<PathBuf>>>,
+    reserve: Rc<DescriptorReserve>,
 }
 
 /// Why tasks cannot be frozen on this host; paused tasks are then stopped by signals.
@@ -135,6 +164,7 @@ impl Freezer {
             _mount: mount,
             created_group_count: 0,
             unremoved_groups: Rc::default(),
+            reserve: Rc::new(DescriptorReserve::new()),
         };
         freezer
             .probe_freezing()
@@ -161,6 +191,7 @@ impl Freezer {
             path,
             freeze_requested: Cell::new(false),
             unremoved_groups: Rc::clone(&self.unremoved_groups),
+            reserve: Rc::clone(&self.reserve),
         })
     }
 
@@ -231,7 +262,7 @@ impl ControlGroup {
     /// returns true when the freeze is complete.
     ///
     /// # Errors
-    /// The group was removed by another process.
+    /// The group was removed by another process, or no descriptor is free.
     pub(crate) fn start_freeze(&self) -> io::Result<()> {
         self.write_freeze("1")?;
         self.freeze_requested.set(true);
@@ -241,7 +272,8 @@ impl ControlGroup {
     /// Thaws all processes of the group. Programs cannot detect the thaw.
     pub(crate) fn thaw(&self) {
         if self.freeze_requested.replace(false) {
-            // Cannot fail: a group that contains frozen processes cannot be removed.
+            // Cannot fail: a group that contains frozen processes cannot be removed, and the
+            // reserve provides the descriptor.
             let _ = self.write_freeze("0");
         }
     }
@@ -254,12 +286,15 @@ impl ControlGroup {
 
     /// True if the kernel reports that all processes of the group are frozen.
     pub(crate) fn is_fully_frozen(&self) -> bool {
-        fs::read_to_string(self.path.join("cgroup.events"))
+        let path = self.path.join("cgroup.events");
+        self.reserve
+            .run(|| fs::read_to_string(&path))
             .is_ok_and(|text| text.lines().any(|line| line == "frozen 1"))
     }
 
     fn write_freeze(&self, freeze_value: &str) -> io::Result<()> {
-        fs::write(self.path.join("cgroup.freeze"), freeze_value)
+        let path = self.path.join("cgroup.freeze");
+        self.reserve.run(|| fs::write(&path, freeze_value))
     }
 
     fn wait_until_frozen(&self) -> io::Result<()> {

@@ -66,6 +66,17 @@ impl Deadlines {
         }
     }
 
+    /// Returns the deadline at which the tasker must act next; `None` if there is none.
+    /// `has_processes` is true if a process of a task may exist.
+    fn next(self, now: Micros, has_processes: bool) -> Option<Micros> {
+        match self.permission(now) {
+            Permission::Run => Some(self.freeze_at),
+            // A new tasker may get a lease that has run out. It has no tasks to end.
+            Permission::End if !has_processes => None,
+            Permission::Freeze | Permission::End => Some(self.kill_at),
+        }
+    }
+
     /// Returns the time that the main thread has after `kill_at`.
     fn last_resort_delay(self) -> Micros {
         if self.kill_at == NEVER {
@@ -179,17 +190,15 @@ impl Lease {
         self.frozen_since.is_some()
     }
 
-    /// Sets the timers. If a timer cannot be set, the main thread's other deadlines still check the
-    /// lease, so the error is only logged.
-    fn set_timers(&self, now: Micros) {
+    /// Sets the timers; a deadline that has passed fires at once. `has_processes` is true if a
+    /// process of a task may exist. If a timer cannot be set, the main thread's other deadlines
+    /// still check the lease, so the error is only logged.
+    fn set_timers(&self, now: Micros, has_processes: bool) {
         let Some(deadlines) = self.deadlines else {
             return;
         };
-        let next_deadline = match deadlines.permission(now) {
-            Permission::Run => deadlines.freeze_at,
-            Permission::Freeze => deadlines.kill_at,
-            // A new tasker may get a lease that has run out. It has no tasks to end.
-            Permission::End => return self.last_resort.disarm(),
+        let Some(next_deadline) = deadlines.next(now, has_processes) else {
+            return self.last_resort.disarm();
         };
         let last_resort = &self.last_resort;
         let kill_at = deadlines.kill_at;
@@ -242,7 +251,7 @@ impl Supervisor {
         let now = boot_clock::now();
         let deadlines = Deadlines { freeze_at, kill_at };
         self.lease.deadlines = Some(deadlines);
-        self.lease.set_timers(now);
+        self.lease.set_timers(now, self.has_processes());
         let mut frozen_time = Micros::default();
         if deadlines.permission(now) != Permission::Run {
             // The tasks are stopped after this order, and further orders start none.
@@ -281,7 +290,7 @@ impl Supervisor {
                         self.tasks.len()
                     );
                     self.lease.frozen_since = Some(now);
-                    self.lease.set_timers(now);
+                    self.lease.set_timers(now, self.has_processes());
                 }
                 let census = Census::default();
                 self.tasks.values_mut().for_each(|task| task.hold(&census));
@@ -335,6 +344,20 @@ mod tests {
         assert_eq!(deadlines.permission(Micros(7_999_999)), Permission::Freeze);
         assert_eq!(deadlines.permission(second(8)), Permission::End);
         assert_eq!(deadlines.last_resort_delay(), second(1));
+    }
+
+    /// A lease that has already run out when it arrives ends the tasks at once, if there are any.
+    #[test]
+    fn late_lease_ends_tasks() {
+        let second = Micros::from_secs;
+        let deadlines = Deadlines {
+            freeze_at: second(6),
+            kill_at: second(8),
+        };
+        assert_eq!(deadlines.next(second(5), false), Some(second(6)));
+        assert_eq!(deadlines.next(second(7), false), Some(second(8)));
+        assert_eq!(deadlines.next(second(9), true), Some(second(8)));
+        assert_eq!(deadlines.next(second(9), false), None);
     }
 
     /// Tasks without a time to end stay frozen.

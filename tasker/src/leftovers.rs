@@ -12,7 +12,7 @@
 //! The daemon learns the number of processes from [`FromTasker::LeftBehind`], before it learns of
 //! the end of the task.
 
-use crate::census::{Census, ProcessTree};
+use crate::census::{Census, CensusFailed, ProcessTree};
 use crate::namespace::Namespace;
 use crate::pause::Pause;
 use crate::stop::{self, TaskProcesses, VforkRule};
@@ -52,16 +52,22 @@ impl Remains {
     }
 
     /// Returns the PIDs of the processes that have not ended.
-    fn living_pids(&self, census: &Census) -> Vec<i32> {
-        let mut pids = self.processes().pids_in(census);
+    ///
+    /// # Errors
+    /// The processes could not be read.
+    fn living_pids(&self, census: &Census) -> Result<Vec<i32>, CensusFailed> {
+        let mut pids = self.processes().try_pids_in(census)?;
         pids.retain(|pid| !stop::has_ended(*pid));
-        pids
+        Ok(pids)
     }
 
     fn kill(&self, census: &Census) {
         match self {
             Self::Namespace(namespace) => namespace.kill_processes(),
-            Self::Tree(_) => stop::kill(&self.processes().pids_in(census)),
+            Self::Tree(tree) => {
+                tree.kill_group();
+                stop::kill(&self.processes().pids_in(census));
+            }
         }
     }
 }
@@ -93,6 +99,8 @@ struct Leftover {
     permission: RunPermission,
     /// True if the processes are stopped only because the lease does not permit them to run.
     is_held: bool,
+    /// True if the control group, if there is one, must be frozen and this has not succeeded.
+    must_freeze: bool,
     /// Processes that received SIGSTOP because no control group could be frozen.
     signalled_pids: BTreeSet<i32>,
     /// Processes, by their PIDs in the namespace, that were stopped for other reasons.
@@ -107,13 +115,25 @@ impl Leftover {
         if !matches!(self.permission, RunPermission::Running) {
             return;
         }
+        self.begin_stopping();
+        self.must_freeze = true;
+        self.start_freeze();
+    }
+
+    /// Freezes the control group, if there is one. If this fails because the group was removed, or
+    /// because no descriptor is free, the processes are stopped by signals until it succeeds.
+    fn start_freeze(&mut self) {
         if let Remains::Namespace(namespace) = &self.remains
             && let Some(group) = namespace.complete_control_group()
+            && group.start_freeze().is_ok()
         {
-            // If the group was removed, the processes are stopped by signals.
-            let _ = group.start_freeze();
+            let signalled_pids = std::mem::take(&mut self.signalled_pids).into_iter();
+            namespace.record_signalled(stop::without_already_stopped(
+                signalled_pids.collect(),
+                &self.already_stopped_pids,
+            ));
+            self.must_freeze = false;
         }
-        self.begin_stopping();
     }
 
     fn begin_stopping(&mut self) {
@@ -169,6 +189,7 @@ impl Leftover {
             return;
         }
         self.permission = RunPermission::Running;
+        self.must_freeze = false;
         if let Remains::Namespace(namespace) = &self.remains {
             namespace.thaw(census);
         }
@@ -196,6 +217,9 @@ impl Leftover {
 
     /// Checks whether processes that were ordered to stop have stopped.
     fn check_stopping(&mut self, census: &Census) -> Option<FromTasker> {
+        if self.must_freeze && matches!(self.permission, RunPermission::Stopping { .. }) {
+            self.start_freeze();
+        }
         let RunPermission::Stopping {
             ordered_at,
             is_delay_reported,
@@ -226,13 +250,10 @@ impl Leftover {
             return None;
         }
         *is_delay_reported = true;
-        let unstopped_pids = match frozen_namespace {
-            Some((namespace, group)) if group.is_fully_frozen() => {
-                namespace.pids_outside_group(census)
-            }
-            _ => self.remains.processes().pids_in(census),
+        let mut pids = match frozen_namespace {
+            Some((namespace, group)) => namespace.unstopped_pids(group, census),
+            None => stop::running_pids(&self.remains.processes().pids_in(census)),
         };
-        let mut pids = stop::running_pids(&unstopped_pids);
         pids.truncate(REPORTED_PIDS_MAX);
         Some(FromTasker::NotStopped {
             tid: self.tid,
@@ -246,25 +267,41 @@ impl Leftover {
         if !matches!(self.permission, RunPermission::Stopped) {
             return;
         }
-        let running_pids = match &self.remains {
+        let pids = match &self.remains {
             Remains::Namespace(namespace) if namespace.frozen_group().is_some() => {
-                let pids = stop::executing_pids(&namespace.pids_outside_group(census));
-                namespace.forget_stopped_outside(&pids);
-                pids
+                namespace.pids_outside_group(census)
             }
-            remains => stop::executing_pids(&remains.processes().pids_in(census)),
+            remains => remains.processes().try_pids_in(census),
+        };
+        let Ok(running_pids) = pids.map(|pids| stop::executing_pids(&pids)) else {
+            // What cannot be read does not count as stopped.
+            return self.begin_stopping();
         };
         if !running_pids.is_empty() {
+            if let Remains::Namespace(namespace) = &self.remains {
+                namespace.forget_stopped_outside(&running_pids);
+            }
             self.signalled_pids
                 .retain(|pid| !running_pids.contains(pid));
             self.begin_stopping();
         }
     }
 
-    /// Counts the processes. Returns a report if their number has changed.
-    fn count(&mut self, census: &Census) -> Option<FromTasker> {
-        let mut pids = self.remains.living_pids(census);
-        let process_count = u32::try_from(pids.len()).unwrap_or(u32::MAX);
+    /// Counts the processes again. Processes that are absent from the census although they exist,
+    /// because they fork and exit in turns, count as one.
+    fn count_again(&mut self, census: &Census) -> Option<FromTasker> {
+        let has_left = match &self.remains {
+            Remains::Namespace(namespace) => namespace.has_left_processes(census),
+            Remains::Tree(tree) => tree.has_left_group(),
+        };
+        self.count(census, u32::from(has_left))
+    }
+
+    /// Counts the processes, of which at least `count_min` exist. Returns a report if their number
+    /// has changed.
+    fn count(&mut self, census: &Census, count_min: u32) -> Option<FromTasker> {
+        let mut pids = self.remains.living_pids(census).ok()?;
+        let process_count = u32::try_from(pids.len()).unwrap_or(u32::MAX).max(count_min);
         if process_count == self.reported_count || process_count == 0 {
             return None;
         }
@@ -286,7 +323,14 @@ impl Leftover {
     fn has_ended(&self, census: &Census) -> bool {
         match &self.remains {
             Remains::Namespace(namespace) => namespace.has_ended(),
-            Remains::Tree(_) => self.remains.living_pids(census).is_empty(),
+            // Processes that fork and exit in turns may be absent from one census.
+            Remains::Tree(tree) => {
+                let is_empty = |census: &Census| {
+                    let pids = self.remains.living_pids(census);
+                    pids.is_ok_and(|pids| pids.is_empty())
+                };
+                tree.has_group_ended() && is_empty(census) && is_empty(&Census::default())
+            }
         }
     }
 
@@ -365,6 +409,11 @@ impl Leftovers {
         self.items.is_empty()
     }
 
+    /// Returns the number of ended tasks of which processes may exist.
+    pub(crate) fn len(&self) -> usize {
+        self.items.len()
+    }
+
     /// Records that a child of the tasker has ended.
     pub(crate) fn record_child_end(&mut self) {
         self.tree_may_have_ended = true;
@@ -383,16 +432,20 @@ impl Leftovers {
 
 impl Supervisor {
     /// Takes over what a task leaves behind whose first process was reaped, and reports it. A task
-    /// that leaves no process behind returns its namespace to the spare ones.
-    pub(crate) fn take_over_leftovers(&mut self, mut task: Task) {
-        let census = Census::default();
+    /// that leaves no process behind returns its namespace to the spare ones. `census` must be
+    /// younger than the end of the first process.
+    pub(crate) fn take_over_leftovers(&mut self, mut task: Task, census: &Census) {
         let has_left_processes = match &task.namespace {
-            // Processes that fork and exit again and again could be missing in a census.
-            Some(namespace) => namespace.has_left_processes(),
+            Some(namespace) => namespace.has_left_processes(census),
             None => {
                 task.tree.record_first_reaped();
-                // The tasker adopts orphans, so without an unknown child nothing is left.
-                self.has_unowned_child() && !census.tree_pids(&task.tree).is_empty()
+                // The tasker adopts orphans, so without an unknown child nothing is left outside
+                // the group.
+                let is_one_left = || {
+                    let pids = census.tree_pids(&task.tree);
+                    pids.map_or(true, |pids| !pids.is_empty())
+                };
+                !task.tree.has_group_ended() || (self.has_unowned_child() && is_one_left())
             }
         };
         let must_stop = !task.pause.is_inactive();
@@ -407,16 +460,16 @@ impl Supervisor {
         );
         let pause = std::mem::take(&mut task.pause);
         let pause_stops = matches!(pause, Pause::Stopping { .. } | Pause::Paused);
-        pause.restore_priorities(&task, &census);
+        pause.restore_priorities(&task, census);
         // Every process without an earlier stop signal may have received one.
         let signalled_pids = match was_stopped_by_signals && (pause_stops || phase_stops) {
-            true => task.processes().pids_in(&census).into_iter().collect(),
+            true => task.processes().pids_in(census).into_iter().collect(),
             false => BTreeSet::new(),
         };
         if !has_left_processes {
             if let Some(namespace) = task.namespace.take() {
-                namespace.thaw(&census);
-                self.end_empty_namespace(namespace, task.output);
+                namespace.thaw(census);
+                self.end_empty_namespace(namespace, task.output, census);
             }
             return;
         }
@@ -434,6 +487,7 @@ impl Supervisor {
             final_messages: Vec::new(),
             permission: RunPermission::Stopped,
             is_held: task.is_held && !may_have_copies,
+            must_freeze: false,
             signalled_pids,
             already_stopped_pids: task.already_stopped_pids,
             reported_count: 0,
@@ -441,15 +495,15 @@ impl Supervisor {
         if may_have_copies {
             // They are not frozen: an engine that is being cancelled could not leave them then.
             leftover.begin_stopping();
-            leftover.stop_stragglers(&census);
+            leftover.stop_stragglers(census);
         } else if must_stop {
             // What is frozen stays frozen. Everything else is stopped now.
             leftover.permission = RunPermission::Running;
             leftover.order_stop();
         } else {
-            leftover.resume(&census);
+            leftover.resume(census);
         }
-        if let Some(report) = leftover.count(&census) {
+        if let Some(report) = leftover.count(census, 0) {
             self.send(&report);
         }
         self.leftovers.items.push(leftover);
@@ -457,8 +511,8 @@ impl Supervisor {
     }
 
     /// Reuses the namespace of a task that has left nothing behind, or ends it.
-    fn end_empty_namespace(&mut self, namespace: Namespace, output: Output) {
-        if let Some(namespace) = self.spare_namespaces.recycle_namespace(namespace) {
+    fn end_empty_namespace(&mut self, namespace: Namespace, output: Output, census: &Census) {
+        if let Some(namespace) = self.spare_namespaces.recycle_namespace(namespace, census) {
             namespace.end_when_empty();
             self.leftovers.items.push(Leftover {
                 tid: Tid::NONE,
@@ -467,6 +521,7 @@ impl Supervisor {
                 final_messages: Vec::new(),
                 permission: RunPermission::Running,
                 is_held: false,
+                must_freeze: false,
                 signalled_pids: BTreeSet::new(),
                 already_stopped_pids: Vec::new(),
                 reported_count: 0,
@@ -484,6 +539,7 @@ impl Supervisor {
             final_messages,
             permission: RunPermission::Killed,
             is_held: false,
+            must_freeze: false,
             signalled_pids: BTreeSet::new(),
             already_stopped_pids: Vec::new(),
             reported_count: 0,
@@ -570,7 +626,7 @@ impl Supervisor {
                     item.remains.kill(&census);
                 }
                 if item.is_counted() {
-                    messages.extend(item.count(&census));
+                    messages.extend(item.count_again(&census));
                 }
             }
             true

@@ -25,6 +25,7 @@ mod migrations;
 mod namespace;
 mod namespace_init;
 mod nice;
+mod outer_namespace;
 mod pause;
 mod pid_numbering;
 mod post_copy;

@@ -7,7 +7,7 @@
 //! If a freezer exists, each namespace has a control group in which its processes except the init
 //! are created. A process with the right to do so can leave the group, but not the namespace.
 
-use crate::census::Census;
+use crate::census::{Census, CensusFailed};
 use crate::freezer::{ControlGroup, Freezer};
 use crate::last_pid;
 use crate::namespace_init;
@@ -39,6 +39,10 @@ const SPARE_IDLE_TIMEOUT: Duration = Duration::from_secs(60);
 /// Idle time of the tasker after which it creates spare namespaces.
 const SPARE_CREATION_DELAY: Duration = Duration::from_millis(1);
 
+/// Interval at which the processes outside a control group are signalled while the group is not
+/// frozen yet.
+const OUTSIDE_SIGNAL_INTERVAL: Duration = Duration::from_millis(100);
+
 /// A PID namespace and its init. Dropping this value ends all processes in the namespace. The
 /// caller must still reap the init.
 #[derive(Debug)]
@@ -56,8 +60,11 @@ pub(crate) struct Namespace {
     members_in_group: Cell<bool>,
     /// The PID, in the namespace, of the first process of the task. `None` if the kernel chose it.
     first_pid: Cell<Option<i32>>,
-    /// Processes outside the control group that received SIGSTOP because the group is frozen.
+    /// Processes that received SIGSTOP although the group is frozen: those outside it, and those
+    /// that were signalled before it was frozen.
     stopped_outside: RefCell<BTreeSet<i32>>,
+    /// Time at which the processes outside the control group were last ordered to stop.
+    signalled_outside_at: Cell<Option<Instant>>,
 }
 
 impl Namespace {
@@ -80,6 +87,7 @@ impl Namespace {
                 members_in_group: Cell::new(false),
                 first_pid: Cell::new(None),
                 stopped_outside: RefCell::default(),
+                signalled_outside_at: Cell::default(),
             }),
             Err(error) => {
                 sys::kill_pidfd(init.pidfd.as_fd());
@@ -268,9 +276,10 @@ impl Namespace {
         sys::kill_pidfd(self.init.pidfd.as_fd());
     }
 
-    /// True if the namespace of an ended task contains no process except the init.
-    fn is_reusable(&self) -> bool {
-        !self.end_requested.get() && !self.has_ended() && !self.has_left_processes()
+    /// True if the namespace of an ended task contains no process except the init. `census` must
+    /// be younger than the end of the task.
+    fn is_reusable(&self, census: &Census) -> bool {
+        !self.end_requested.get() && !self.has_ended() && !self.has_left_processes(census)
     }
 
     /// Orders the init to end as soon as the namespace contains no other process.
@@ -281,11 +290,21 @@ impl Namespace {
         let _ = nix::unistd::write(&self.init_control, b"e");
     }
 
-    /// True if the namespace contains processes except the init. The init adopts orphans, so that
-    /// one of these processes is a child of the init after the first process was reaped.
-    pub(crate) fn has_left_processes(&self) -> bool {
-        !self.has_ended()
-            && proc::children(self.init.pid).is_none_or(|children| !children.is_empty())
+    /// True if the namespace of an ended task contains processes except the init. `census` must be
+    /// younger than the end of the task.
+    ///
+    /// The init adopts orphans, so one of the remaining processes is usually a child of the init.
+    /// Processes that fork and exit again and again could be missing in the census. The census
+    /// contains those that have another parent: the first process can create children of the tasker
+    /// (CLONE_PARENT), and other programs can create processes in the namespace (setns).
+    pub(crate) fn has_left_processes(&self, census: &Census) -> bool {
+        let has_child = || proc::children(self.init.pid).is_none_or(|c| !c.is_empty());
+        // The census may contain processes that were reaped meanwhile.
+        let has_living = || {
+            let pids = self.try_pids_in(census);
+            pids.map_or(true, |pids| pids.iter().any(|pid| !stop::has_ended(*pid)))
+        };
+        !self.has_ended() && (has_child() || has_living())
     }
 
     /// Returns the PIDs of all processes in the namespace except the init, in the tasker's PID
@@ -301,29 +320,40 @@ impl Namespace {
             .unwrap_or_else(|| self.pids_in(census))
     }
 
-    /// As [`Namespace::pids`], from a census of the host.
+    /// As [`Namespace::pids`], from a census of the host; empty if the census has failed.
     pub(crate) fn pids_in(&self, census: &Census) -> Vec<i32> {
+        self.try_pids_in(census).unwrap_or_default()
+    }
+
+    /// As [`Namespace::pids_in`].
+    ///
+    /// # Errors
+    /// The processes could not be read.
+    pub(crate) fn try_pids_in(&self, census: &Census) -> Result<Vec<i32>, CensusFailed> {
         // After the init has ended, its PID may belong to another process.
-        if !std::fs::metadata(namespace_path(&self.init))
-            .is_ok_and(|namespace_metadata| namespace_metadata.st_ino() == self.inode)
-        {
-            return Vec::new();
+        let metadata = proc::none_if_ended(std::fs::metadata(namespace_path(&self.init)))?;
+        if metadata.is_none_or(|metadata| metadata.st_ino() != self.inode) {
+            return Ok(Vec::new());
         }
-        let mut pids = census.namespace_pids(self.inode);
+        let mut pids = census.namespace_pids(self.inode)?;
         pids.retain(|&pid| pid != self.init.pid);
-        pids
+        Ok(pids)
     }
 
     /// Returns the PIDs of the processes in the namespace that are not in its control group.
-    pub(crate) fn pids_outside_group(&self, census: &Census) -> Vec<i32> {
-        let group_pids = self
-            .complete_control_group()
-            .and_then(|group| group.member_pids().ok())
-            .unwrap_or_default();
-        let group_pids: BTreeSet<i32> = group_pids.into_iter().collect();
-        let mut pids = self.pids_in(census);
-        pids.retain(|pid| !group_pids.contains(pid));
-        pids
+    ///
+    /// # Errors
+    /// The processes could not be read.
+    pub(crate) fn pids_outside_group(&self, census: &Census) -> Result<Vec<i32>, CensusFailed> {
+        let mut pids = self.try_pids_in(census)?;
+        if let Some(group) = self.complete_control_group()
+            // A group that was removed has no members.
+            && let Some(group_pids) = proc::none_if_ended(group.member_pids())?
+        {
+            let group_pids: BTreeSet<i32> = group_pids.into_iter().collect();
+            pids.retain(|pid| !group_pids.contains(pid));
+        }
+        Ok(pids)
     }
 
     /// Returns the control group if a freeze of the group has been requested; otherwise `None`.
@@ -341,18 +371,42 @@ impl Namespace {
         group: &ControlGroup,
         census: &Census,
     ) -> Option<SeenStopped> {
-        if !group.is_fully_frozen() {
+        // One process that waits in the kernel delays the freeze of the whole group. The processes
+        // outside do not wait for that. While it lasts, they are looked for at intervals, because
+        // a census costs more than the question whether the group is frozen.
+        let was_just_signalled = self
+            .signalled_outside_at
+            .get()
+            .is_some_and(|at| at.elapsed() < OUTSIDE_SIGNAL_INTERVAL);
+        if was_just_signalled && !group.is_fully_frozen() {
             return None;
         }
-        if self.pids_outside_group(census).is_empty() {
-            return Some(SeenStopped::without_forks());
+        let seen = if self.pids_outside_group(census).ok()?.is_empty() {
+            Some(SeenStopped::without_forks())
+        } else {
+            stop::signal_running(
+                &TaskProcesses::OutsideGroup(self),
+                census,
+                &mut self.stopped_outside.borrow_mut(),
+                VforkRule::ChildStops,
+            )
+        };
+        let result = seen.filter(|_| group.is_fully_frozen());
+        self.signalled_outside_at.set(Some(Instant::now()));
+        result
+    }
+
+    /// Returns the processes that still run although the control group, whose freeze was requested,
+    /// and the processes outside it were ordered to stop.
+    pub(crate) fn unstopped_pids(&self, group: &ControlGroup, census: &Census) -> Vec<i32> {
+        let outside_pids = self.pids_outside_group(census).unwrap_or_default();
+        let mut pids = stop::running_pids(&outside_pids);
+        if !group.is_fully_frozen() {
+            pids.extend(stop::unfrozen_pids(
+                &group.member_pids().unwrap_or_default(),
+            ));
         }
-        stop::signal_running(
-            &TaskProcesses::OutsideGroup(self),
-            census,
-            &mut self.stopped_outside.borrow_mut(),
-            VforkRule::ChildStops,
-        )
+        pids
     }
 
     /// True if the control group is frozen, and `seen` are all processes outside it.
@@ -368,9 +422,15 @@ impl Namespace {
     /// Returns the PIDs, in the namespace, of the processes outside the control group that were
     /// stopped by a signal before [`Namespace::signal_outside`].
     pub(crate) fn already_stopped_outside(&self, census: &Census) -> Vec<i32> {
-        let mut pids = self.pids_outside_group(census);
+        let mut pids = self.pids_outside_group(census).unwrap_or_default();
         pids.retain(|pid| !self.stopped_outside.borrow().contains(pid));
         stop::stopped_by_signal(&pids)
+    }
+
+    /// Records processes that have received SIGSTOP before the control group was frozen, so that
+    /// [`Namespace::thaw`] continues them.
+    pub(crate) fn record_signalled(&self, pids: impl IntoIterator<Item = i32>) {
+        self.stopped_outside.borrow_mut().extend(pids);
     }
 
     /// Lets [`Namespace::signal_outside`] stop these processes again.
@@ -386,6 +446,7 @@ impl Namespace {
         if let Some(group) = self.frozen_group() {
             group.thaw();
         }
+        self.signalled_outside_at.set(None);
         let stopped_pids = std::mem::take(&mut *self.stopped_outside.borrow_mut());
         if stopped_pids.is_empty() {
             return;
@@ -467,9 +528,13 @@ impl SpareNamespaces {
     }
 
     /// Adds the namespace of an ended task to the spare namespaces. Returns the namespace if it
-    /// cannot be reused.
-    pub(crate) fn recycle_namespace(&mut self, namespace: Namespace) -> Option<Namespace> {
-        if self.namespaces.len() >= SPARE_NAMESPACES_MAX || !namespace.is_reusable() {
+    /// cannot be reused. `census` must be younger than the end of the task.
+    pub(crate) fn recycle_namespace(
+        &mut self,
+        namespace: Namespace,
+        census: &Census,
+    ) -> Option<Namespace> {
+        if self.namespaces.len() >= SPARE_NAMESPACES_MAX || !namespace.is_reusable(census) {
             return Some(namespace);
         }
         namespace.members_in_group.set(false);

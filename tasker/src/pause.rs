@@ -5,7 +5,8 @@
 //! 2. The task's control group is frozen. Without a control group, all its processes are stopped by
 //!    SIGSTOP, and so are processes that have left the control group. The task counts as stopped
 //!    when all processes of its PID namespace were seen stopped.
-//! 3. The pause outlasts migrations: after a failed migration the task remains stopped.
+//! 3. The pause outlasts migrations: after a failed migration the task remains stopped. The group is
+//!    frozen again, and the stop is verified and reported again.
 //!
 //! A task that had not quiesced when it was stopped runs once more before it migrates. In the first
 //! part of this time the program's threads are frozen: the library can quiesce, and the program
@@ -50,7 +51,9 @@ pub(crate) enum Pause {
     },
     /// The task was ordered to stop. Some of its processes may still run.
     Stopping {
-        /// Processes that received SIGSTOP; empty if a control group is frozen instead.
+        /// Processes that received SIGSTOP and must receive no second one. While a control group
+        /// is frozen the set is empty: [`Namespace::thaw`](crate::namespace::Namespace::thaw)
+        /// continues the processes that have received SIGSTOP then.
         signalled_pids: BTreeSet<i32>,
         /// Time at which the task was ordered to stop.
         ordered_at: Instant,
@@ -247,11 +250,7 @@ impl Task {
                 ..
             } => (deprioritized, program_freeze),
         };
-        if let Some(group) = self.control_group() {
-            // Freezing fails if the group was removed. The group then has no members, and the
-            // processes are stopped by signals.
-            let _ = group.start_freeze();
-        }
+        self.start_freeze();
         // Processes that were already stopped by a signal must be recorded before any process
         // receives SIGSTOP. Afterwards they could not be distinguished from the other processes.
         self.record_already_stopped(census);
@@ -266,6 +265,56 @@ impl Task {
             signalled_pids,
             ordered_at: Instant::now(),
             deprioritized,
+            is_delay_reported: false,
+        };
+    }
+
+    /// Starts to freeze the task's control group, if it has one and is not frozen. Returns true if
+    /// the freeze was started. If it fails because the group was removed, or because no descriptor
+    /// is free, the processes are stopped by signals until the freeze succeeds.
+    fn start_freeze(&self) -> bool {
+        self.control_group()
+            .is_some_and(|group| !group.is_freeze_requested() && group.start_freeze().is_ok())
+    }
+
+    /// Freezes the control group of a task that was ordered to stop, if this has failed before.
+    fn retry_freeze(&mut self) {
+        if !matches!(self.pause, Pause::Stopping { .. }) || !self.start_freeze() {
+            return;
+        }
+        if let (Pause::Stopping { signalled_pids, .. }, Some(namespace)) =
+            (&mut self.pause, &self.namespace)
+        {
+            namespace.record_signalled(std::mem::take(signalled_pids));
+        }
+    }
+
+    /// Orders a task to stop that is paused, but of which processes may run. `signalled_pids` are
+    /// processes that have received SIGSTOP and may not have stopped yet.
+    pub(crate) fn begin_stopping_again(
+        &mut self,
+        mut signalled_pids: BTreeSet<i32>,
+        census: &Census,
+    ) {
+        if self.frozen_group().is_none() {
+            let pids = self.processes().pids_in(census);
+            let pids = stop::without_already_stopped(pids, &self.already_stopped_pids);
+            match &self.namespace {
+                // Each process may have received SIGSTOP for a migration.
+                Some(namespace) if self.start_freeze() => {
+                    signalled_pids.clear();
+                    namespace.record_signalled(pids);
+                }
+                _ => {
+                    let stopped = pids.into_iter().filter(|p| stop::is_stopped_by_signal(*p));
+                    signalled_pids.extend(stopped);
+                }
+            }
+        }
+        self.pause = Pause::Stopping {
+            signalled_pids,
+            ordered_at: Instant::now(),
+            deprioritized: DeprioritizedThreads::default(),
             is_delay_reported: false,
         };
     }
@@ -439,43 +488,37 @@ impl Task {
         }
     }
 
-    /// Returns the processes that still run although the task was ordered to stop. While the kernel
-    /// has not frozen the control group, these may be any of its processes.
+    /// Returns the processes that still run although the task was ordered to stop.
     fn unstopped_pids(&self, census: &Census) -> Vec<i32> {
-        let pids = match (&self.namespace, self.frozen_group()) {
-            (Some(namespace), Some(group)) if group.is_fully_frozen() => {
-                namespace.pids_outside_group(census)
-            }
-            _ => self.processes().pids_in(census),
-        };
-        stop::running_pids(&pids)
+        match (&self.namespace, self.frozen_group()) {
+            (Some(namespace), Some(group)) => namespace.unstopped_pids(group, census),
+            _ => stop::running_pids(&self.processes().pids_in(census)),
+        }
     }
 
     /// Stops a paused task again if one of its processes runs: a process that another program has
     /// moved out of the frozen control group, or has continued by a signal. Returns true if the
-    /// task is being stopped.
+    /// task is being stopped, also because its processes could not be read.
     fn stop_again_if_running(&mut self, census: &Census) -> bool {
         let is_paused =
             matches!(self.pause, Pause::Paused) && matches!(self.phase, TaskPhase::Running);
         if !is_paused {
             return false;
         }
-        let running_pids = match (&self.namespace, self.frozen_group()) {
-            (Some(namespace), Some(_)) => {
-                let pids = stop::executing_pids(&namespace.pids_outside_group(census));
-                namespace.forget_stopped_outside(&pids);
-                pids
+        let pids = match &self.namespace {
+            Some(namespace) if namespace.frozen_group().is_some() => {
+                namespace.pids_outside_group(census)
             }
-            _ => stop::executing_pids(&self.processes().pids_in(census)),
+            _ => self.processes().try_pids_in(census),
         };
-        let runs = !running_pids.is_empty();
+        // If the processes cannot be read, the task does not count as stopped.
+        let running_pids = pids.map(|pids| stop::executing_pids(&pids));
+        let runs = !running_pids.as_ref().is_ok_and(Vec::is_empty);
+        if let (Ok(pids), Some(namespace)) = (&running_pids, &self.namespace) {
+            namespace.forget_stopped_outside(pids);
+        }
         if runs {
-            self.pause = Pause::Stopping {
-                signalled_pids: BTreeSet::new(),
-                ordered_at: Instant::now(),
-                deprioritized: DeprioritizedThreads::default(),
-                is_delay_reported: false,
-            };
+            self.begin_stopping_again(BTreeSet::new(), census);
         }
         runs
     }
@@ -574,6 +617,7 @@ impl Supervisor {
         for tid in &due_tids {
             if let Some(task) = self.tasks.get_mut(tid) {
                 task.stop_if_due(&census);
+                task.retry_freeze();
             }
         }
         let census = Census::default();
@@ -617,7 +661,7 @@ impl Supervisor {
         for task in self.tasks.values_mut() {
             if task.stop_again_if_running(census) {
                 tracing::warn!(
-                    "a process of {} ran although it was stopped; it is stopped again",
+                    "a process of {} ran although it was stopped, or cannot be read; it is stopped again",
                     task.tid
                 );
             }

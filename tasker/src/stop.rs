@@ -1,13 +1,12 @@
 //! Stops and continues all processes of a task, and determines from /proc whether they are stopped.
 
-use crate::census::{Census, ProcessTree};
+use crate::census::{Census, CensusFailed, ProcessTree};
 use crate::namespace::Namespace;
 use crate::sys;
 use checkpoint::facts;
 use checkpoint::proc::{self, innermost_pid};
 use nix::time::ClockId;
 use nix::unistd::Pid;
-use procfs::process::Process;
 use sempa_proto::Micros;
 use sempa_proto::migration::Usage;
 use std::collections::{BTreeMap, BTreeSet};
@@ -17,6 +16,9 @@ use std::time::{Duration, Instant};
 const STOP_AGAIN_TIMEOUT: Duration = Duration::from_millis(200);
 /// Poll interval of [`wait_until_stopped`].
 const STOP_AGAIN_POLL_INTERVAL: Duration = Duration::from_millis(1);
+
+/// SIGSTOP in the sets of signals in /proc.
+const STOP_BIT: u64 = 1 << (libc::SIGSTOP - 1);
 
 /// The processes of a task, or of what a task has left behind.
 #[derive(Clone, Copy, Debug)]
@@ -36,12 +38,29 @@ impl TaskProcesses<'_> {
         self.pids_in(&Census::default())
     }
 
-    /// Returns the PIDs of the selected processes of a census.
+    /// Returns the PIDs of the selected processes of a census; empty if they could not be read.
     pub(crate) fn pids_in(&self, census: &Census) -> Vec<i32> {
+        self.try_pids_in(census).unwrap_or_default()
+    }
+
+    /// Returns the PIDs of the selected processes of a census.
+    ///
+    /// # Errors
+    /// The processes could not be read.
+    pub(crate) fn try_pids_in(&self, census: &Census) -> Result<Vec<i32>, CensusFailed> {
         match self {
-            Self::Namespace(namespace) => namespace.pids_in(census),
+            Self::Namespace(namespace) => namespace.try_pids_in(census),
             Self::OutsideGroup(namespace) => namespace.pids_outside_group(census),
             Self::Tree(tree) => census.tree_pids(tree),
+        }
+    }
+
+    /// True if processes are known to exist although a census may contain none of them: what a task
+    /// without a namespace has left behind may fork and exit in turns.
+    fn are_some_absent(&self) -> bool {
+        match self {
+            Self::Namespace(_) | Self::OutsideGroup(_) => false,
+            Self::Tree(tree) => tree.has_left_group(),
         }
     }
 }
@@ -60,12 +79,12 @@ pub(crate) enum VforkRule {
 /// Combined state of all threads of a process, from /proc.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum RunState {
-    /// All threads are stopped or have ended.
+    /// All threads are stopped or have ended, or the process does not exist.
     Stopped,
     /// At least one thread is neither stopped nor ended, and each such thread waits in the kernel
     /// without being interruptible by a stop signal, as in vfork.
     InKernel,
-    /// At least one thread executes instructions, or can.
+    /// At least one thread executes instructions, or can, or the threads cannot be read.
     Running,
 }
 
@@ -115,11 +134,12 @@ impl SeenStopped {
         Self { pids: None }
     }
 
-    /// True if a census that began after the processes were seen contains no other process.
+    /// True if a census that began after the processes were seen contains no other process. False
+    /// if the census has failed.
     pub(crate) fn are_all(&self, processes: &TaskProcesses<'_>, later_census: &Census) -> bool {
         self.pids.as_ref().is_none_or(|pids| {
-            let later_pids = processes.pids_in(later_census);
-            later_pids.iter().all(|pid| pids.contains(pid))
+            let later_pids = processes.try_pids_in(later_census);
+            later_pids.is_ok_and(|later_pids| later_pids.iter().all(|pid| pids.contains(pid)))
         })
     }
 }
@@ -135,14 +155,19 @@ pub(crate) fn signal_and_check_stopped(
         .is_some_and(|seen| seen.are_all(processes, &Census::default()))
 }
 
-/// Stops all processes of a task that a census contains. Returns them if each of them has stopped.
+/// Stops all processes of a task that a census contains. Returns them if each of them has stopped;
+/// `None` if one runs, or if the census has failed.
 /// The caller must repeat the call, with a new census, until then and until
 /// [`SeenStopped::are_all`] returns true.
 ///
 /// Each call sends SIGSTOP to the running processes that are not in `signalled_pids`, and adds
 /// these processes to the set. Parents are stopped before their children: a parent that waits in
 /// vfork until its child's exec could never stop if the child were stopped first. `vfork_rule`
-/// decides about such a child. A second SIGSTOP would stay pending and disturb a dump.
+/// decides about such a child. A second SIGSTOP would stay pending and disturb a dump, so only a
+/// process receives it that something has continued after the first.
+///
+/// For a pause, all processes are signalled at once as soon as one was continued: its children may
+/// have done this.
 pub(crate) fn signal_running(
     processes: &TaskProcesses<'_>,
     census: &Census,
@@ -150,10 +175,14 @@ pub(crate) fn signal_running(
     vfork_rule: VforkRule,
 ) -> Option<SeenStopped> {
     let states: BTreeMap<i32, (RunState, Option<i32>)> = processes
-        .pids_in(census)
+        .try_pids_in(census)
+        .ok()?
         .into_iter()
         .map(|pid| (pid, (run_state(pid), parent_pid(pid))))
         .collect();
+    if states.is_empty() && processes.are_some_absent() {
+        return None;
+    }
     let state_of = |pid: &i32| states.get(pid).map(|(state, _)| *state);
     let is_running = |pid: &i32| state_of(pid).is_some_and(|state| state != RunState::Stopped);
     // True if the parent waits in vfork for this child, and is to be stopped by stopping the child.
@@ -167,6 +196,13 @@ pub(crate) fn signal_running(
             *parent == Some(pid) && *state == RunState::Stopped && is_waited_for(*child, pid)
         })
     };
+    let continued_pids: BTreeSet<i32> = signalled_pids
+        .iter()
+        .copied()
+        .filter(|pid| state_of(pid) == Some(RunState::Running) && was_continued(*pid))
+        .collect();
+    signalled_pids.retain(|pid| !continued_pids.contains(pid));
+    let keeps_order = vfork_rule == VforkRule::ChildRuns || continued_pids.is_empty();
     let mut all_stopped = true;
     for (pid, (_, parent)) in states.iter().filter(|(pid, _)| is_running(pid)) {
         if waits_for_stopped_child(*pid) {
@@ -174,7 +210,8 @@ pub(crate) fn signal_running(
         }
         all_stopped = false;
         let must_wait_for_parent = parent.is_some_and(|parent| {
-            is_running(&parent)
+            keeps_order
+                && is_running(&parent)
                 && !(signalled_pids.contains(&parent) && is_waited_for(*pid, parent))
         });
         if !must_wait_for_parent && signalled_pids.insert(*pid) {
@@ -189,11 +226,32 @@ pub(crate) fn signal_running(
     })
 }
 
+/// True if a process that had received SIGSTOP was continued. The process must have been seen
+/// running after the signal.
+fn was_continued(pid: i32) -> bool {
+    let has_pending_stop = || {
+        let is_pending = |id: i32| {
+            let pending = proc::status(id).map(|status| status.sigpnd | status.shdpnd);
+            pending.is_none_or(|signals| signals & STOP_BIT != 0)
+        };
+        let threads = proc::thread_states(pid);
+        threads.map_or(true, |threads| {
+            threads.iter().any(|(id, _)| is_pending(*id))
+        })
+    };
+    // The order matters. If the signal is not pending, one thread has accepted it and has stopped,
+    // so it is in the state T unless the process was continued since.
+    !has_pending_stop()
+        && proc::thread_states(pid).is_ok_and(|t| t.iter().all(|(_, state)| *state != 'T'))
+}
+
 /// Stops a process whose SIGSTOP the kernel has assigned to a thread that waits in vfork. That
 /// thread does not accept the signal before its child's exec, and the kernel wakes no other thread
 /// for it.
 fn redirect_pending_stop(pid: i32) {
-    let threads = threads(pid);
+    let Ok(threads) = proc::thread_states(pid) else {
+        return;
+    };
     let has_waiting_thread = threads.iter().any(|(_, state)| *state == 'D');
     let interruptible_thread = threads
         .iter()
@@ -201,8 +259,7 @@ fn redirect_pending_stop(pid: i32) {
     let (true, Some((thread, _))) = (has_waiting_thread, interruptible_thread) else {
         return;
     };
-    let stop_bit = 1 << (libc::SIGSTOP - 1);
-    if proc::status(pid).is_some_and(|status| status.shdpnd & stop_bit != 0) {
+    if proc::status(pid).is_some_and(|status| status.shdpnd & STOP_BIT != 0) {
         // SIGCONT removes the pending SIGSTOP, and the second SIGSTOP removes a pending SIGCONT.
         // Both fail only if the process has ended.
         let _ = sys::send_signal(pid, libc::SIGCONT);
@@ -211,7 +268,7 @@ fn redirect_pending_stop(pid: i32) {
 }
 
 /// Kills these processes by SIGKILL; those that have ended are skipped.
-pub(crate) fn kill(pids: &[i32]) {
+pub(crate) fn kill<'a>(pids: impl IntoIterator<Item = &'a i32>) {
     for pid in pids {
         // Fails if the process has ended.
         let _ = sys::send_signal(*pid, libc::SIGKILL);
@@ -243,6 +300,18 @@ pub(crate) fn continue_vfork_children(pids: &[i32]) {
 pub(crate) fn running_pids(pids: &[i32]) -> Vec<i32> {
     let is_running = |pid: &&i32| run_state(**pid) != RunState::Stopped;
     pids.iter().filter(is_running).copied().collect()
+}
+
+/// Returns those of these processes that a requested freeze of their control group has not reached:
+/// frozen processes are in interruptible sleep.
+pub(crate) fn unfrozen_pids(pids: &[i32]) -> Vec<i32> {
+    let is_unfrozen = |pid: &&i32| {
+        let threads = proc::thread_states(**pid);
+        threads.map_or(true, |threads| {
+            threads.iter().any(|(_, s)| matches!(s, 'R' | 'D'))
+        })
+    };
+    pids.iter().filter(is_unfrozen).copied().collect()
 }
 
 /// Continues each of these stopped processes that was stopped before it returned from fork(2): such
@@ -296,7 +365,10 @@ pub(crate) fn wait_until_stopped(pids: &[i32]) {
 }
 
 fn run_state(pid: i32) -> RunState {
-    let letters = threads(pid).into_iter().map(|(_, letter)| letter);
+    let Ok(threads) = proc::thread_states(pid) else {
+        return RunState::Running;
+    };
+    let letters = threads.into_iter().map(|(_, letter)| letter);
     let unstopped_letters: Vec<char> = letters
         .filter(|letter| !matches!(letter, 'T' | 'Z' | 'X'))
         .collect();
@@ -312,18 +384,8 @@ fn run_state(pid: i32) -> RunState {
 /// True if no thread of a process will execute another instruction. The process may not have been
 /// reaped yet.
 pub(crate) fn has_ended(pid: i32) -> bool {
-    threads(pid)
-        .iter()
-        .all(|(_, letter)| matches!(letter, 'Z' | 'X'))
-}
-
-/// Returns the threads of a process, each with its state letter as in /proc; empty if the process
-/// does not exist.
-fn threads(pid: i32) -> Vec<(i32, char)> {
-    let threads = Process::new(pid).and_then(|process| process.tasks());
-    let threads = threads.into_iter().flatten().flatten();
-    let stats = threads.filter_map(|thread| thread.stat().ok());
-    stats.map(|stat| (stat.pid, stat.state)).collect()
+    let has_ended = |(_, letter): &(i32, char)| matches!(letter, 'Z' | 'X');
+    proc::thread_states(pid).is_ok_and(|threads| threads.iter().all(has_ended))
 }
 
 pub(crate) fn is_stopped_by_signal(pid: i32) -> bool {

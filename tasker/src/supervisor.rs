@@ -17,12 +17,12 @@ use crate::sys::{self, StartGuard, TaskStartState};
 use crate::task::{self, DEFERRED_SIGNALS_MAX, StartTaskError, StartTaskFailure, Task, TaskPhase};
 use checkpoint::allocator;
 use checkpoint::boot_clock;
+use checkpoint::proc;
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signal::{SigSet, Signal, kill};
 use nix::sys::signalfd::{SfdFlags, SignalFd};
 use nix::unistd::Pid;
-use procfs::process::Process;
 use sempa_proto::engine::{AskMethod, Engine};
 use sempa_proto::migration::Refusal;
 use sempa_proto::tasker::{self, FromTasker, TaskStart, TaskerCapabilities, ToTasker};
@@ -33,8 +33,9 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
 use thiserror::Error;
 
-/// Maximum number of tasks on one host. Tids permit more tasks, but the process table of a typical
-/// system does not.
+/// Maximum number of tasks on one host, with the ended tasks that have left processes: these need
+/// the same descriptors. Tids permit more tasks, but the process table of a typical system does
+/// not.
 pub(crate) const TASKS_MAX: usize = 16_384;
 /// Time limit for ending all processes after the daemon has disconnected.
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(5);
@@ -184,6 +185,9 @@ impl Supervisor {
     fn run_main_loop(&mut self) -> anyhow::Result<()> {
         while !self.termination_requested && !self.daemon_socket.is_closed() {
             let ready_sources = self.poll_events()?;
+            // Younger than the end of each task that has ended so far. It is read at the first end,
+            // and serves all of them: many tasks may end at the same time.
+            let census = Census::default();
             for source in &ready_sources {
                 match *source {
                     EventSource::DaemonSocket => self.handle_daemon_socket()?,
@@ -194,7 +198,7 @@ impl Supervisor {
                         self.heap_trim_at
                             .get_or_insert_with(|| Instant::now() + HEAP_TRIM_DELAY);
                     }
-                    EventSource::TaskExit(tid) => self.on_task_exit(tid),
+                    EventSource::TaskExit(tid) => self.on_task_exit(tid, &census),
                     EventSource::TaskOutput(tid) => self.forward_output(tid),
                     EventSource::NamespaceEnded => {}
                     EventSource::LeftoverOutput(index) => self.leftovers.discard_output(index),
@@ -416,11 +420,8 @@ impl Supervisor {
         let tid = order.tid;
         let start_result = if self.tasks.contains_key(&tid) {
             Err(StartTaskError::new(order, StartTaskFailure::TidExists(tid)))
-        } else if self.tasks.len() >= TASKS_MAX {
-            Err(StartTaskError::new(
-                order,
-                StartTaskFailure::TooManyTasks(TASKS_MAX),
-            ))
+        } else if let Some(failure) = task_limit_failure(self.tasks.len(), self.leftovers.len()) {
+            Err(StartTaskError::new(order, failure))
         } else if self.lease.is_frozen() {
             Err(StartTaskError::new(
                 order,
@@ -568,8 +569,8 @@ impl Supervisor {
     /// Handles the exit of a task's first process: reaps the process and reports the exit. If the
     /// task has exited as its engine requires for a restart, all remaining processes are killed,
     /// and the exit is reported when they have ended. Otherwise the remaining processes stay
-    /// guests, as the module `leftovers` describes.
-    fn on_task_exit(&mut self, tid: Tid) {
+    /// guests, as the module `leftovers` describes. `census` must be younger than the exit.
+    fn on_task_exit(&mut self, tid: Tid, census: &Census) {
         let Some(task) = self.tasks.get(&tid) else {
             return;
         };
@@ -604,7 +605,7 @@ impl Supervisor {
             let exit_message = FromTasker::Exited { tid, status, usage };
             return self.kill_remaining(task, exit_message);
         }
-        self.take_over_leftovers(task);
+        self.take_over_leftovers(task, census);
         self.send(&FromTasker::Exited { tid, status, usage });
     }
 
@@ -644,16 +645,20 @@ impl Supervisor {
         }
     }
 
-    /// True if the tasker has a child that is neither a task's first process nor an engine.
+    /// True if the tasker has a child that is neither a task's first process nor an engine, or if
+    /// its children cannot be read.
     pub(crate) fn has_unowned_child(&self) -> bool {
-        child_pids().iter().any(|pid| {
+        let is_unowned = |pid: &i32| {
             !self.tasks.values().any(|task| task.process.pid == *pid)
                 && !self.migrations.owns_process(*pid)
-        })
+        };
+        child_pids().map_or(true, |pids| pids.iter().any(is_unowned))
     }
 
     fn reap_each_unowned(&self, is_owned: impl Fn(&i32) -> bool) {
-        for pid in child_pids().into_iter().filter(|pid| !is_owned(pid)) {
+        // Children that cannot be read now are reaped after a later signal.
+        let pids = child_pids().unwrap_or_default();
+        for pid in pids.into_iter().filter(|pid| !is_owned(pid)) {
             // A process that still runs, or was already reaped, needs no action.
             let _ = sys::reap_if_ended(pid);
         }
@@ -672,10 +677,12 @@ impl Supervisor {
             // Workers end their engines and reap them.
             self.handle_worker_results();
             let remaining = child_pids();
-            if remaining.is_empty() && self.migrations.is_idle() {
+            let is_none_left = remaining.as_ref().is_ok_and(Vec::is_empty);
+            if is_none_left && self.migrations.is_idle() {
                 return;
             }
             for pid in remaining
+                .unwrap_or_default()
                 .into_iter()
                 .filter(|pid| !self.migrations.owns_process(*pid))
             {
@@ -690,14 +697,54 @@ impl Supervisor {
     }
 }
 
+/// Returns why no further task may start on a host with these numbers of tasks and of ended tasks
+/// that have left processes; `None` if one may.
+fn task_limit_failure(tasks: usize, leftovers: usize) -> Option<StartTaskFailure> {
+    let limit = TASKS_MAX;
+    match leftovers {
+        _ if tasks + leftovers < limit => None,
+        0 => Some(StartTaskFailure::TooManyTasks(limit)),
+        _ => Some(StartTaskFailure::TooManyWithLeftovers {
+            tasks,
+            leftovers,
+            limit,
+        }),
+    }
+}
+
 /// Returns the PIDs of all children of the tasker.
-fn child_pids() -> Vec<i32> {
-    let tasker_threads = Process::myself().and_then(|tasker| tasker.tasks());
-    tasker_threads
-        .into_iter()
-        .flatten()
-        .flatten()
-        .flat_map(|thread| thread.children().unwrap_or_default())
-        .map(u32::cast_signed)
-        .collect()
+///
+/// # Errors
+/// They cannot be read, for example because no descriptor is free.
+fn child_pids() -> io::Result<Vec<i32>> {
+    let own_pid = std::process::id().cast_signed();
+    let mut pids = Vec::new();
+    for (thread, _) in proc::thread_states(own_pid)? {
+        let path = format!("/proc/{own_pid}/task/{thread}/children");
+        if let Some(text) = proc::none_if_ended(std::fs::read_to_string(path))? {
+            pids.extend(
+                text.split_ascii_whitespace()
+                    .filter_map(|pid| pid.parse::<i32>().ok()),
+            );
+        }
+    }
+    Ok(pids)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What ended tasks have left behind counts like tasks, and the reason names it.
+    #[test]
+    fn leftovers_count_as_tasks() {
+        assert!(task_limit_failure(TASKS_MAX - 3, 2).is_none());
+        let reason = |tasks, leftovers| {
+            let failure = task_limit_failure(tasks, leftovers);
+            failure.expect("the limit is reached").to_string()
+        };
+        assert_eq!(reason(TASKS_MAX, 0), "this host has 16384 tasks, the limit");
+        assert!(reason(0, TASKS_MAX).contains("16384 ended tasks have left processes"));
+        assert!(reason(TASKS_MAX - 1, 1).contains("1 ended tasks have left processes"));
+    }
 }

@@ -150,11 +150,17 @@ impl Task {
     }
 
     /// Ends the migration step of a stopped task. If the task is not paused, continues the task and
-    /// sends it the stored signals. `census` must be younger than the stop.
+    /// sends it the stored signals. Otherwise the task does not count as stopped before its
+    /// processes were seen stopped: the migration may have let some of them run. `census` must be
+    /// younger than the stop.
     pub(crate) fn continue_after_migration(&mut self, census: &Census) {
-        self.phase = TaskPhase::Running;
+        let phase = std::mem::replace(&mut self.phase, TaskPhase::Running);
         if !self.pause.is_inactive() {
-            return;
+            let signalled_pids = match phase {
+                TaskPhase::Stopping { signalled_pids, .. } => signalled_pids,
+                _ => BTreeSet::new(),
+            };
+            return self.begin_stopping_again(signalled_pids, census);
         }
         self.continue_processes(census);
         self.already_stopped_pids.clear();
@@ -193,7 +199,7 @@ impl Task {
         match &self.namespace {
             Some(namespace) => namespace.kill_processes(),
             None => {
-                let _ = sys::send_signal(-self.process.pid, libc::SIGKILL);
+                self.tree.kill_group();
                 stop::kill(&self.processes().pids_in(census));
             }
         }
@@ -203,8 +209,15 @@ impl Task {
     /// Kills the task like [`Task::kill_processes`]. After the return, no process of the task
     /// executes another instruction, even if its exit takes long.
     pub(crate) fn kill_immediately(&self, census: &Census) {
-        stop::kill(&self.member_pids_in(census));
-        stop::kill(&self.processes().pids_in(census));
+        if self.namespace.is_some() {
+            let killed_pids: BTreeSet<i32> = self.member_pids_in(census).into_iter().collect();
+            stop::kill(&killed_pids);
+            // The init reaps orphans at once, so the PIDs of killed processes may belong to other
+            // processes already.
+            let mut other_pids = self.processes().pids_in(census);
+            other_pids.retain(|pid| !killed_pids.contains(pid));
+            stop::kill(&other_pids);
+        }
         self.kill_processes(census);
     }
 
@@ -435,6 +448,14 @@ pub(crate) enum StartTaskFailure {
     TidExists(Tid),
     #[error("this host has {0} tasks, the limit")]
     TooManyTasks(usize),
+    #[error(
+        "this host has {tasks} tasks, and {leftovers} ended tasks have left processes; the limit is {limit}"
+    )]
+    TooManyWithLeftovers {
+        tasks: usize,
+        leftovers: usize,
+        limit: usize,
+    },
     #[error("the daemon has not renewed its lease, so no task may run on this host")]
     LeaseNotRenewed,
     #[error("no process-id namespace: {0}")]

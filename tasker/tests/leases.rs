@@ -3,8 +3,11 @@
 
 mod common;
 
-use checkpoint::{boot_clock, proc};
-use common::{Tasker, is_alive, shell_path, start_order, tid, wait_until};
+use checkpoint::boot_clock;
+use common::{
+    MECHANISMS, Tasker, cpu_ticks, is_alive, shell_path, start_order, tid, wait_until,
+    wait_until_runs,
+};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use sempa_proto::Micros;
@@ -17,14 +20,6 @@ use std::process::{Child, Command, Stdio};
 const SPIN: &str = "while :; do :; done";
 /// Time for which a frozen task is not ended in a test.
 const LONG: Micros = Micros::from_secs(600);
-
-/// Environments of a tasker that freezes tasks by control groups, if it can, and by signals.
-const FREEZERS: [&[(&str, &str)]; 2] = [&[], &[("SEMPA_FREEZER", "off")]];
-
-fn cpu_ticks(pid: i32) -> u64 {
-    let stat = proc::stat(pid).expect("it is there");
-    stat.utime + stat.stime
-}
 
 /// Renews the lease and returns the time for which the tasks were frozen.
 fn renew_and_wait(tasker: &mut Tasker, freeze_after: Micros, kill_after: Micros) -> Micros {
@@ -43,7 +38,7 @@ fn renew_and_wait(tasker: &mut Tasker, freeze_after: Micros, kill_after: Micros)
 fn wait_until_still(tasker: &mut Tasker, pid: i32) {
     let (mut last_ticks, mut equal_count) = (cpu_ticks(pid), 0);
     while equal_count < 2 {
-        assert!(tasker.wait_briefly_for_message().is_none());
+        assert!(tasker.wait_briefly_for_report().is_none());
         let ticks = cpu_ticks(pid);
         equal_count = if ticks == last_ticks {
             equal_count + 1
@@ -54,17 +49,12 @@ fn wait_until_still(tasker: &mut Tasker, pid: i32) {
     }
 }
 
-fn wait_until_runs(pid: i32) {
-    let ticks = cpu_ticks(pid);
-    wait_until("the task runs", || cpu_ticks(pid) > ticks);
-}
-
 /// Without a renewal all tasks are stopped and none starts. A renewal lets those run again that
 /// nothing else has stopped; meanwhile the daemon's orders took effect.
 #[test]
 fn tasks_are_frozen_until_the_lease_is_renewed() {
-    for env in FREEZERS {
-        let mut tasker = Tasker::start_with_env(env);
+    for env in MECHANISMS {
+        let mut tasker = Tasker::start_with_mechanism(env);
         let pids = [1, 2, 3]
             .map(|number| tasker.start_task_and_wait(tid(number), &shell_path(), &["-c", SPIN]));
         let wait_until_paused = |tasker: &mut Tasker, number| {
@@ -105,8 +95,8 @@ fn tasks_are_frozen_until_the_lease_is_renewed() {
 /// Without a renewal the tasker ends all tasks and itself, and gives the reason.
 #[test]
 fn tasks_end_when_the_lease_has_run_out() {
-    for env in FREEZERS {
-        let mut tasker = Tasker::start_with_env(env);
+    for env in MECHANISMS {
+        let mut tasker = Tasker::start_with_mechanism(env);
         let pid = tasker.start_task_and_wait(tid(1), &shell_path(), &["-c", SPIN]);
         renew_and_wait(&mut tasker, Micros(1), Micros::from_millis(100));
         tasker.wait_for_value(&mut Vec::new(), |m| match m {

@@ -7,35 +7,31 @@ use checkpoint::proc;
 use common::migration_steps::{
     compile_program, count_lines, kill_source_and_wait, stop_and_wait as stop_for_migration,
 };
-use common::{Tasker, can_make_namespaces, is_alive, migration_id, shell_path, tid, wait_until};
+use common::{
+    MECHANISMS, Tasker, can_make_namespaces, cpu_ticks, is_alive, migration_id, shell_path,
+    start_order, tid, wait_until, wait_until_runs,
+};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
 use sempa_proto::cgroup;
 use sempa_proto::tasker::{FromTasker, ToTasker};
 use sempa_proto::{Micros, Tid};
 use std::fs;
 use std::path::PathBuf;
+use std::process::Command;
+use std::time::{Duration, Instant};
 
-const FREEZER_OFF: (&str, &str) = ("SEMPA_FREEZER", "off");
 /// A task that starts a computing child, prints the word "ready" and waits.
 const PARENT_SCRIPT: &str = "(while :; do :; done) & echo ready; wait";
-
-fn cpu_ticks(pid: i32) -> u64 {
-    let stat = proc::stat(pid).expect("it is there");
-    stat.utime + stat.stime
-}
 
 /// Asserts that a process uses no processor time while the tasker has nothing to say for a moment.
 fn assert_stands_still(tasker: &mut Tasker, pid: i32) {
     let previous_ticks = cpu_ticks(pid);
     for _ in 0..5 {
-        let message = tasker.wait_briefly_for_message();
+        let message = tasker.wait_briefly_for_report();
         assert!(message.is_none(), "{message:?}");
     }
     assert_eq!(cpu_ticks(pid), previous_ticks, "process {pid} runs");
-}
-
-fn assert_runs(pid: i32) {
-    let previous_ticks = cpu_ticks(pid);
-    wait_until("the process runs", || cpu_ticks(pid) > previous_ticks);
 }
 
 /// Returns the only child of a process.
@@ -108,8 +104,8 @@ fn stop_leftovers_and_wait(tasker: &mut Tasker) {
 /// Runs `test` with the mechanism of this host and with signals. Without the right to create
 /// namespaces both are the same.
 fn with_each_mechanism(test: impl Fn(&mut Tasker)) {
-    for env in [&[][..], &[FREEZER_OFF][..]] {
-        let mut tasker = Tasker::start_with_env(env);
+    for env in MECHANISMS {
+        let mut tasker = Tasker::start_with_mechanism(env);
         test(&mut tasker);
         tasker.stop_and_wait();
     }
@@ -118,7 +114,7 @@ fn with_each_mechanism(test: impl Fn(&mut Tasker)) {
 /// A child of a paused task that is killed stays stopped, is counted, runs when guests are welcome,
 /// and is killed on request.
 #[test]
-fn child_of_killed_task_stays_stopped() {
+fn killed_task_leaves_stopped_child() {
     with_each_mechanism(|tasker| {
         let (_, child) = start_parent(tasker);
         pause_and_wait(tasker);
@@ -129,7 +125,7 @@ fn child_of_killed_task_stays_stopped() {
         });
         assert_stands_still(tasker, child);
         tasker.send(ToTasker::ResumeLeftovers { tid: tid(1) });
-        assert_runs(child);
+        wait_until_runs(child);
         tasker.send(ToTasker::KillLeftovers { tid: tid(1) });
         wait_until_none_left(tasker, tid(1));
         assert!(!is_alive(child));
@@ -138,22 +134,22 @@ fn child_of_killed_task_stays_stopped() {
 
 /// A child that a task has left behind before the owner comes stops when the owner comes.
 #[test]
-fn child_left_before_a_pause_stops() {
+fn left_child_stops_with_a_pause() {
     with_each_mechanism(|tasker| {
         let (_, child) = start_parent(tasker);
         let left = kill_first_process(tasker);
         assert_eq!(left, (1, vec![child]));
-        assert_runs(child);
+        wait_until_runs(child);
         stop_leftovers_and_wait(tasker);
         assert_stands_still(tasker, child);
         tasker.send(ToTasker::ResumeLeftovers { tid: tid(1) });
-        assert_runs(child);
+        wait_until_runs(child);
     });
 }
 
 /// A child with a session of its own belongs to the task, also after it has become an orphan.
 #[test]
-fn child_with_own_session_stops() {
+fn task_stops_with_child_of_own_session() {
     let script = "setsid sh -c '(while :; do :; done) & echo ready; wait' & wait";
     with_each_mechanism(|tasker| {
         let pid = tasker.start_task_and_wait(tid(1), &shell_path(), &["-c", script]);
@@ -162,7 +158,7 @@ fn child_with_own_session_stops() {
         pause_and_wait(tasker);
         assert_stands_still(tasker, computing_child);
         tasker.send(ToTasker::Resume { tid: tid(1) });
-        assert_runs(computing_child);
+        wait_until_runs(computing_child);
     });
 }
 
@@ -171,17 +167,13 @@ fn child_with_own_session_stops() {
 /// killed with the source otherwise.
 #[test]
 #[ignore = "system tier: needs root"]
-fn child_left_during_a_migration_waits_for_the_decision() {
+fn leftover_of_a_migration_waits_for_the_decision() {
     assert!(can_make_namespaces(), "cannot run here: needs root");
     for continues_at_target in [false, true] {
         with_each_mechanism(|tasker| {
             let (pid, child) = start_parent(tasker);
             stop_for_migration(tasker, tid(1), migration_id(1), &mut Vec::new());
-            nix::sys::signal::kill(
-                nix::unistd::Pid::from_raw(pid),
-                nix::sys::signal::Signal::SIGKILL,
-            )
-            .expect("it exists");
+            kill(Pid::from_raw(pid), Signal::SIGKILL).expect("it exists");
             tasker.wait_for_exit(tid(1));
             assert_stands_still_after_reports(tasker, child);
             if continues_at_target {
@@ -190,7 +182,7 @@ fn child_left_during_a_migration_waits_for_the_decision() {
                 assert!(!is_alive(child));
             } else {
                 tasker.send(ToTasker::ResumeLeftovers { tid: tid(1) });
-                assert_runs(child);
+                wait_until_runs(child);
             }
         });
     }
@@ -263,18 +255,18 @@ fn process_outside_its_control_group_stops() {
             )
             .expect("it moves");
         }
-        assert_runs(child);
+        wait_until_runs(child);
         pause_and_wait(&mut tasker);
         assert_stands_still(&mut tasker, child);
-        assert_runs(stopped_pid);
+        wait_until_runs(stopped_pid);
         tasker.send(ToTasker::Resume { tid: tid(1) });
-        assert_runs(child);
+        wait_until_runs(child);
         // The processes stay members of the task, also after its end.
         pause_and_wait(&mut tasker);
         assert_eq!(kill_first_process(&mut tasker), (1, vec![child]));
         assert_stands_still_after_reports(&mut tasker, child);
         tasker.send(ToTasker::ResumeLeftovers { tid: tid(1) });
-        assert_runs(child);
+        wait_until_runs(child);
         tasker.stop_and_wait();
         assert!(!is_alive(child));
     }
@@ -303,7 +295,7 @@ fn process_that_leaves_a_frozen_group_is_stopped_again() {
     });
     assert_stands_still(&mut tasker, child);
     tasker.send(ToTasker::Resume { tid: tid(1) });
-    assert_runs(child);
+    wait_until_runs(child);
     tasker.stop_and_wait();
 }
 
@@ -318,11 +310,11 @@ fn vfork_child_stops_and_is_left_behind() {
         let pid = tasker.start_task_and_wait(tid(1), &program, arguments);
         tasker.wait_for_output(tid(1), &mut Vec::new(), |text| count_lines(text) == 1);
         let child = child_of(pid);
-        assert_runs(child);
+        wait_until_runs(child);
         pause_and_wait(tasker);
         assert_stands_still(tasker, child);
         tasker.send(ToTasker::Resume { tid: tid(1) });
-        assert_runs(child);
+        wait_until_runs(child);
         pause_and_wait(tasker);
         assert_eq!(kill_first_process(tasker), (1, vec![child]));
         assert_stands_still_after_reports(tasker, child);
@@ -331,4 +323,169 @@ fn vfork_child_stops_and_is_left_behind() {
     };
     with_each_mechanism(|tasker| check(tasker, &[]));
     with_each_mechanism(|tasker| check(tasker, &["threads"]));
+}
+
+/// Returns the child of the tasker with the name `name` that is not `first_pid`.
+fn other_process_with_name(tasker: &Tasker, name: &str, first_pid: i32) -> i32 {
+    let tasker_pid = tasker.child.id().cast_signed();
+    let is_other =
+        |stat: &proc::Stat| stat.ppid == tasker_pid && stat.comm == name && stat.pid != first_pid;
+    let find = || {
+        let pids = proc::process_ids().expect("the kernel lists them");
+        let mut stats = pids.into_iter().filter_map(proc::stat);
+        stats.find(|stat| is_other(stat)).map(|stat| stat.pid)
+    };
+    wait_until("the process exists", || find().is_some());
+    find().expect("it exists")
+}
+
+/// A child that the task has made a child of the tasker belongs to the task, also after the end of
+/// the first process.
+#[test]
+#[ignore = "system tier: needs gcc"]
+fn tasker_child_is_left_behind() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let program = compile_program(dir.path(), "clone_parent");
+    with_each_mechanism(|tasker| {
+        let pid = tasker.start_task_and_wait(tid(1), &program, &[]);
+        tasker.wait_for_output(tid(1), &mut Vec::new(), |text| count_lines(text) == 1);
+        let child = other_process_with_name(tasker, "clone_parent", pid);
+        pause_and_wait(tasker);
+        assert_stands_still(tasker, child);
+        tasker.send(ToTasker::Resume { tid: tid(1) });
+        wait_until_runs(child);
+        assert_eq!(kill_first_process(tasker), (1, vec![child]));
+        wait_until_runs(child);
+        stop_leftovers_and_wait(tasker);
+        assert_stands_still(tasker, child);
+        // The namespace does not end while the process exists.
+        tasker.send(ToTasker::ResumeLeftovers { tid: tid(1) });
+        wait_until_runs(child);
+        tasker.send(ToTasker::KillLeftovers { tid: tid(1) });
+        wait_until_none_left(tasker, tid(1));
+        assert!(!is_alive(child));
+    });
+}
+
+/// A process that another program has created in the namespace of a task is left behind by the
+/// task.
+#[test]
+#[ignore = "system tier: needs root"]
+fn injected_process_is_left_behind() {
+    assert!(can_make_namespaces(), "cannot run here: needs root");
+    with_each_mechanism(|tasker| {
+        let script = "echo ready; sleep 1000";
+        let pid = tasker.start_task_and_wait(tid(1), &shell_path(), &["-c", script]);
+        tasker.wait_for_output(tid(1), &mut Vec::new(), |text| count_lines(text) == 1);
+        let mut injector = Command::new("nsenter")
+            .args(["--pid", "--target", &pid.to_string(), "--"])
+            .args(["sh", "-c", "while :; do :; done"])
+            .spawn()
+            .expect("nsenter");
+        let injected_pid = child_of(injector.id().cast_signed());
+        pause_and_wait(tasker);
+        assert_stands_still(tasker, injected_pid);
+        tasker.send(ToTasker::Resume { tid: tid(1) });
+        wait_until_runs(injected_pid);
+        let (_, left_pids) = kill_first_process(tasker);
+        assert!(left_pids.contains(&injected_pid), "{left_pids:?}");
+        stop_leftovers_and_wait(tasker);
+        assert_stands_still(tasker, injected_pid);
+        tasker.send(ToTasker::KillLeftovers { tid: tid(1) });
+        // The injector stops itself while its child is stopped, and reaps it afterwards.
+        kill(Pid::from_raw(injector.id().cast_signed()), Signal::SIGCONT).expect("it exists");
+        wait_until_none_left(tasker, tid(1));
+        injector.wait().expect("it is a child");
+    });
+}
+
+/// Processes that continue one another stop for a pause, also before they are left behind and
+/// after.
+#[test]
+#[ignore = "system tier: needs gcc"]
+fn processes_that_continue_one_another_stop() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let program = compile_program(dir.path(), "continuer");
+    with_each_mechanism(|tasker| {
+        let pid = tasker.start_task_and_wait(tid(1), &program, &[]);
+        tasker.wait_for_output(tid(1), &mut Vec::new(), |text| count_lines(text) == 1);
+        let child = child_of(pid);
+        for _ in 0..3 {
+            wait_until_runs(pid);
+            pause_and_wait(tasker);
+            assert_stands_still(tasker, pid);
+            assert_stands_still(tasker, child);
+            tasker.send(ToTasker::Resume { tid: tid(1) });
+        }
+        assert_eq!(kill_first_process(tasker), (1, vec![child]));
+        stop_leftovers_and_wait(tasker);
+        assert_stands_still(tasker, child);
+    });
+}
+
+/// A process that has left the control group stops, also while another one waits in the kernel, so
+/// that the group is not frozen. Only the process that waits is named.
+#[test]
+#[ignore = "system tier: needs root, control groups and gcc"]
+fn process_in_the_kernel_does_not_delay_others() {
+    assert!(can_make_namespaces(), "cannot run here: needs root");
+    let dir = tempfile::tempdir().expect("a directory");
+    let mut tasker = Tasker::start();
+    let freezer = &tasker.capabilities.freezer;
+    assert!(freezer.is_ok(), "cannot run here: {freezer:?}");
+    let program = compile_program(dir.path(), "blocked");
+    let pid = tasker.start_task_and_wait(tid(1), &program, &[]);
+    tasker.wait_for_output(tid(1), &mut Vec::new(), |text| count_lines(text) == 1);
+    let child = child_of(pid);
+    fs::write(outermost_group().join("cgroup.procs"), child.to_string()).expect("it moves");
+    wait_until("the parent waits in the kernel", || {
+        proc::stat(pid).is_some_and(|stat| stat.state == 'D')
+    });
+    wait_until_runs(child);
+    tasker.send(ToTasker::Pause {
+        tid: tid(1),
+        run_time: Micros(0),
+    });
+    let unstopped_pids = tasker.wait_for_value(&mut Vec::new(), |message| match message {
+        FromTasker::Paused { .. } => panic!("the task has not stopped"),
+        FromTasker::NotStopped { pids, .. } => Some(pids.clone()),
+        _ => None,
+    });
+    assert_eq!(unstopped_pids, [pid]);
+    assert_stands_still(&mut tasker, child);
+    tasker.send(ToTasker::Resume { tid: tid(1) });
+    wait_until_runs(child);
+    tasker.stop_and_wait();
+}
+
+/// Processes of a task without a namespace that fork and exit in turns are not forgotten, although
+/// a single reading of /proc may not contain them.
+#[test]
+#[ignore = "system tier: needs gcc"]
+fn chain_of_processes_is_not_forgotten() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let program = compile_program(dir.path(), "chain");
+    let mut tasker = Tasker::start();
+    let mut order = start_order(tid(1), &program, &[]);
+    order.pinned = true;
+    tasker.send(ToTasker::Start(order));
+    tasker.wait_for_output(tid(1), &mut Vec::new(), |text| count_lines(text) == 1);
+    tasker.send(ToTasker::Signal {
+        tid: tid(1),
+        signal: libc::SIGKILL,
+    });
+    let left_count = |message: &FromTasker| match message {
+        FromTasker::LeftBehind { process_count, .. } => Some(*process_count),
+        _ => None,
+    };
+    let first_count = tasker.wait_for_value(&mut Vec::new(), left_count);
+    assert!(first_count > 0);
+    let watched_until = Instant::now() + Duration::from_secs(5);
+    while Instant::now() < watched_until {
+        let message = tasker.wait_briefly_for_message();
+        assert_ne!(message.as_ref().and_then(left_count), Some(0));
+    }
+    tasker.send(ToTasker::KillLeftovers { tid: tid(1) });
+    wait_until_none_left(&mut tasker, tid(1));
+    tasker.stop_and_wait();
 }

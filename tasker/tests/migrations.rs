@@ -130,7 +130,7 @@ os.waitpid(child, 0)
 /// A child that is stopped before it has returned from fork(2) completes the fork before the dump.
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
-fn child_stopped_in_fork_returns_before_the_dump() {
+fn stopped_fork_returns_before_the_dump() {
     require_migration();
     let python = ["/usr/bin/python3", "/bin/python3"]
         .into_iter()

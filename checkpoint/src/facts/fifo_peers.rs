@@ -20,7 +20,7 @@ pub(super) fn file_identity(path: &Path) -> Option<(u64, u64)> {
 /// pipe to its path.
 ///
 /// # Errors
-/// The descriptors of a process cannot be read.
+/// The processes, or the descriptors of a process, cannot be read.
 pub(super) fn pipe_open_outside_task(
     pipes: &BTreeMap<(u64, u64), PathBuf>,
     task_processes: &[i32],
@@ -28,7 +28,7 @@ pub(super) fn pipe_open_outside_task(
     if pipes.is_empty() {
         return Ok(None);
     }
-    let other_processes = proc::process_ids()
+    let other_processes = proc::process_ids()?
         .into_iter()
         .filter(|pid| !task_processes.contains(pid));
     for pid in other_processes {
