@@ -578,7 +578,7 @@ impl Supervisor {
         if was_paused {
             self.send(&FromTasker::Paused { tid });
         }
-        self.check_pauses();
+        self.must_check_pauses = true;
     }
 
     /// Ends the pause of a task on the daemon's order. While the lease permits no task to run, a
@@ -598,6 +598,7 @@ impl Supervisor {
 
     /// Checks the tasks that are being paused, and reports those that have stopped.
     pub(crate) fn check_pauses(&mut self) {
+        self.must_check_pauses = false;
         let due_tids = |task: &Task| match &task.pause {
             Pause::Quiescing { .. } => task
                 .pause
