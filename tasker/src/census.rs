@@ -40,11 +40,14 @@ impl From<io::Error> for CensusFailed {
     }
 }
 
+/// The parent and the process group of each process that has not ended.
+type ParentsAndGroups = BTreeMap<i32, (i32, i32)>;
+
 /// All processes of the host at one moment. Each part is read when it is first needed.
 #[derive(Debug, Default)]
 pub(crate) struct Census {
     namespaces: OnceCell<Result<Namespaces, CensusFailed>>,
-    parents_and_groups: OnceCell<Result<BTreeMap<i32, (i32, i32)>, CensusFailed>>,
+    parents_and_groups: OnceCell<Result<ParentsAndGroups, CensusFailed>>,
 }
 
 /// The PID namespaces of all processes, by their inode numbers.
@@ -123,7 +126,7 @@ impl ProcessTree {
     /// environment of a process.
     fn select(
         &self,
-        processes: &BTreeMap<i32, (i32, i32)>,
+        processes: &ParentsAndGroups,
         tasker_pid: i32,
         group_exists: impl Fn(i32) -> bool,
         environment: impl Fn(i32) -> Result<Vec<u8>, CensusFailed>,
@@ -264,7 +267,7 @@ fn if_visible<T>(result: io::Result<T>) -> io::Result<Option<T>> {
     }
 }
 
-fn read_parents_and_groups() -> Result<BTreeMap<i32, (i32, i32)>, CensusFailed> {
+fn read_parents_and_groups() -> Result<ParentsAndGroups, CensusFailed> {
     let mut parents_and_groups = BTreeMap::new();
     for pid in proc::process_ids()? {
         let stat = if_visible(proc::read_stat(pid))?.flatten();

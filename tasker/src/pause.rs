@@ -5,8 +5,8 @@
 //! 2. The task's control group is frozen. Without a control group, all its processes are stopped by
 //!    SIGSTOP, and so are processes that have left the control group. The task counts as stopped
 //!    when all processes of its PID namespace were seen stopped.
-//! 3. The pause outlasts migrations: after a failed migration the task remains stopped. The group is
-//!    frozen again, and the stop is verified and reported again.
+//! 3. The pause outlasts migrations: after a failed migration the task remains stopped. The group
+//!    is frozen again, and the stop is verified and reported again.
 //!
 //! A task that had not quiesced when it was stopped runs once more before it migrates. In the first
 //! part of this time the program's threads are frozen: the library can quiesce, and the program
@@ -578,7 +578,7 @@ impl Supervisor {
         if was_paused {
             self.send(&FromTasker::Paused { tid });
         }
-        self.check_pauses();
+        self.must_check_pauses = true;
     }
 
     /// Ends the pause of a task on the daemon's order. While the lease permits no task to run, a
@@ -598,6 +598,7 @@ impl Supervisor {
 
     /// Checks the tasks that are being paused, and reports those that have stopped.
     pub(crate) fn check_pauses(&mut self) {
+        self.must_check_pauses = false;
         let due_tids = |task: &Task| match &task.pause {
             Pause::Quiescing { .. } => task
                 .pause

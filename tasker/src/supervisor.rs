@@ -72,6 +72,9 @@ pub(crate) struct Supervisor {
     pub(crate) task_start_state: TaskStartState,
     start_guard: StartGuard,
     pub(crate) lease: Lease,
+    /// True if a pause was ordered since the last check. One check serves all pauses that are
+    /// ordered together, because it reads all processes of the host.
+    pub(crate) must_check_pauses: bool,
     /// What ended tasks have left behind.
     pub(crate) leftovers: Leftovers,
     /// Time of the first or next probe of the engine; `None` if no probe is planned.
@@ -129,6 +132,7 @@ impl Supervisor {
             task_start_state: TaskStartState::prepare()?,
             start_guard: StartGuard::new()?,
             lease: Lease::new()?,
+            must_check_pauses: false,
             leftovers: Leftovers::default(),
             probe_at: Some(Instant::now() + PROBE_DELAY),
             heap_trim_at: None,
@@ -245,7 +249,13 @@ impl Supervisor {
                 return Ok(());
             }
             match self.daemon_socket.next_order() {
-                Some(order) => self.handle_order(order),
+                Some(order) => {
+                    // Other orders may take long.
+                    if self.must_check_pauses && !matches!(order, ToTasker::Pause { .. }) {
+                        self.check_pauses();
+                    }
+                    self.handle_order(order);
+                }
                 None => return Ok(()),
             }
         }

@@ -9,9 +9,9 @@ enum { GENERATIONS_MAX = 50000 };
 
 int main(void)
 {
-    puts("ready");
-    fflush(stdout);
     if (fork() != 0) {
+        puts("ready");
+        fflush(stdout);
         pause();
         return 0;
     }
