@@ -145,6 +145,8 @@ const TEST_NEEDS: &[(&str, &str, &[TestNeed])] = &[
     ("pvm-tasker::bin/pvm-tasker", "", &[PYTHON]),
     ("pvm-tasker::pauses", "freez", &[Freezer]),
     ("pvm-tasker::leases", "", &[PYTHON]),
+    ("pvm-tasker::leftovers", "process_in_the_kernel", &[Freezer]),
+    ("pvm-tasker::leftovers", "control_group", &[Freezer]),
     ("pvm-tasker::pauses", "control_groups", &[Freezer]),
     ("pvm-tasker::kinds", "python", &[PYTHON]),
     ("pvm-tasker::kinds", "asyncio", &[PYTHON]),

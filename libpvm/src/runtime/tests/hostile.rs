@@ -359,7 +359,7 @@ fn pools_of_one_peer_are_bounded() {
 /// Helper process of another test: sends messages until it is killed.
 #[test]
 #[ignore = "child process of another test"]
-fn child_writes_without_end() {
+fn subprocess_writes_without_end() {
     let socket = std::env::var_os("WRITES_TO_SOCKET")
         .expect("told where")
         .into();
@@ -392,7 +392,7 @@ fn killed_writer_leaves_whole_messages_only() {
         let mut writer = Command::new(std::env::current_exe().expect("known"))
             .args([
                 "--exact",
-                "runtime::tests::hostile::child_writes_without_end",
+                "runtime::tests::hostile::subprocess_writes_without_end",
                 "--ignored",
             ])
             .env("WRITES_TO_SOCKET", fake.socket_path())
