@@ -222,7 +222,7 @@ mod tests {
         let name = AccountKey::Name("olga".into());
         let uids = [AccountKey::Uid(3), AccountKey::Uid(30)];
         let keys: BTreeSet<AccountKey> = uids.iter().chain([&name]).cloned().collect();
-        // The lookup of the thread stands still.
+        // The thread has not answered yet.
         assert!(accounts.answers(keys.clone()).is_empty());
         assert!(accounts.answers(keys.clone()).is_empty());
         sender.send(()).expect("the thread runs");

@@ -112,7 +112,7 @@ mod tests {
     use nix::poll::{PollFd, PollFlags, poll};
     use std::sync::mpsc;
 
-    /// Lowest subordinate uid of a stranger.
+    /// Lowest subordinate uid of another user.
     const FOREIGN_UID: u32 = 100_000;
     /// Uid of a directory account.
     const OLGA_UID: u32 = 200_000_000;

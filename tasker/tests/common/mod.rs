@@ -11,7 +11,7 @@ use sempa_proto::frame::{FrameDecoder, encode_control};
 use sempa_proto::tasker::{
     EngineUnavailable, FreezerUnavailable, FromTasker, TaskStart, TaskerCapabilities, ToTasker,
 };
-use sempa_proto::{HostId, MigrationId, Tid};
+use sempa_proto::{HostId, Micros, MigrationId, Tid};
 use std::collections::VecDeque;
 use std::io::{ErrorKind, Read, Write};
 use std::os::fd::AsRawFd;
@@ -354,4 +354,21 @@ pub fn processes_with_text(text: &str) -> Vec<i32> {
 
 pub fn migration_id(number: u64) -> MigrationId {
     MigrationId(number)
+}
+
+/// Pauses task 1 and waits until the tasker calls the task paused. Appends other messages to
+/// `messages`.
+pub fn pause_and_wait(tasker: &mut Tasker, run_time: Micros, messages: &mut Vec<FromTasker>) {
+    tasker.send(ToTasker::Pause {
+        tid: tid(1),
+        run_time,
+    });
+    wait_until_paused(tasker, messages);
+}
+
+/// Waits until the tasker calls task 1 paused.
+pub fn wait_until_paused(tasker: &mut Tasker, messages: &mut Vec<FromTasker>) {
+    tasker.wait_for_value(messages, |m| {
+        matches!(m, FromTasker::Paused { tid: t } if *t == tid(1)).then_some(())
+    });
 }
