@@ -301,6 +301,7 @@ struct region {
     uint64_t start, end, categories;
 };
 #define PAGEMAP_SCAN_REQUEST _IOWR('f', 16, struct scan)
+#define GUARD_CATEGORY (1 << 8)
 
 /* Returns all hidden ranges, sorted by process and address, from the file whose number is in
  * SEMPA_WITHHELD.
@@ -336,6 +337,14 @@ static uint64_t pid_of_pagemap(int descriptor)
         return 0;
     path[length] = 0;
     return sscanf(path, "/proc/%lu/pagemap%n", &pid, &end) == 1 && end == length ? pid : 0;
+}
+
+/* True if the scan is for guard pages only (MADV_GUARD_INSTALL). They have no content, are never
+ * transferred after the dump, and are noted in the images also where they are in a hidden range.
+ */
+static int scans_guard_pages(const struct scan *scan)
+{
+    return (scan->all_of & ~scan->inverted & GUARD_CATEGORY) != 0;
 }
 
 /* Scans the memory between the hidden ranges. Returns the number of regions found, like the kernel.
@@ -384,7 +393,8 @@ __attribute__((visibility("default"))) int ioctl(int descriptor, unsigned long r
 
     if (!original)
         original = (int (*)(int, unsigned long, ...))dlsym(RTLD_NEXT, "ioctl");
-    if (request == PAGEMAP_SCAN_REQUEST && hidden_ranges(&count) && ((struct scan *)argument)->pages_max == 0)
+    if (request == PAGEMAP_SCAN_REQUEST && hidden_ranges(&count) && ((struct scan *)argument)->pages_max == 0 &&
+        !scans_guard_pages(argument))
         pid = pid_of_pagemap(descriptor);
     return pid ? scan_visible(original, descriptor, argument, pid) : original(descriptor, request, argument);
 }

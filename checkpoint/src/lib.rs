@@ -8,14 +8,18 @@
 //! * [`criu`][]: the dump engine CRIU, which can dump any process.
 //! * [`facts`][]: properties and resources of a task, and the verdict of a host on them.
 //! * [`allocator`][]: settings of the memory allocator.
+//! * [`boot_clock`][]: the clock of leases.
 //! * [`capabilities`][]: dropping of capabilities.
+//! * [`descendants`][]: the end of everything that a tasker has started.
 //! * [`proc`][]: facts about processes from /proc.
 //! * [`state_files`][]: state files of programs that write their own checkpoints.
 //! * [`store`][]: the store for checkpoints of jobs.
 
 pub mod allocator;
+pub mod boot_clock;
 pub mod capabilities;
 pub mod criu;
+pub mod descendants;
 pub mod dump_retry;
 pub mod engine;
 pub mod facts;

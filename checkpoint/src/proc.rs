@@ -6,6 +6,7 @@
 //! | file | reason |
 //! | --- | --- |
 //! | the list of processes | The crate opens each process. The tasker lists the processes repeatedly while it stops a task. |
+//! | the list of a process's threads with their states | The crate omits threads that it cannot open, for example because no descriptor is free. |
 //! | `PID/fdinfo/N` | The crate does not read it. |
 //! | `PID/fd/N` | The crate replaces bytes of a path that are not UTF-8, but a target needs the path as it is. |
 //! | `PID/maps`, `PID/smaps` | One name that is not UTF-8 makes the crate fail, and a name such as `/SYSV1` makes it panic. A task chooses these names. |
@@ -21,9 +22,9 @@
 //! - `self/mountinfo` and `self/cgroup`, which the pure module `sempa_proto::cgroup` parses,
 //! - paths such as `self/fd/N`, by which files are opened.
 
-use procfs::ProcError;
 use procfs::process::Process;
 pub use procfs::process::{Stat, Status};
+use procfs::{FromRead, ProcError};
 use std::fs::DirEntry;
 use std::io;
 use std::path::PathBuf;
@@ -34,9 +35,75 @@ pub fn status(id: i32) -> Option<Status> {
     Process::new(id).ok()?.status().ok()
 }
 
+/// Returns the status of the process or thread with the id `id`; `None` if no such process or
+/// thread exists.
+///
+/// # Errors
+/// The status exists, but cannot be read.
+pub(crate) fn read_status(id: i32) -> io::Result<Option<Status>> {
+    let status = Process::new(id).and_then(|process| process.status());
+    none_if_ended(status.map_err(into_io_error))
+}
+
+/// Converts the error that a process or thread does not exist into `None`.
+///
+/// # Errors
+/// All other errors.
+pub fn none_if_ended<T>(result: io::Result<T>) -> io::Result<Option<T>> {
+    match result {
+        Ok(value) => Ok(Some(value)),
+        Err(e) if has_ended(&e) => Ok(None),
+        Err(e) => Err(e),
+    }
+}
+
+/// True for the errors of files in /proc of a process or thread that does not exist.
+pub(crate) fn has_ended(error: &io::Error) -> bool {
+    matches!(error.raw_os_error(), Some(libc::ENOENT | libc::ESRCH))
+        || error.kind() == io::ErrorKind::NotFound
+}
+
 /// Returns the parsed `/proc/PID/stat` of a process; `None` if the process does not exist.
 pub fn stat(pid: i32) -> Option<Stat> {
     Process::new(pid).ok()?.stat().ok()
+}
+
+/// Returns the parsed `/proc/PID/stat` of the process or thread with the id `id`; `None` if it does
+/// not exist.
+///
+/// # Errors
+/// The file exists, but cannot be read.
+pub fn read_stat(id: i32) -> io::Result<Option<Stat>> {
+    none_if_ended(read_stat_file(&format!("/proc/{id}/stat")))
+}
+
+fn read_stat_file(path: &str) -> io::Result<Stat> {
+    let bytes = std::fs::read(path)?;
+    Stat::from_read(bytes.as_slice()).map_err(into_io_error)
+}
+
+/// Returns the threads of a process, each with its state letter; empty if the process does not
+/// exist.
+///
+/// # Errors
+/// A thread exists, but its state cannot be read.
+pub fn thread_states(pid: i32) -> io::Result<Vec<(i32, char)>> {
+    let dir = format!("/proc/{pid}/task");
+    let Some(entries) = none_if_ended(std::fs::read_dir(&dir))? else {
+        return Ok(Vec::new());
+    };
+    let mut states = Vec::new();
+    for entry in entries {
+        // The process may end while its threads are listed.
+        let Some(entry) = none_if_ended(entry)? else {
+            break;
+        };
+        let path = format!("{dir}/{}/stat", entry.file_name().to_string_lossy());
+        if let Some(stat) = none_if_ended(read_stat_file(&path))? {
+            states.push((stat.pid, stat.state));
+        }
+    }
+    Ok(states)
 }
 
 /// Returns the memory of a process in bytes: resident memory plus swapped-out memory, which is
@@ -52,12 +119,18 @@ pub fn innermost_pid(pid: i32) -> Option<i32> {
     status(pid)?.nspid?.last().copied()
 }
 
-/// Returns the ids of all processes in the PID namespace of /proc; empty if /proc cannot be read.
-pub fn process_ids() -> Vec<i32> {
-    let entries = std::fs::read_dir("/proc").into_iter().flatten().flatten();
-    entries
-        .filter_map(|entry| entry.file_name().to_str()?.parse().ok())
-        .collect()
+/// Returns the ids of all processes in the PID namespace of /proc.
+///
+/// # Errors
+/// /proc cannot be read, for example because no descriptor is free.
+pub fn process_ids() -> io::Result<Vec<i32>> {
+    let mut pids = Vec::new();
+    for entry in std::fs::read_dir("/proc")? {
+        if let Some(pid) = entry?.file_name().to_str().and_then(|n| n.parse().ok()) {
+            pids.push(pid);
+        }
+    }
+    Ok(pids)
 }
 
 /// Returns the ids of a process's threads.
@@ -77,7 +150,7 @@ pub fn children(pid: i32) -> Option<Vec<i32>> {
     Some(children.ok()?.into_iter().map(u32::cast_signed).collect())
 }
 
-fn into_io_error(error: ProcError) -> io::Error {
+pub(crate) fn into_io_error(error: ProcError) -> io::Error {
     match error {
         ProcError::NotFound(_) => io::Error::from_raw_os_error(libc::ENOENT),
         ProcError::PermissionDenied(_) => io::Error::from_raw_os_error(libc::EACCES),
@@ -126,8 +199,12 @@ pub(crate) fn mappings(pid: i32, file_name: &str) -> io::Result<String> {
 
 /// Returns the environment of a process: entries that end with a zero byte. The environment is
 /// empty if the process or its main thread has exited.
-pub(crate) fn environment(pid: i32) -> Vec<u8> {
-    std::fs::read(format!("/proc/{pid}/environ")).unwrap_or_default()
+///
+/// # Errors
+/// The environment exists, but cannot be read.
+pub(crate) fn environment(pid: i32) -> io::Result<Vec<u8>> {
+    let environment = std::fs::read(format!("/proc/{pid}/environ"));
+    Ok(none_if_ended(environment)?.unwrap_or_default())
 }
 
 /// Returns the identity of a namespace, as the kernel prints it; `None` if the identity cannot be
@@ -138,8 +215,18 @@ pub(crate) fn namespace(process: &str, name: &str) -> Option<PathBuf> {
 
 /// Returns the table of all System V objects of one type: `shm`, `msg` or `sem`. The table is empty
 /// if the kernel does not have these objects.
-pub(crate) fn sysv_table(name: &str) -> String {
-    std::fs::read_to_string(format!("/proc/sysvipc/{name}")).unwrap_or_default()
+///
+/// # Errors
+/// The table exists, but cannot be read.
+pub(crate) fn sysv_table(name: &str) -> io::Result<String> {
+    let table = std::fs::read_to_string(format!("/proc/sysvipc/{name}"));
+    Ok(none_if_ended(table)?.unwrap_or_default())
+}
+
+/// Returns the number below which all PIDs in this process's PID namespace are; `None` if it cannot
+/// be read.
+pub fn pid_limit() -> Option<u32> {
+    u32::try_from(procfs::sys::kernel::pid_max().ok()?).ok()
 }
 
 /// Returns the release of this host's kernel.
@@ -193,6 +280,10 @@ mod tests {
         assert_eq!(error.raw_os_error(), Some(libc::ENOENT));
         let own_pid = std::process::id().cast_signed();
         assert!(thread_ids(own_pid).expect("it runs").contains(&own_pid));
-        assert!(process_ids().contains(&own_pid));
+        assert!(process_ids().expect("the kernel has it").contains(&own_pid));
+        let states = thread_states(own_pid).expect("it runs");
+        assert!(states.iter().any(|(thread, _)| *thread == own_pid));
+        assert!(thread_states(-1).expect("no process").is_empty());
+        assert!(read_stat(-1).expect("no process").is_none());
     }
 }

@@ -36,6 +36,9 @@ pub(crate) fn task(tid: i32, parent: i32, pid: i32, flags: i32, name: &str) -> T
         migrating: false,
         paused: false,
         suspended: false,
+        namespace_pid: pid,
+        stopping: false,
+        leftover_processes: 0,
     }
 }
 

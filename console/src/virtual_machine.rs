@@ -28,6 +28,11 @@ pub(crate) trait VirtualMachine {
     /// Returns all tasks if `selector` is [`Tid::NONE`]. Otherwise `selector` is the tid of a host,
     /// or of one task.
     fn tasks(&self, selector: Tid) -> Result<Vec<TaskInfo>, Error>;
+    /// As [`VirtualMachine::tasks`], with an entry for each ended task that has left processes
+    /// behind.
+    fn tasks_and_leftovers(&self, selector: Tid) -> Result<Vec<TaskInfo>, Error> {
+        self.tasks(selector)
+    }
     fn spawn(&self, request: SpawnRequest) -> Result<Vec<Result<Tid, PvmError>>, Error>;
     /// Adds a host for each host-file line.
     fn add_hosts(&self, lines: &[String]) -> Result<Vec<AddedHost>, Error>;
@@ -62,6 +67,10 @@ impl VirtualMachine for Vm {
 
     fn tasks(&self, selector: Tid) -> Result<Vec<TaskInfo>, Error> {
         Self::tasks(self, selector)
+    }
+
+    fn tasks_and_leftovers(&self, selector: Tid) -> Result<Vec<TaskInfo>, Error> {
+        Self::tasks_and_leftovers(self, selector)
     }
 
     fn spawn(&self, request: SpawnRequest) -> Result<Vec<Result<Tid, PvmError>>, Error> {

@@ -335,6 +335,10 @@ fn normalize_output(command: &str, answer: &str) -> String {
                 .collect();
             words[cell_indices[3]] = "PID".into();
             words.retain(|word| !word.is_empty());
+            // Our console appends the process ID on the host; PVM has no other process ID.
+            if let Some(index) = words.iter().position(|word| word == "(on") {
+                words.truncate(index);
+            }
         }
         words.join(" ")
     });

@@ -8,6 +8,8 @@ use std::collections::VecDeque;
 pub struct Inbox {
     messages: VecDeque<Message>,
     charged_bytes: usize,
+    /// True if a descriptor of the program shows whether the inbox contains messages.
+    is_watched: bool,
 }
 
 impl Inbox {
@@ -62,6 +64,29 @@ impl Inbox {
         self.messages.push_back(message);
     }
 
+    /// Moves messages to the end of `target`, in order: all messages, but only the oldest message
+    /// if a descriptor of the program shows whether there are others.
+    pub fn take_arrivals(&mut self, target: &mut VecDeque<Message>) {
+        if !self.is_watched {
+            self.drain_into(target);
+        } else if !self.is_empty() {
+            target.push_back(self.remove(0));
+        }
+    }
+
+    /// Puts messages that [`Inbox::take_arrivals`] has moved back before all other messages.
+    pub(crate) fn put_back(&mut self, mut messages: VecDeque<Message>) {
+        let charge = |message: &Message| message.body.len() + Self::MESSAGE_OVERHEAD_BYTES;
+        self.charged_bytes += messages.iter().map(charge).sum::<usize>();
+        messages.append(&mut self.messages);
+        self.messages = messages;
+    }
+
+    /// Declares that a descriptor of the program shows whether the inbox contains messages.
+    pub(crate) fn set_watched(&mut self) {
+        self.is_watched = true;
+    }
+
     /// Moves all messages to the end of `target`, in order.
     pub fn drain_into(&mut self, target: &mut VecDeque<Message>) {
         self.charged_bytes = 0;
@@ -78,5 +103,49 @@ impl Inbox {
     pub fn clear(&mut self) {
         self.messages.clear();
         self.charged_bytes = 0;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use sempa_proto::Tid;
+
+    fn message(tag: i32) -> Message {
+        Message {
+            src: Tid::NONE,
+            dst: Tid::NONE,
+            ctx: 0,
+            tag,
+            wid: 0,
+            enc: 0,
+            body: bytes::Bytes::from_static(b"body"),
+        }
+    }
+
+    fn tags<'a>(messages: impl Iterator<Item = &'a Message>) -> Vec<i32> {
+        messages.map(|message| message.tag).collect()
+    }
+
+    /// While a descriptor shows whether there are messages, only one message at a time leaves the
+    /// inbox, and messages that left it before can be put back.
+    #[test]
+    fn watched_inbox_gives_one_message_at_a_time() {
+        let mut inbox = Inbox::default();
+        (1..=4).for_each(|tag| inbox.push(message(tag)));
+        let charged_bytes = inbox.charged_bytes();
+        let mut taken_messages = VecDeque::new();
+        inbox.take_arrivals(&mut taken_messages);
+        assert_eq!(tags(taken_messages.iter()), [1, 2, 3, 4]);
+        assert!(inbox.is_empty());
+        inbox.push(message(5));
+        inbox.set_watched();
+        taken_messages.pop_front();
+        inbox.put_back(std::mem::take(&mut taken_messages));
+        assert_eq!(tags(inbox.iter()), [2, 3, 4, 5]);
+        assert_eq!(inbox.charged_bytes(), charged_bytes);
+        inbox.take_arrivals(&mut taken_messages);
+        assert_eq!(tags(taken_messages.iter()), [2]);
+        assert_eq!(tags(inbox.iter()), [3, 4, 5]);
     }
 }

@@ -149,6 +149,17 @@ impl Runtime {
     /// # Errors
     /// Returns the error of the daemon or the resource manager.
     pub fn tasks(&self, selector: Tid) -> Result<Vec<TaskInfo>, Error> {
+        let mut tasks = self.tasks_and_leftovers(selector)?;
+        tasks.retain(|task| !task.is_leftover());
+        Ok(tasks)
+    }
+
+    /// As [`Runtime::tasks`], with an entry for each ended task that has left processes behind
+    /// ([`TaskInfo::is_leftover`]).
+    ///
+    /// # Errors
+    /// As [`Runtime::tasks`].
+    pub fn tasks_and_leftovers(&self, selector: Tid) -> Result<Vec<TaskInfo>, Error> {
         let operation = "listing tasks";
         let pack = || {
             let mut out = Packer::new(Encoding::Xdr);
@@ -354,7 +365,7 @@ impl Runtime {
                     }),
             )
         };
-        match self.wait_for_core(None, &mut check_answer) {
+        match self.wait_with_intake(None, &mut check_answer) {
             Ok(Some(outcome)) => Ok(outcome),
             Ok(None) => Ok(RmOutcome::UseDaemon),
             Err(e) => Err(Error::new(e, self.lost_reason())),
@@ -367,7 +378,8 @@ impl Runtime {
         let mut find_next_rm = |core: &mut Core| core.rm().filter(|rm| rm.tid != dead_rm).map(drop);
         // If no resource manager registers or the daemon is lost, the next request fails with the
         // reason.
-        let _ = self.wait_for_core(Some(Instant::now() + NEXT_RM_TIMEOUT), &mut find_next_rm);
+        let next_rm_deadline = Instant::now() + NEXT_RM_TIMEOUT;
+        let _ = self.wait_with_intake(Some(next_rm_deadline), &mut find_next_rm);
     }
 }
 
@@ -523,6 +535,9 @@ fn unpack_tasks(body: Bytes) -> PvmResult<Vec<TaskInfo>> {
             migrating: false,
             paused: false,
             suspended: false,
+            namespace_pid: pid,
+            stopping: false,
+            leftover_processes: 0,
         });
     }
     Ok(tasks)

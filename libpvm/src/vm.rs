@@ -209,6 +209,15 @@ impl Vm {
         self.runtime.tasks(selector)
     }
 
+    /// As [`Vm::tasks`], with an entry for each ended task that has left processes behind
+    /// ([`TaskInfo::is_leftover`]).
+    ///
+    /// # Errors
+    /// As [`Vm::tasks`].
+    pub fn tasks_and_leftovers(&self, selector: Tid) -> Result<Vec<TaskInfo>, Error> {
+        self.runtime.tasks_and_leftovers(selector)
+    }
+
     /// Starts tasks and returns one result for each task.
     ///
     /// # Errors
@@ -447,6 +456,7 @@ impl Vm {
             checkpoint: checkpoint.into(),
             host_names: host_names.to_vec(),
             wait_for_end: false,
+            force: false,
         };
         ask!(self, "restarting a checkpoint", request, Reply::Done => ())
     }

@@ -23,7 +23,7 @@ const RM_CLASS: &str = "###_PVM_RM_###";
 /// the function returns immediately.
 #[test]
 #[ignore = "child process of another test"]
-fn child_enrols_and_receives() {
+fn subprocess_enrols_and_receives() {
     if std::env::var_os(CHILD_TASK_ENV).is_none() {
         return;
     }
@@ -78,7 +78,7 @@ fn halt_notifies_or_ends_tasks_as_they_chose() {
     command
         .args([
             "--exact",
-            "child_enrols_and_receives",
+            "subprocess_enrols_and_receives",
             "--ignored",
             "--nocapture",
         ])

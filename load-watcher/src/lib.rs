@@ -16,11 +16,15 @@
 //! - Enforcement: [`cpu_confinement`] confines guests to the processors that the owner allows.
 //! - Communication: [`file_watcher`] reports changes of files. [`report`] decides when to sample
 //!   and to send a report (pure). [`status`] answers queries of users of this host.
+//! - [`user_files`]: files of users in a directory that all users share. `file_users` selects the
+//!   users if there are too many; `accounts` looks up accounts without waiting.
 //! - [`system`]: clocks and nice levels.
 
+mod accounts;
 pub mod cgroup;
 pub mod cpu_confinement;
 pub mod cpu_usage;
+mod file_users;
 pub mod file_watcher;
 pub mod guests;
 pub mod host_policy;
@@ -38,4 +42,5 @@ pub mod sampler;
 pub mod sessions;
 pub mod status;
 pub mod system;
+pub mod user_files;
 pub mod utmp;

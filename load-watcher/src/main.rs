@@ -1,6 +1,8 @@
 //! `pvm-load-watcher`: notifies the daemon of its host whether guests may run, and reports the
 //! host's load and owner to the resource manager.
 
+mod directive;
+mod guest_status;
 mod rm_link;
 mod watcher;
 

@@ -2,19 +2,17 @@
 //! ("here", "away", times without guests, a number of cores).
 //!
 //! The override of the user UID is stored in `/var/tmp/sempa-owner-UID.toml`; another directory can
-//! be configured. Only this user and root can write the file: the directory has the sticky bit, and
-//! the file is accepted only if it belongs to the user whose uid is in the file name. Therefore an
+//! be configured. Only this user and root can write the file (see [`user_files`]). Therefore an
 //! owner needs no rights in another user's virtual machine. Only [`read_all`], [`read`] and
 //! [`write()`] perform I/O.
 
 use crate::hours::WeeklyHours;
 use crate::policy::{Policy, PolicyError, line_of_key};
+use crate::user_files::{self, FileVersion, UntrustedFileError, UserFile};
 use sempa_proto::Micros;
 use serde::Deserialize;
 use std::collections::BTreeSet;
-use std::fs::{self, OpenOptions};
-use std::io::{self, Read, Write};
-use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::io;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 use thiserror::Error;
@@ -23,17 +21,14 @@ use thiserror::Error;
 pub const OVERRIDES_DIR: &str = "/var/tmp";
 /// Environment variable with the directory of the overrides.
 pub const OVERRIDES_DIR_VAR: &str = "SEMPA_OWNER_WORDS";
-/// Prefix of the names of override files.
-pub const OVERRIDE_PREFIX: &str = "sempa-owner-";
 /// Time for which an override without an explicit duration is valid.
 pub const OVERRIDE_DURATION_DEFAULT: Duration = Duration::from_secs(12 * 3600);
 /// Maximum duration that a user may request for an override: a week.
 pub const OVERRIDE_DURATION_MAX: Duration = Duration::from_secs(7 * 24 * 3600);
-const OVERRIDE_SUFFIX: &str = ".toml";
+/// Suffix of the file name, after the uid.
+pub(crate) const OVERRIDE_SUFFIX: &str = ".toml";
 /// Maximum size of an override file in bytes.
 const OVERRIDE_BYTES_MAX: u64 = 16 << 10;
-/// Maximum number of override files that are read.
-const OVERRIDES_MAX: usize = 256;
 
 /// Presence as declared by an owner.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
@@ -176,18 +171,6 @@ pub fn overrides_dir(configured_dir: Option<PathBuf>) -> PathBuf {
         .unwrap_or_else(|| PathBuf::from(OVERRIDES_DIR))
 }
 
-/// Reason why a file of a user was not trusted and therefore not used.
-#[derive(Clone, Debug, PartialEq, Eq, Error)]
-pub enum UntrustedFileError {
-    /// The file cannot be opened or read, or is not UTF-8 text. Nothing in the file is used.
-    #[error("{} is not trusted: {reason}", path.display())]
-    Unreadable { path: PathBuf, reason: String },
-    /// The file is not a regular file of this user, or another user can write it. The file was not
-    /// read.
-    #[error("{} is not trusted: it is not a file that only user {uid} can write", path.display())]
-    NotOwnFile { path: PathBuf, uid: u32 },
-}
-
 /// Reason why the override of a user was refused.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum OverrideError {
@@ -200,140 +183,81 @@ pub enum OverrideError {
     Malformed(#[from] PolicyError),
 }
 
-/// Returns the path of a user's override file.
+/// Returns the usual path of a user's override file. If another user has taken the name, the file
+/// has another one.
 pub fn override_file(dir: &Path, uid: u32) -> PathBuf {
-    dir.join(format!("{OVERRIDE_PREFIX}{uid}{OVERRIDE_SUFFIX}"))
+    user_files::usual_path(dir, uid, OVERRIDE_SUFFIX)
 }
 
-/// Reads a file that only user `uid` or root can have written. Returns its text; `None` if the file
-/// does not exist. Reads at most `bytes_max` + 1 bytes, so that the caller can detect a longer
-/// file.
-///
-/// # Errors
-/// Another user could have written the file, or the file cannot be read.
-pub(crate) fn read_trusted(
-    path: &Path,
-    uid: u32,
-    bytes_max: u64,
-) -> Result<Option<String>, UntrustedFileError> {
-    let unreadable_error = |error: io::Error| UntrustedFileError::Unreadable {
-        path: path.to_path_buf(),
-        reason: error.to_string(),
-    };
-    // A symbolic link could lead to a file of another user, and opening a named pipe could block.
-    let open_result = OpenOptions::new()
-        .read(true)
-        .custom_flags(nix::libc::O_NOFOLLOW | nix::libc::O_NONBLOCK)
-        .open(path);
-    let file = match open_result {
-        Ok(file) => file,
-        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
-        Err(e) => return Err(unreadable_error(e)),
-    };
-    let metadata = file.metadata().map_err(unreadable_error)?;
-    if !metadata.is_file() || metadata.uid() != uid || metadata.mode() & 0o022 != 0 {
-        return Err(UntrustedFileError::NotOwnFile {
-            path: path.to_path_buf(),
-            uid,
-        });
-    }
-    let mut text = String::new();
-    file.take(bytes_max + 1)
-        .read_to_string(&mut text)
-        .map_err(unreadable_error)?;
-    Ok(Some(text))
-}
-
-/// Reads the override of a user; returns an empty override if the file does not exist.
+/// Reads the override of a user; returns an empty override if the user has no file.
 ///
 /// # Errors
 /// Another user could have written the file, or the file cannot be read or parsed.
 pub fn read(dir: &Path, uid: u32) -> Result<OwnerOverride, OverrideError> {
-    let path = override_file(dir, uid);
-    let Some(text) = read_trusted(&path, uid, OVERRIDE_BYTES_MAX)? else {
-        return Ok(OwnerOverride::default());
-    };
-    Ok(OwnerOverride::parse(&path.display().to_string(), &text)?)
+    match user_files::read(dir, uid, OVERRIDE_SUFFIX, OVERRIDE_BYTES_MAX)? {
+        Some((_, file)) => Ok(parse_file(&file)?),
+        None => Ok(OwnerOverride::default()),
+    }
 }
 
-/// Returns the uids of the users who have a file with this suffix in the directory, in ascending
-/// order, at most `OVERRIDES_MAX` uids.
-pub(crate) fn users_with_file(dir: &Path, suffix: &str) -> Vec<u32> {
-    let uid_of_entry = |entry: fs::DirEntry| {
-        let name = entry.file_name();
-        name.to_str()?
-            .strip_prefix(OVERRIDE_PREFIX)?
-            .strip_suffix(suffix)?
-            .parse::<u32>()
-            .ok()
-    };
-    let users: BTreeSet<u32> = fs::read_dir(dir)
-        .into_iter()
-        .flatten()
-        .flatten()
-        .filter_map(uid_of_entry)
-        .collect();
-    users.into_iter().take(OVERRIDES_MAX).collect()
+fn parse_file(file: &UserFile) -> Result<OwnerOverride, PolicyError> {
+    OwnerOverride::parse(&file.path.display().to_string(), &file.text)
 }
 
-/// Reads the overrides of all users. Returns each override with the uid of its user, and an error
-/// sentence for each refused file.
-pub fn read_all(dir: &Path) -> (Vec<(u32, OwnerOverride)>, Vec<String>) {
-    let (mut overrides, mut errors) = (Vec::new(), Vec::new());
-    for uid in users_with_file(dir, OVERRIDE_SUFFIX) {
-        match read(dir, uid) {
-            Ok(declared_override) => overrides.push((uid, declared_override)),
-            Err(error) => errors.push(error.to_string()),
+/// Overrides that were read together.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct ReadOverrides {
+    /// The overrides, with the uid of their users.
+    pub overrides: Vec<(u32, OwnerOverride)>,
+    /// The version of each file whose override is in `overrides`.
+    pub versions: Vec<(u32, FileVersion)>,
+    /// An error sentence for each refused file.
+    pub errors: Vec<String>,
+}
+
+/// Reads the overrides of these users.
+pub fn read_all(dir: &Path, users: &BTreeSet<u32>) -> ReadOverrides {
+    let mut result = ReadOverrides::default();
+    for (uid, path) in user_files::newest_files(dir, OVERRIDE_SUFFIX, users) {
+        let file = user_files::read_trusted(path, uid, OVERRIDE_BYTES_MAX);
+        let parsed_file = file.map_err(OverrideError::from).and_then(|file| {
+            let Some((version, file)) = file else {
+                return Ok(None);
+            };
+            Ok(Some((version, parse_file(&file)?)))
+        });
+        match parsed_file {
+            Ok(Some((version, declared_override))) => {
+                result.overrides.push((uid, declared_override));
+                result.versions.push((uid, version));
+            }
+            Ok(None) => {}
+            Err(error) => result.errors.push(error.to_string()),
         }
     }
-    (overrides, errors)
+    result
 }
 
 /// Writes the override of a user; an empty override removes the file. The calling process must run
-/// as that user or as root.
+/// as that user or as root. Returns the version and the path of the new file; `None` if the file
+/// was removed.
 ///
 /// # Errors
 /// The error of the system.
-pub fn write(dir: &Path, uid: u32, owner_override: &OwnerOverride) -> io::Result<()> {
-    let text = (!owner_override.is_empty()).then(|| owner_override.to_toml());
-    write_atomically(dir, uid, &override_file(dir, uid), text.as_deref())
-}
-
-/// Replaces the file `path` of a user atomically by `text`, or removes the file if `text` is
-/// `None`. Succeeds if a file to be removed does not exist.
-pub(crate) fn write_atomically(
+pub fn write(
     dir: &Path,
     uid: u32,
-    path: &Path,
-    text: Option<&str>,
-) -> io::Result<()> {
-    let Some(text) = text else {
-        return match fs::remove_file(path) {
-            Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(()),
-            result => result,
-        };
-    };
-    // The file is written under another name and then renamed, so that no reader sees an incomplete
-    // file.
-    let temporary_path = dir.join(format!(".{OVERRIDE_PREFIX}{uid}.{}", std::process::id()));
-    let write_result = OpenOptions::new()
-        .write(true)
-        .create_new(true)
-        .mode(0o644)
-        .open(&temporary_path)
-        .and_then(|mut file| {
-            file.set_permissions(std::os::unix::fs::PermissionsExt::from_mode(0o644))?;
-            file.write_all(text.as_bytes())
-        });
-    write_result
-        .and_then(|()| fs::rename(&temporary_path, path))
-        .inspect_err(|_| drop(fs::remove_file(&temporary_path)))
+    owner_override: &OwnerOverride,
+) -> io::Result<Option<(FileVersion, PathBuf)>> {
+    let text = (!owner_override.is_empty()).then(|| owner_override.to_toml());
+    user_files::write(dir, uid, OVERRIDE_SUFFIX, text.as_deref())
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use proptest::prelude::*;
+    use std::fs;
     use std::os::unix::fs::{PermissionsExt, symlink};
 
     fn own_uid() -> u32 {
@@ -361,10 +285,9 @@ mod tests {
         let dir = tempfile::tempdir().expect("a folder");
         assert_eq!(read(dir.path(), own_uid()), Ok(OwnerOverride::default()));
         write(dir.path(), own_uid(), &away_override()).expect("written");
-        assert_eq!(
-            read_all(dir.path()),
-            (vec![(own_uid(), away_override())], Vec::new())
-        );
+        let all = read_all(dir.path(), &[own_uid()].into());
+        assert_eq!(all.overrides, [(own_uid(), away_override())]);
+        assert_eq!((all.versions.len(), all.errors.len()), (1, 0));
         write(dir.path(), own_uid(), &OwnerOverride::default()).expect("removed");
         assert_eq!(fs::read_dir(dir.path()).expect("a folder").count(), 0);
         write(dir.path(), own_uid(), &OwnerOverride::default()).expect("nothing to remove is fine");
@@ -383,14 +306,12 @@ mod tests {
                 .to_string()
                 .contains("not trusted")
         );
-        // Now the owner of the file differs from the user whose uid is in the file name.
+        // Now the owner of the file differs from the user whose uid is in the file name. The file
+        // has no effect.
         fs::set_permissions(&path, fs::Permissions::from_mode(0o644)).expect("the test's own file");
         fs::rename(&path, override_file(dir.path(), own_uid() + 1)).expect("the test's own file");
-        let (overrides, errors) = read_all(dir.path());
-        assert!(
-            overrides.is_empty() && errors.len() == 1,
-            "{overrides:?} {errors:?}"
-        );
+        let users = [own_uid(), own_uid() + 1].into();
+        assert_eq!(read_all(dir.path(), &users), ReadOverrides::default());
         symlink(override_file(dir.path(), own_uid() + 1), &path).expect("a link");
         assert!(
             read(dir.path(), own_uid())

@@ -3,18 +3,19 @@
 //! machine, and the load watchers need no access to the owner's home directory.
 //!
 //! The policy of the user UID is stored in `/var/tmp/sempa-owner-UID.policy.toml` and trusted under
-//! the same conditions as an override (see [`owner_override`]). The text of the policy is parsed
+//! the same conditions as an override (see [`user_files`]). The text of the policy is parsed
 //! like any policy file. If the text is malformed, the policy is refused and the previous policy
 //! stays in force; if there was none, no guest may run.
 
-use crate::owner_override::{self, OVERRIDE_PREFIX, UntrustedFileError};
 use crate::policy::{POLICY_BYTES_MAX, Policy, PolicyError};
+use crate::user_files::{self, FileVersion, UntrustedFileError, UserFile};
+use std::collections::BTreeSet;
 use std::io;
 use std::path::{Path, PathBuf};
 use thiserror::Error;
 
 /// Suffix of the file name, after the uid.
-const POLICY_SUFFIX: &str = ".policy.toml";
+pub(crate) const POLICY_SUFFIX: &str = ".policy.toml";
 
 /// The reason why a published policy was refused.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
@@ -29,9 +30,10 @@ pub enum PublishedPolicyError {
     Malformed(#[from] PolicyError),
 }
 
-/// Returns the path of a user's published policy.
+/// Returns the usual path of a user's published policy. If another user has taken the name, the
+/// file has another one.
 pub fn policy_file(dir: &Path, uid: u32) -> PathBuf {
-    dir.join(format!("{OVERRIDE_PREFIX}{uid}{POLICY_SUFFIX}"))
+    user_files::usual_path(dir, uid, POLICY_SUFFIX)
 }
 
 /// Reads the published policy of a user. Returns its text and its settings; `None` if the user has
@@ -40,39 +42,51 @@ pub fn policy_file(dir: &Path, uid: u32) -> PathBuf {
 /// # Errors
 /// Another user could have written the policy, or the policy cannot be read or is malformed.
 pub fn read(dir: &Path, uid: u32) -> Result<Option<(String, Policy)>, PublishedPolicyError> {
-    let path = policy_file(dir, uid);
-    let text = owner_override::read_trusted(&path, uid, POLICY_BYTES_MAX as u64)?;
-    let parse = |text: String| {
-        Ok::<_, PolicyError>((
-            Policy::parse_without_owners(&path.display().to_string(), &text)?,
-            text,
-        ))
+    let file = user_files::read(dir, uid, POLICY_SUFFIX, POLICY_BYTES_MAX as u64)?;
+    let Some((_, file)) = file else {
+        return Ok(None);
     };
-    let parsed_policy = text.map(parse).transpose()?;
-    Ok(parsed_policy.map(|(policy, text)| (text, policy)))
+    let policy = parse_file(&file)?;
+    Ok(Some((file.text, policy)))
 }
 
-/// Reads the published policies of all users. Each result is paired with the uid of its user.
-pub fn read_all(dir: &Path) -> Vec<(u32, Result<Policy, PublishedPolicyError>)> {
-    let uids = owner_override::users_with_file(dir, POLICY_SUFFIX).into_iter();
-    uids.filter_map(|uid| {
-        Some((
-            uid,
-            read(dir, uid)
-                .map(|text_and_policy| text_and_policy.map(|(_, policy)| policy))
-                .transpose()?,
-        ))
-    })
-    .collect()
+fn parse_file(file: &UserFile) -> Result<Policy, PolicyError> {
+    Policy::parse_without_owners(&file.path.display().to_string(), &file.text)
+}
+
+/// A published policy, and the version of its file.
+pub type PolicyVersion = (Policy, FileVersion);
+
+/// Reads the published policies of these users. Each result is paired with the uid of its user.
+pub fn read_all(
+    dir: &Path,
+    users: &BTreeSet<u32>,
+) -> Vec<(u32, Result<PolicyVersion, PublishedPolicyError>)> {
+    let read_file = |uid: u32, path: PathBuf| {
+        let file = user_files::read_trusted(path, uid, POLICY_BYTES_MAX as u64);
+        let Some((version, file)) = file? else {
+            return Ok(None);
+        };
+        Ok::<_, PublishedPolicyError>(Some((parse_file(&file)?, version)))
+    };
+    let files = user_files::newest_files(dir, POLICY_SUFFIX, users).into_iter();
+    files
+        .filter_map(|(uid, path)| Some((uid, read_file(uid, path).transpose()?)))
+        .collect()
 }
 
 /// Publishes a valid policy text for a user, or withdraws the policy if `text` is `None`. The
-/// calling process must run as that user or as root.
+/// calling process must run as that user or as root. Returns the version and the path of the new
+/// file; `None` if the policy was withdrawn.
 ///
 /// # Errors
 /// The error of the system.
-pub fn write(dir: &Path, uid: u32, text: Option<&str>) -> io::Result<()> {
-    owner_override::write_atomically(dir, uid, &policy_file(dir, uid), text)
+pub fn write(
+    dir: &Path,
+    uid: u32,
+    text: Option<&str>,
+) -> io::Result<Option<(FileVersion, PathBuf)>> {
+    user_files::write(dir, uid, POLICY_SUFFIX, text)
 }
 
 #[cfg(test)]
@@ -83,6 +97,10 @@ mod tests {
 
     fn own_uid() -> u32 {
         nix::unistd::geteuid().as_raw()
+    }
+
+    fn users() -> BTreeSet<u32> {
+        [own_uid(), own_uid() + 1].into()
     }
 
     /// The file of a published policy is not read as an override.
@@ -96,10 +114,14 @@ mod tests {
             read(dir.path(), own_uid()),
             Ok(Some(("leave_after = 30\n".into(), policy.clone())))
         );
-        assert_eq!(read_all(dir.path()), [(own_uid(), Ok(policy))]);
+        let all: Vec<(u32, Policy)> = read_all(dir.path(), &users())
+            .into_iter()
+            .map(|(uid, result)| (uid, result.expect("it is valid").0))
+            .collect();
+        assert_eq!(all, [(own_uid(), policy)]);
         assert_eq!(
-            owner_override::read_all(dir.path()),
-            (Vec::new(), Vec::new())
+            crate::owner_override::read_all(dir.path(), &users()),
+            crate::owner_override::ReadOverrides::default()
         );
         write(dir.path(), own_uid(), None).expect("removed");
         assert_eq!(fs::read_dir(dir.path()).expect("a folder").count(), 0);
@@ -120,9 +142,13 @@ mod tests {
         assert!(
             matches!(read(dir.path(), own_uid()), Err(PublishedPolicyError::Untrusted(says)) if says.to_string().contains("not trusted"))
         );
+        assert!(
+            matches!(read_all(dir.path(), &users())[..], [(uid, Err(PublishedPolicyError::Untrusted(_)))] if uid == own_uid())
+        );
         fs::rename(&path, policy_file(dir.path(), own_uid() + 1)).expect("the test's own file");
         assert!(
-            matches!(read_all(dir.path())[..], [(uid, Err(PublishedPolicyError::Untrusted(_)))] if uid == own_uid() + 1)
+            read_all(dir.path(), &users()).is_empty(),
+            "another user's file has no effect"
         );
     }
 }

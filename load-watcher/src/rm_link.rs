@@ -8,7 +8,7 @@ use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags};
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use sempa_proto::body::Unpacker;
 use sempa_proto::load::TAG_REPORT_ADDRESS;
-use sempa_proto::rm::CTX_RM;
+use sempa_proto::rm::{CTX_RM, TAG_PING};
 use sempa_proto::task::{NotifyRequest, NotifySubjects};
 use sempa_proto::{Message, Tid};
 use std::os::fd::BorrowedFd;
@@ -26,6 +26,9 @@ pub(crate) struct RmSubscription {
     /// Readable after a resource manager has requested the reports, until
     /// [`RmSubscription::take_change_event`].
     change_event: EventFd,
+    /// Readable after the daemon has asked whether this load watcher runs, until
+    /// [`RmSubscription::take_ping`].
+    ping_event: EventFd,
 }
 
 impl RmSubscription {
@@ -36,10 +39,12 @@ impl RmSubscription {
     /// # Errors
     /// The error of the system or of the daemon.
     pub(crate) fn start_tracking(vm: &Vm, rm: Option<Tid>) -> anyhow::Result<Arc<Self>> {
-        let change_event = EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?;
+        let new_event = || EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK);
+        let (change_event, ping_event) = (new_event()?, new_event()?);
         let subscription = Arc::new(Self {
             rm_tid: Mutex::new(rm),
             change_event,
+            ping_event,
         });
         rm.map(|rm| notify_on_exit(vm, rm)).transpose()?;
         let (vm, thread_subscription) = (vm.clone(), Arc::clone(&subscription));
@@ -74,6 +79,10 @@ impl RmSubscription {
                 drop(notify_on_exit(vm, message.src));
                 let _ = self.change_event.write(1);
             }
+            // The main loop answers, because only its answer shows that the owner is protected.
+            TAG_PING if message.src.is_daemon() => {
+                let _ = self.ping_event.write(1);
+            }
             _ => {}
         }
     }
@@ -88,8 +97,14 @@ impl RmSubscription {
         self.change_event.read().is_ok()
     }
 
-    /// Creates an epoll instance that is readable when a resource manager requests the reports, or
-    /// when one of the descriptors `additional_fds` is readable.
+    /// Returns true if the daemon has asked whether this load watcher runs since the last call.
+    pub(crate) fn take_ping(&self) -> bool {
+        self.ping_event.read().is_ok()
+    }
+
+    /// Creates an epoll instance that is readable when a resource manager requests the reports, the
+    /// daemon asks whether this load watcher runs, or one of the descriptors `additional_fds` is
+    /// readable.
     ///
     /// # Errors
     /// The process has no free descriptor.
@@ -98,7 +113,9 @@ impl RmSubscription {
         additional_fds: impl IntoIterator<Item = BorrowedFd<'a>>,
     ) -> nix::Result<Epoll> {
         let epoll = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC)?;
-        epoll.add(&self.change_event, EpollEvent::new(EpollFlags::EPOLLIN, 0))?;
+        for event in [&self.change_event, &self.ping_event] {
+            epoll.add(event, EpollEvent::new(EpollFlags::EPOLLIN, 0))?;
+        }
         for additional_fd in additional_fds {
             epoll.add(additional_fd, EpollEvent::new(EpollFlags::EPOLLIN, 1))?;
         }

@@ -6,12 +6,13 @@
 //! manager is sent when no other action is due.
 
 use crate::Args;
+use crate::directive::DirectiveSender;
+use crate::guest_status::{guest_statuses, is_guest, stop_mechanism};
 use crate::rm_link::RmSubscription;
 use anyhow::Context;
 use libpvm::{Body, Vm};
 use nix::sys::epoll::Epoll;
 use procfs::process::Process;
-use procfs::{CurrentSI, KernelStats};
 use pvm_load_watcher::cpu_confinement::CpuConfinement;
 use pvm_load_watcher::file_watcher::{
     FileWatcher, WakeReasons, WatchedPath, read_login_records, utmp_path,
@@ -25,25 +26,25 @@ use pvm_load_watcher::logind::LogindClient;
 use pvm_load_watcher::owner::{
     Evidence, LoginRecords, OwnerAssessment, OwnerDetector, OwnerSigns, available_logins,
 };
-use pvm_load_watcher::owner_override::{OVERRIDE_PREFIX, OVERRIDES_DIR};
+use pvm_load_watcher::owner_override::OVERRIDES_DIR;
 use pvm_load_watcher::policy::DEFAULT_IDLE_AFTER_MIN;
 use pvm_load_watcher::probes::{InputProbe, read_session_files, terminal_input_times};
 use pvm_load_watcher::report::{REPORTED_LOGINS_MAX, Reporter, SAMPLE_INTERVAL_CHANGING_LOAD};
 use pvm_load_watcher::sampler::Sampler;
 use pvm_load_watcher::sessions::Session;
-use pvm_load_watcher::status::{
-    GuestStatus, PolicySetting, STATUS_TASKS_MAX, StatusListener, WatcherStatus,
-};
+use pvm_load_watcher::status::{PolicySetting, StatusListener, WatcherStatus};
 use pvm_load_watcher::system::{local_time, raise_nice_level, time_of_day, to_micros};
-use sempa_proto::load::{LoadReport, LoadSample, OwnerVerdict, is_load_watcher};
+use pvm_load_watcher::user_files::FILE_PREFIX;
+use sempa_proto::load::{LoadReport, LoadSample, OwnerVerdict};
 use sempa_proto::message::DSIG_X86_64;
 use sempa_proto::owner::{GuestAccess, GuestDirective, REASON_BYTES_MAX};
+use sempa_proto::rm::CTX_RM;
 use sempa_proto::runtime_paths::GUEST_CPUS_FILE;
-use sempa_proto::table::{TASK_FORKED, TASK_SERVICE_FLAGS, TaskInfo};
+use sempa_proto::sm::SM_ALIVE;
+use sempa_proto::table::TaskInfo;
 use sempa_proto::task::{Reply, Request};
 use sempa_proto::text::truncate;
-use sempa_proto::{Micros, frame};
-use std::cell::Cell;
+use sempa_proto::{Micros, Tid, frame};
 use std::collections::{BTreeMap, BTreeSet};
 use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
@@ -124,10 +125,9 @@ pub(crate) struct Watcher {
     assessment: OwnerAssessment,
     guest_decision: GuestDecision,
     reported_decision: Option<GuestDecision>,
-    sent_directive: Option<GuestDirective>,
+    directive_sender: DirectiveSender,
     /// The encoded report that waits to be sent; `None` if there is none.
     outgoing_report: Option<Body>,
-    directive_refused: Cell<bool>,
     deadlines: Deadlines,
 }
 
@@ -172,7 +172,7 @@ fn read_policies(args: &Args, user: u32) -> (FileWatcher, HostPolicy) {
         WatchedPath::dir(args.sessions.clone(), ""),
         WatchedPath::settings(paths.user.clone()),
         WatchedPath::settings(paths.admin.clone()),
-        WatchedPath::dir(paths.overrides.clone(), OVERRIDE_PREFIX),
+        WatchedPath::dir(paths.overrides.clone(), FILE_PREFIX),
     ]);
     let host_policy = HostPolicy::read_and_merge(
         paths,
@@ -228,7 +228,8 @@ impl Watcher {
         let wake_fds = status_listener
             .iter()
             .map(StatusListener::fd)
-            .chain(logind_client.iter().map(LogindClient::fd));
+            .chain(logind_client.iter().map(LogindClient::fd))
+            .chain(initial_policy.file_users_fd());
         let epoll = rm_subscription
             .create_wake_epoll(wake_fds)
             .context("waiting for queries")?;
@@ -258,9 +259,8 @@ impl Watcher {
             assessment: OwnerAssessment::default(),
             guest_decision: GuestDecision::default(),
             reported_decision: None,
-            sent_directive: None,
+            directive_sender: DirectiveSender::default(),
             outgoing_report: None,
-            directive_refused: Cell::new(false),
             deadlines: Deadlines::default(),
         };
         watcher.read_sessions();
@@ -384,30 +384,21 @@ impl Watcher {
         Ok(())
     }
 
-    /// Sends the daemon a directive that states whether guests may run, unless the same directive
-    /// was sent last. If the daemon refuses directives, logs the first refusal.
+    /// Sends the daemon a directive that states whether guests may run, unless it is in force.
     fn send_directive(&mut self) {
         let GuestDecision {
-            access: guest_access,
-            reason: guest_reason,
+            access,
+            reason,
             limits,
         } = &self.guest_decision;
         let directive = GuestDirective {
-            access: *guest_access,
-            reason: truncate(guest_reason, REASON_BYTES_MAX).to_string(),
+            access: *access,
+            reason: truncate(reason, REASON_BYTES_MAX).to_string(),
             limits: limits.clone(),
         };
-        if self.sent_directive.as_ref() == Some(&directive) {
-            return;
-        }
-        match self.vm.set_guest_directive(directive.clone()) {
-            Ok(()) => self.directive_refused.set(false),
-            Err(error) if !self.directive_refused.replace(true) => tracing::warn!(
-                "{error}; guests are stopped only when the resource manager migrates them"
-            ),
-            Err(_) => {}
-        }
-        self.sent_directive = Some(directive);
+        let vm = &self.vm;
+        self.directive_sender
+            .send_if_new(directive, |directive| vm.set_guest_directive(directive));
     }
 
     /// Reads the sources whose path index `selects_index` accepts. Sets missing watches before
@@ -582,9 +573,10 @@ impl Watcher {
         if now >= self.deadlines.unwatched_read {
             self.deadlines.unwatched_read = now + UNWATCHED_READ_INTERVAL;
             self.retry_unwatched(|path_index| path_index != UTMP_PATH_INDEX);
-            // No watch reports that a file has become readable. While a refused file closes the
-            // host, the policies are therefore read again periodically.
-            if self.host_policy.policy_unknown().is_some() {
+            // No watch reports that a file has become readable, or that a user has got an account.
+            // While a refused file closes the host or users are omitted, the policies are therefore
+            // read again periodically.
+            if self.host_policy.policy_unknown().is_some() || self.host_policy.omits_users() {
                 self.read_sources(|path_index| {
                     [
                         ADMIN_POLICY_PATH_INDEX,
@@ -638,8 +630,23 @@ impl Watcher {
         interval.min(Micros(60_000_000 - time_of_day().0 % 60_000_000))
     }
 
+    /// Tells the daemon that this load watcher runs.
+    fn announce_alive(&self) {
+        // If this fails, the connection to the daemon is lost, and this task is about to exit.
+        let _ = self.vm.send_in_context(
+            Tid::MY_DAEMON,
+            CTX_RM,
+            SM_ALIVE,
+            Body {
+                enc: DSIG_X86_64,
+                bytes: Vec::new().into(),
+            },
+        );
+    }
+
     pub(crate) fn run_main_loop(&mut self) -> anyhow::Result<()> {
         self.assess_and_notify()?;
+        self.announce_alive();
         let mut next_sample_at = self.now() + SAMPLE_INTERVAL_CHANGING_LOAD;
         let mut current_minute = time_of_day().0 / 60_000_000;
         loop {
@@ -653,12 +660,19 @@ impl Watcher {
                 self.assess_and_notify()?;
             }
             if wake_reasons.additional_fd_ready {
+                if self.rm_subscription.take_ping() {
+                    self.announce_alive();
+                }
                 if self
                     .logind_client
                     .as_ref()
                     .is_some_and(LogindClient::take_change_event)
                 {
                     self.read_sessions();
+                    self.assess_and_notify()?;
+                }
+                if self.host_policy.take_file_users_event() {
+                    self.read_sources(|path_index| path_index == OVERRIDES_PATH_INDEX);
                     self.assess_and_notify()?;
                 }
                 self.answer_queries();
@@ -719,8 +733,12 @@ impl Watcher {
             value: value.clone(),
             from: origin.clone(),
         };
+        let directive_error = self.directive_sender.refusal().map(str::to_string);
+        let refusal_line = directive_error
+            .iter()
+            .map(|error| format!("the daemon has refused the directive about guests: {error}"));
+        let refusal_line: Vec<String> = refusal_line.collect();
         let tasks = self.query_tasks();
-        let boot_s = boot_time();
         let host = match self.vm.runtime().request_and_wait(Request::Config) {
             Reply::Hosts(table) => table.get(self.vm.host()).map(|entry| entry.name.clone()),
             _ => None,
@@ -753,32 +771,11 @@ impl Watcher {
                 .iter()
                 .map(policy_setting)
                 .collect(),
-            wrong: self.host_policy.errors(),
-            tasks: tasks
-                .iter()
-                .filter(|task| is_guest(task))
-                .take(STATUS_TASKS_MAX)
-                .map(|task| guest_status(task, boot_s))
-                .collect(),
+            wrong: [self.host_policy.errors(), refusal_line].concat(),
+            directive_error: directive_error.unwrap_or_default(),
+            tasks: guest_statuses(&tasks),
+            read_files: self.host_policy.read_files().to_vec(),
         }
-    }
-}
-
-/// True for a task that was spawned and does not serve the virtual machine.
-fn is_guest(task: &TaskInfo) -> bool {
-    task.flags & TASK_FORKED != 0
-        && task.flags & TASK_SERVICE_FLAGS == 0
-        && !is_load_watcher(&task.name)
-}
-
-/// Returns the mechanism by which the daemon stops guests. The second string is the reason why
-/// control groups are not used, or is empty.
-fn stop_mechanism(reply: Reply) -> (&'static str, String) {
-    match reply {
-        Reply::Freezer(Some(Ok(()))) => ("control groups", String::new()),
-        Reply::Freezer(Some(Err(reason))) => ("signals", reason.to_string()),
-        Reply::Freezer(None) => ("unknown", "no tasker has reported it yet".into()),
-        _ => ("unknown", "the daemon does not report it".into()),
     }
 }
 
@@ -801,30 +798,4 @@ fn daemon_pids() -> Vec<i32> {
         .unwrap_or_default();
     let child_pids = child_pids.into_iter().map(u32::cast_signed);
     std::iter::once(daemon).chain(child_pids).collect()
-}
-
-/// Returns the boot time of this machine in seconds since 1970; `None` if the kernel's statistics
-/// cannot be read.
-fn boot_time() -> Option<u64> {
-    Some(KernelStats::current().ok()?.btime)
-}
-
-fn guest_status(task: &TaskInfo, boot_s: Option<u64>) -> GuestStatus {
-    let stat = Process::new(task.pid).and_then(|process| process.stat());
-    let (cpu_ticks, start_time) = stat.map_or((0, 0), |stat| {
-        let child_ticks = (stat.cutime + stat.cstime).unsigned_abs();
-        (stat.utime + stat.stime + child_ticks, stat.starttime)
-    });
-    let ticks_per_second = procfs::ticks_per_second();
-    let start_time = boot_s
-        .filter(|_| start_time > 0)
-        .map(|boot_s| boot_s * 1_000_000 + start_time * 1_000_000 / ticks_per_second);
-    GuestStatus {
-        tid: task.tid.to_string(),
-        program: task.name.clone(),
-        pid: task.pid,
-        user: user_name(task.uid),
-        since_us: start_time.unwrap_or(0),
-        cpu_s: cpu_ticks as f64 / ticks_per_second as f64,
-    }
 }

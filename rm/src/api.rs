@@ -43,7 +43,8 @@ pub trait VmApi {
     /// # Errors
     /// Errors of the daemon.
     fn host_table(&self) -> Result<HostTable, Error>;
-    /// Returns all tasks of the virtual machine.
+    /// Returns all tasks of the virtual machine, with an entry for each ended task that has left
+    /// processes behind.
     ///
     /// # Errors
     /// Errors of the daemon.
@@ -209,7 +210,7 @@ impl VmApi for RealVm {
     }
 
     fn tasks(&self) -> Result<Vec<TaskInfo>, Error> {
-        self.vm.tasks(Tid::NONE)
+        self.vm.tasks_and_leftovers(Tid::NONE)
     }
 
     fn register(&self) -> Result<Tid, Error> {

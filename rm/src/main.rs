@@ -12,7 +12,7 @@ use pvm_rm::spawns::SpawnRules;
 use pvm_rm::store::StoreLocation;
 use pvm_rm::{policy_file, replay};
 use sempa_proto::Micros;
-use sempa_proto::runtime_paths::{RM_DATABASE_FILE, RuntimePaths};
+use sempa_proto::runtime_paths::RM_DATABASE_FILE;
 use std::collections::BTreeMap;
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -119,7 +119,8 @@ fn group_labels(arguments: &[(String, String, String)]) -> HostLabels {
 /// the directory of the daemon's socket.
 fn store_location(state_dir: Option<&Path>) -> anyhow::Result<StoreLocation> {
     let env_variable = |name: &str| std::env::var(name).ok().filter(|value| !value.is_empty());
-    let runtime_paths = RuntimePaths::from_env(nix::unistd::geteuid().as_raw(), env_variable)?;
+    let uid = nix::unistd::geteuid().as_raw();
+    let runtime_paths = libpvm::runtime::runtime_paths(uid, env_variable)?;
     // A spawned task knows the socket of its daemon, but possibly not the environment variables
     // from which the daemon chose its directory.
     let socket =

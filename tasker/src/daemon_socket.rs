@@ -1,4 +1,7 @@
 //! The tasker's end of the socket to the daemon: reads and writes frames without blocking.
+//!
+//! All orders that have arrived are read into queues before one of them is handled, so that urgent
+//! orders need not wait for others: a renewal of the lease may arrive behind hundreds of starts.
 
 use nix::errno::Errno;
 use sempa_proto::frame::{FrameDecoder, FrameError, encode_control};
@@ -11,16 +14,51 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 /// Number of queued bytes at which the tasker stops reading the output of its tasks. The pipes of
 /// the tasks then fill, and the tasks block.
 pub(crate) const OUTBOUND_BYTES_HIGH_WATER: usize = 4 << 20;
-/// Maximum number of bytes that one call of [`DaemonSocket::receive`] reads.
+/// Maximum number of bytes that one read from the socket returns.
 const READ_BYTES_MAX: usize = 64 << 10;
+/// Number of bytes of queued orders at which the tasker stops reading orders until it has handled
+/// some. The daemon then queues further orders.
+const INBOUND_BYTES_HIGH_WATER: usize = 64 << 20;
 
 /// The socket to the daemon with its buffers.
 #[derive(Debug)]
 pub(crate) struct DaemonSocket {
     socket: OwnedFd,
     decoder: FrameDecoder,
+    /// Kept, because the main loop reads before each order.
+    read_buffer: Box<[u8]>,
     outbound_queue: VecDeque<u8>,
+    inbound_queue: InboundQueue,
     is_closed: bool,
+}
+
+/// Orders that were received and not handled yet.
+#[derive(Debug, Default)]
+struct InboundQueue {
+    /// Orders that are handled before all others.
+    urgent_orders: VecDeque<ToTasker>,
+    /// The other orders, each with the length of its frame's body in bytes.
+    orders: VecDeque<(ToTasker, usize)>,
+    /// Total length of the frames of `orders`.
+    bytes: usize,
+}
+
+impl InboundQueue {
+    fn push(&mut self, order: ToTasker, bytes: usize) {
+        match order {
+            ToTasker::RenewLease { .. } | ToTasker::Ping => self.urgent_orders.push_back(order),
+            _ => {
+                self.bytes += bytes;
+                self.orders.push_back((order, bytes));
+            }
+        }
+    }
+
+    fn pop(&mut self) -> Option<ToTasker> {
+        let (order, bytes) = self.orders.pop_front()?;
+        self.bytes -= bytes;
+        Some(order)
+    }
 }
 
 impl DaemonSocket {
@@ -36,7 +74,9 @@ impl DaemonSocket {
         Ok(Self {
             socket,
             decoder: FrameDecoder::new(),
+            read_buffer: vec![0; READ_BYTES_MAX].into(),
             outbound_queue: VecDeque::new(),
+            inbound_queue: InboundQueue::default(),
             is_closed: false,
         })
     }
@@ -91,23 +131,42 @@ impl DaemonSocket {
         }
     }
 
-    /// Reads the available data without blocking, and returns the complete messages.
+    /// Reads all available orders into the queues without blocking, up to
+    /// [`INBOUND_BYTES_HIGH_WATER`].
     ///
     /// # Errors
     /// The bytes are not valid frames. The socket can no longer be used.
-    pub(crate) fn receive(&mut self) -> Result<Vec<ToTasker>, FrameError> {
-        let mut bytes = vec![0u8; READ_BYTES_MAX];
-        match nix::unistd::read(&self.socket, &mut bytes) {
-            Ok(0) => self.is_closed = true,
-            Ok(read_bytes) => self.decoder.push(&bytes[..read_bytes]),
-            Err(Errno::EINTR | Errno::EAGAIN) => {}
-            Err(_) => self.is_closed = true,
+    pub(crate) fn receive(&mut self) -> Result<(), FrameError> {
+        while !self.is_closed && self.inbound_queue.bytes < INBOUND_BYTES_HIGH_WATER {
+            match nix::unistd::read(&self.socket, &mut self.read_buffer) {
+                Ok(0) => self.is_closed = true,
+                Ok(read_bytes) => self.decoder.push(&self.read_buffer[..read_bytes]),
+                Err(Errno::EINTR) => continue,
+                Err(Errno::EAGAIN) => return Ok(()),
+                Err(_) => self.is_closed = true,
+            }
+            while let Some(frame) = self.decoder.next_frame()? {
+                let order = frame.decode_control()?;
+                self.inbound_queue.push(order, frame.body.len());
+            }
         }
-        let mut messages = Vec::new();
-        while let Some(frame) = self.decoder.next_frame()? {
-            messages.push(frame.decode_control()?);
-        }
-        Ok(messages)
+        Ok(())
+    }
+
+    /// Returns the next received order that must not wait for others: a renewal of the lease, or a
+    /// question whether the tasker handles orders.
+    pub(crate) fn next_urgent_order(&mut self) -> Option<ToTasker> {
+        self.inbound_queue.urgent_orders.pop_front()
+    }
+
+    /// Returns the next of the other received orders; `None` after the daemon has disconnected.
+    pub(crate) fn next_order(&mut self) -> Option<ToTasker> {
+        self.inbound_queue.pop().filter(|_| !self.is_closed)
+    }
+
+    /// True if a received order waits.
+    pub(crate) fn has_orders(&self) -> bool {
+        !self.inbound_queue.orders.is_empty() || !self.inbound_queue.urgent_orders.is_empty()
     }
 }
 
@@ -149,8 +208,8 @@ mod tests {
     use super::*;
     use sempa_proto::frame::FRAME_BYTES_MAX;
     use sempa_proto::migration::{FileRequirement, RequiredFile, TaskFacts};
-    use sempa_proto::{MigrationId, RequestId};
-    use std::io::Read;
+    use sempa_proto::{Micros, MigrationId, RequestId, Tid};
+    use std::io::{Read, Write};
     use std::os::unix::net::UnixStream;
 
     /// Returns facts that do not fit into a frame.
@@ -165,6 +224,45 @@ mod tests {
             files: (0..=FRAME_BYTES_MAX / 4096).map(file).collect(),
             ..TaskFacts::default()
         }
+    }
+
+    /// A renewal of the lease does not wait for the orders that were sent before it, and these keep
+    /// their order.
+    #[test]
+    fn renewal_is_handled_before_other_orders() {
+        let (tasker_socket, mut test_socket) = UnixStream::pair().expect("a pair");
+        let mut daemon_socket = DaemonSocket::new(tasker_socket.into()).expect("it can be made so");
+        let renewal = ToTasker::RenewLease {
+            freeze_at: Micros(1),
+            kill_at: Micros(2),
+        };
+        let kill = |number: i32| ToTasker::Kill {
+            tid: Tid::from_raw(0x40000 + number),
+        };
+        // More than one read returns.
+        let count = i32::try_from(READ_BYTES_MAX / 4).expect("small");
+        let orders = (0..count)
+            .map(kill)
+            .chain([renewal.clone(), ToTasker::Ping]);
+        let sender = std::thread::spawn(move || {
+            for order in orders {
+                let frame = encode_control(&order).expect("it is short");
+                test_socket.write_all(&frame).expect("it is read");
+            }
+            test_socket
+        });
+        while daemon_socket.inbound_queue.urgent_orders.len() < 2 {
+            daemon_socket.receive().expect("valid frames");
+        }
+        let _test_socket = sender.join().expect("it has sent all");
+        assert_eq!(daemon_socket.next_urgent_order(), Some(renewal));
+        assert_eq!(daemon_socket.next_urgent_order(), Some(ToTasker::Ping));
+        assert_eq!(daemon_socket.next_urgent_order(), None);
+        for number in 0..count {
+            assert_eq!(daemon_socket.next_order(), Some(kill(number)));
+        }
+        assert!(daemon_socket.next_order().is_none() && !daemon_socket.has_orders());
+        assert_eq!(daemon_socket.inbound_queue.bytes, 0);
     }
 
     /// An oversized message is replaced by a refusal, and the socket stays usable.

@@ -10,7 +10,7 @@ use crate::post_copy::PostCopyUnavailable;
 use crate::supervisor::Supervisor;
 use crate::task::Output;
 use crate::workers::WorkerResult;
-use checkpoint::criu::{Criu, INSTALL_HINT};
+use checkpoint::criu::Criu;
 use checkpoint::engine::{DumpParams, Engine, ExternalResources, RestoreParams, RestoredTask};
 use sempa_proto::migration::Failure;
 use sempa_proto::tasker::{DumpReport, FromTasker};
@@ -57,7 +57,7 @@ impl Supervisor {
     pub(crate) fn start_probe(&mut self) {
         match &self.migrations.engine_status {
             EngineStatus::Probing(_) => {}
-            EngineStatus::Unusable(why) if self.uses_namespaces => {
+            EngineStatus::Unusable(why) if self.uses_namespaces() => {
                 let why = why.clone();
                 match Criu::locate(|name| std::env::var_os(name)) {
                     Ok(criu) => self.migrations.engine = Some(Arc::new(criu)),
@@ -231,7 +231,11 @@ impl Supervisor {
             let why = why
                 .to_string()
                 .replace(dir.as_deref().unwrap_or(PROBE_DIR_PREFIX), "its directory");
-            format!("the dump engine failed its trial here: {why}; {INSTALL_HINT}")
+            format!(
+                "the dump engine is there, but failed its trial here: {why}; it is tried again \
+                 within {} minutes; if it never succeeds, name another one in SEMPA_CRIU",
+                RETRY_DELAY_MAX.as_secs() / 60
+            )
         };
         match (self.migrations.engine_status.clone(), result) {
             (EngineStatus::Probing(version), Ok(())) => {

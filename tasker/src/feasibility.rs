@@ -10,6 +10,11 @@ use sempa_proto::migration::{Failure, Refusal, TaskFacts, Verdict};
 use sempa_proto::tasker::{FromTasker, ToTasker};
 use sempa_proto::{HostId, MigrationId, RequestId, Tid};
 
+/// The reason why a task is refused that a signal has stopped: its library must write what it has,
+/// and close its connections.
+const STOPPED_BY_SIGNAL: &str = "been stopped by a signal (SIGSTOP), and must run to leave its \
+                                 daemon; continue it with SIGCONT";
+
 /// The request for which a task is inspected or this host is checked. The request determines which
 /// message reports the result.
 #[derive(Clone, Copy, Debug)]
@@ -46,6 +51,11 @@ impl Supervisor {
     pub(crate) fn start_inspection(&mut self, requester: Requester, tid: Tid) {
         let refusal = match (self.tasks.get(&tid), self.engine_refusal()) {
             (None, _) => Some(Refusal::NoSuchTask),
+            (Some(task), None) if task.is_stopped_by_signal() => {
+                Some(Refusal::UnsupportedResource {
+                    what: STOPPED_BY_SIGNAL.into(),
+                })
+            }
             (Some(_), refusal_by_engine) => refusal_by_engine,
         };
         let namespace = self
@@ -117,7 +127,12 @@ impl Supervisor {
                 .reservations
                 .reserve(migration, facts.memory_bytes);
         }
-        let host = ThisHost::new(self.migrations.hash_cache.clone(), reserved_bytes);
+        let host = ThisHost::new(
+            self.migrations.hash_cache.clone(),
+            reserved_bytes,
+            self.pid_numbering
+                .map_or(u32::MAX, |numbering| numbering.pid_limit),
+        );
         let work = move || WorkerResult::FeasibilityChecked {
             requester,
             verdict: facts::decide_verdict(&facts, &host),

@@ -9,7 +9,7 @@
 //! processes cannot be killed, so after the death of a tasker its frozen tasks would remain
 //! forever. In version 2 frozen processes can be killed like others.
 
-use crate::clone_into_cgroup;
+use crate::clone_vfork;
 use crate::namespace_init;
 use crate::sys::{self, Child};
 use nix::fcntl::{Flock, FlockArg};
@@ -20,6 +20,7 @@ use std::cell::{Cell, RefCell};
 use std::fs::{self, File};
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use std::time::{Duration, Instant};
@@ -30,6 +31,11 @@ use thiserror::Error;
 const CGROUP_DIR_PREFIX: &str = "sempa-";
 /// Environment variable that disables control groups if its value is `off`.
 const FREEZER_VARIABLE: &str = "SEMPA_FREEZER";
+/// File of a control group that lists its processes.
+const PROCS_FILE: &str = "cgroup.procs";
+/// Maximum number of control groups below a task's group whose processes count as frozen with it. A
+/// pause of a task with more is reported as late.
+const NESTED_GROUPS_MAX: usize = 256;
 /// Time limit for the probe process to freeze.
 const PROBE_TIMEOUT: Duration = Duration::from_secs(2);
 /// Poll interval of the probe.
@@ -52,6 +58,34 @@ pub(crate) struct Freezer {
     created_group_count: u64,
     /// Paths of dropped groups that still contained processes and could not be removed yet.
     unremoved_groups: Rc<RefCell<Vec<PathBuf>>>,
+    reserve: Rc<DescriptorReserve>,
+}
+
+/// A descriptor that is closed for a moment when no other is free, so that tasks can be frozen and
+/// thawed nevertheless.
+#[derive(Debug)]
+struct DescriptorReserve(RefCell<Option<File>>);
+
+impl DescriptorReserve {
+    fn new() -> Self {
+        Self(RefCell::new(File::open("/dev/null").ok()))
+    }
+
+    /// Calls `operation`, which opens one descriptor at a time, and calls it again with the reserve
+    /// if no descriptor is free.
+    fn run<T>(&self, operation: impl Fn() -> io::Result<T>) -> io::Result<T> {
+        let is_exhausted =
+            |error: &io::Error| matches!(error.raw_os_error(), Some(libc::EMFILE | libc::ENFILE));
+        match operation() {
+            Err(error) if is_exhausted(&error) => {
+                drop(self.0.take());
+                let result = operation();
+                self.0.replace(File::open("/dev/null").ok());
+                result
+            }
+            result => result,
+        }
+    }
 }
 
 /// A control group for the processes of a task. Dropping this value removes the group. If the group
@@ -61,6 +95,7 @@ pub(crate) struct ControlGroup {
     path: PathBuf,
     freeze_requested: Cell<bool>,
     unremoved_groups: Rc<RefCell<Vec<PathBuf>>>,
+    reserve: Rc<DescriptorReserve>,
 }
 
 /// Why tasks cannot be frozen on this host; paused tasks are then stopped by signals.
@@ -95,7 +130,7 @@ impl Freezer {
         if std::env::var_os(FREEZER_VARIABLE).is_some_and(|value| value == "off") {
             return Err(FreezerUnavailable::Disabled);
         }
-        if !clone_into_cgroup::CLONE_INTO_CGROUP_SUPPORTED {
+        if !clone_vfork::IS_SUPPORTED {
             return Err(FreezerUnavailable::UnsupportedProcessor);
         }
         let read_own_proc_file =
@@ -129,6 +164,7 @@ impl Freezer {
             _mount: mount,
             created_group_count: 0,
             unremoved_groups: Rc::default(),
+            reserve: Rc::new(DescriptorReserve::new()),
         };
         freezer
             .probe_freezing()
@@ -147,7 +183,7 @@ impl Freezer {
         // Only the groups that still contain processes remain in the list.
         self.unremoved_groups
             .borrow_mut()
-            .retain(|path| fs::remove_dir(path).is_err());
+            .retain(|path| remove_group(path).is_err());
         self.created_group_count += 1;
         let path = self.dir.join(self.created_group_count.to_string());
         fs::create_dir(&path)?;
@@ -155,6 +191,7 @@ impl Freezer {
             path,
             freeze_requested: Cell::new(false),
             unremoved_groups: Rc::clone(&self.unremoved_groups),
+            reserve: Rc::clone(&self.reserve),
         })
     }
 
@@ -195,12 +232,18 @@ impl ControlGroup {
         Ok(File::open(&self.path)?.into())
     }
 
-    /// Returns the PIDs of the processes in the group, in the tasker's PID namespace.
+    /// Returns the PIDs of the processes in the group and in the groups below it, which are frozen
+    /// with it, in the tasker's PID namespace.
     ///
     /// # Errors
     /// The group was removed by another process.
     pub(crate) fn member_pids(&self) -> io::Result<Vec<i32>> {
-        let text = fs::read_to_string(self.procs_file())?;
+        let mut text = fs::read_to_string(self.procs_file())?;
+        for dir in nested_groups(&self.path) {
+            // A group that the task has just removed has no processes. A group that the task has
+            // made threaded has no list; the list of the group above contains its processes.
+            text.push_str(&fs::read_to_string(dir.join(PROCS_FILE)).unwrap_or_default());
+        }
         // The kernel lists processes outside the tasker's PID namespace as 0.
         Ok(text
             .lines()
@@ -212,14 +255,14 @@ impl ControlGroup {
     /// Returns the path of the file `cgroup.procs`. Writing a PID to the file adds the process to
     /// the group.
     pub(crate) fn procs_file(&self) -> PathBuf {
-        self.path.join("cgroup.procs")
+        self.path.join(PROCS_FILE)
     }
 
     /// Starts to freeze all processes of the group. [`is_fully_frozen`](Self::is_fully_frozen)
     /// returns true when the freeze is complete.
     ///
     /// # Errors
-    /// The group was removed by another process.
+    /// The group was removed by another process, or no descriptor is free.
     pub(crate) fn start_freeze(&self) -> io::Result<()> {
         self.write_freeze("1")?;
         self.freeze_requested.set(true);
@@ -229,7 +272,8 @@ impl ControlGroup {
     /// Thaws all processes of the group. Programs cannot detect the thaw.
     pub(crate) fn thaw(&self) {
         if self.freeze_requested.replace(false) {
-            // Cannot fail: a group that contains frozen processes cannot be removed.
+            // Cannot fail: a group that contains frozen processes cannot be removed, and the
+            // reserve provides the descriptor.
             let _ = self.write_freeze("0");
         }
     }
@@ -242,12 +286,15 @@ impl ControlGroup {
 
     /// True if the kernel reports that all processes of the group are frozen.
     pub(crate) fn is_fully_frozen(&self) -> bool {
-        fs::read_to_string(self.path.join("cgroup.events"))
+        let path = self.path.join("cgroup.events");
+        self.reserve
+            .run(|| fs::read_to_string(&path))
             .is_ok_and(|text| text.lines().any(|line| line == "frozen 1"))
     }
 
     fn write_freeze(&self, freeze_value: &str) -> io::Result<()> {
-        fs::write(self.path.join("cgroup.freeze"), freeze_value)
+        let path = self.path.join("cgroup.freeze");
+        self.reserve.run(|| fs::write(&path, freeze_value))
     }
 
     fn wait_until_frozen(&self) -> io::Result<()> {
@@ -265,7 +312,7 @@ impl ControlGroup {
 impl Drop for ControlGroup {
     fn drop(&mut self) {
         self.thaw();
-        if fs::remove_dir(&self.path).is_err() {
+        if remove_group(&self.path).is_err() {
             self.unremoved_groups
                 .borrow_mut()
                 .push(std::mem::take(&mut self.path));
@@ -357,7 +404,60 @@ fn remove_groups(dir: &Path) {
         .filter(is_dir)
     {
         // Removing a group that contains processes fails. Then the directory remains, too.
-        let _ = fs::remove_dir(group.path());
+        let _ = remove_group(&group.path());
     }
     let _ = fs::remove_dir(dir);
+}
+
+/// Removes a task's control group and the groups that the task has made below it.
+///
+/// # Errors
+/// A group contains a process.
+fn remove_group(path: &Path) -> io::Result<()> {
+    for dir in nested_groups(path).into_iter().rev() {
+        // If this fails, removing the surrounding group fails, too.
+        let _ = fs::remove_dir(dir);
+    }
+    fs::remove_dir(path)
+}
+
+/// Returns the control groups below a group, each after the one that contains it; at most
+/// [`NESTED_GROUPS_MAX`].
+fn nested_groups(path: &Path) -> Vec<PathBuf> {
+    let mut dirs = Vec::new();
+    let mut next_dir = Some(path.to_path_buf());
+    let mut next_index = 0;
+    while let Some(dir) = next_dir {
+        // A directory with two links has no directories; some file systems do not count links.
+        let has_no_groups = fs::metadata(&dir).is_ok_and(|metadata| metadata.nlink() == 2);
+        let dir = Some(dir).filter(|_| !has_no_groups);
+        let entries = dir.and_then(|dir| fs::read_dir(dir).ok());
+        let entries = entries.into_iter().flatten().flatten();
+        let nested = entries.filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir()));
+        let room = NESTED_GROUPS_MAX - dirs.len();
+        dirs.extend(nested.map(|entry| entry.path()).take(room));
+        next_dir = dirs.get(next_index).cloned();
+        next_index += 1;
+    }
+    dirs
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Nested groups are listed after those that contain them, up to a limit.
+    #[test]
+    fn nested_groups_follow_surrounding_ones() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let inner = dir.path().join("a/b/c");
+        fs::create_dir_all(&inner).expect("the test's own directory");
+        fs::write(dir.path().join("a/file"), "").expect("the test's own directory");
+        let names = ["a", "a/b", "a/b/c"].map(|name| dir.path().join(name));
+        assert_eq!(nested_groups(dir.path()), names);
+        for number in 0..NESTED_GROUPS_MAX {
+            fs::create_dir(inner.join(number.to_string())).expect("the test's own directory");
+        }
+        assert_eq!(nested_groups(dir.path()).len(), NESTED_GROUPS_MAX);
+    }
 }

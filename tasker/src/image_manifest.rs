@@ -2,8 +2,9 @@
 //! target's tasker needs in addition to the engine's images.
 
 use crate::file_transfer::TransferredFile;
+use crate::process_settings::ProcessSettings;
 use sempa_proto::frame::{from_bytes, to_bytes};
-use sempa_proto::migration::Failure;
+use sempa_proto::migration::{Failure, RequiredFile};
 use serde::{Deserialize, Serialize};
 use std::io;
 use std::os::unix::fs::DirBuilderExt;
@@ -12,7 +13,7 @@ use std::path::{Path, PathBuf};
 /// Name of the manifest file.
 const MANIFEST_FILE: &str = "sempa-carry";
 /// Version of the manifest's format.
-const MANIFEST_VERSION: u16 = 4;
+const MANIFEST_VERSION: u16 = 6;
 /// Maximum length in bytes of a manifest that is accepted for reading.
 const MANIFEST_BYTES_MAX: u64 = 1 << 20;
 /// Maximum number of image files in one directory.
@@ -35,8 +36,21 @@ pub(crate) struct ImageManifest {
     pub(crate) written_files: Vec<(PathBuf, u64)>,
     /// Files that are transferred together with the task.
     pub(crate) transferred_files: Vec<TransferredFile>,
+    /// Settings of the task's processes that the engine does not restore.
+    pub(crate) process_settings: Vec<ProcessSettings>,
     /// Name and length in bytes of each image file.
     image_lengths: Vec<(String, u64)>,
+    /// Files that the task had open when it was stopped. They explain a failed restore.
+    pub(crate) open_files: Vec<RequiredFile>,
+}
+
+/// The files of a task at the time of its dump.
+#[derive(Debug, Default)]
+pub(crate) struct TaskFiles {
+    pub(crate) open: Vec<RequiredFile>,
+    /// The files of [`ImageManifest::written_files`], with their lengths in bytes.
+    pub(crate) written: Vec<(PathBuf, u64)>,
+    pub(crate) transferred: Vec<TransferredFile>,
 }
 
 impl ImageManifest {
@@ -49,17 +63,19 @@ impl ImageManifest {
         output_pipe_inode: u64,
         already_stopped_pids: Vec<i32>,
         memory_bytes: u64,
-        written_files: Vec<(PathBuf, u64)>,
-        transferred_files: Vec<TransferredFile>,
+        files: TaskFiles,
+        process_settings: Vec<ProcessSettings>,
     ) -> Result<Self, Failure> {
         Ok(Self {
             version: MANIFEST_VERSION,
             output_pipe_inode,
             already_stopped_pids,
             memory_bytes,
-            written_files,
-            transferred_files,
+            written_files: files.written,
+            transferred_files: files.transferred,
+            process_settings,
             image_lengths: list_images(dir)?,
+            open_files: files.open,
         })
     }
 
@@ -174,9 +190,15 @@ mod tests {
     fn truncated_or_missing_image_is_detected() {
         let dir = tempfile::tempdir().expect("dir");
         std::fs::write(dir.path().join("pages-1.img"), [7u8; 8192]).expect("write");
-        let manifest =
-            ImageManifest::from_image_dir(dir.path(), 5, vec![3], 9000, Vec::new(), Vec::new())
-                .expect("carry");
+        let manifest = ImageManifest::from_image_dir(
+            dir.path(),
+            5,
+            vec![3],
+            9000,
+            TaskFiles::default(),
+            vec![ProcessSettings::default()],
+        )
+        .expect("carry");
         manifest.write(dir.path()).expect("write");
         assert_eq!(
             ImageManifest::read(dir.path()),

@@ -7,22 +7,30 @@
 //! kills all tasks and exits.
 
 mod binary_hashing;
-mod clone_into_cgroup;
+mod census;
+mod clone_vfork;
 mod daemon_socket;
 mod dump_attempt;
+mod dump_retries;
 mod engine_probe;
 mod feasibility;
 mod file_transfer;
 mod freezer;
 mod image_manifest;
+mod last_pid;
+mod lease;
+mod leftovers;
 mod memory_reservations;
 mod migrations;
 mod namespace;
 mod namespace_init;
 mod nice;
+mod outer_namespace;
 mod pause;
+mod pid_numbering;
 mod post_copy;
 mod pre_copy;
+mod process_settings;
 mod signal_disposition;
 mod stop;
 mod supervisor;
@@ -58,7 +66,7 @@ const RETAINED_CAPABILITIES: CapabilitySet = CapabilitySet::empty()
     .union(CapabilitySet::SYS_NICE)
     // For large pipes, and for resource limits.
     .union(CapabilitySet::SYS_RESOURCE)
-    // For restoring processes with their original ids.
+    // For restoring processes with their original ids, and for choosing the ids of new tasks.
     .union(CapabilitySet::CHECKPOINT_RESTORE);
 
 const USAGE: &str = "usage: pvm-tasker FD; it is started by pvmd, not by hand, see pvm-tasker(1)";

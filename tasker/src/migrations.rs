@@ -5,17 +5,19 @@
 //! source and that no process of the task remains at the target.
 
 use crate::binary_hashing::BinaryHasher;
-use crate::dump_attempt::{DumpAttempt, random_number, sleep_unless_cancelled};
+use crate::census::Census;
+use crate::dump_attempt::DumpAttempt;
 use crate::engine_probe::EngineProbe;
 use crate::feasibility::{self, Requester};
 use crate::file_transfer;
-use crate::image_manifest::{ImageManifest, prepare_image_dir};
+use crate::image_manifest::{ImageManifest, TaskFiles, prepare_image_dir};
 use crate::memory_reservations::MemoryReservations;
 use crate::namespace::Namespace;
 use crate::nice;
 use crate::post_copy::{self, PostCopies};
 use crate::pre_copy::PreCopies;
-use crate::stop::{self, TaskProcesses};
+use crate::process_settings::ProcessSettings;
+use crate::stop::{self, TaskProcesses, VforkRule};
 use crate::supervisor::Supervisor;
 use crate::sys;
 use crate::target::{IncomingTask, TargetStage};
@@ -23,7 +25,7 @@ use crate::task::{Task, TaskPhase, to_micros};
 use crate::workers::{WorkerResult, Workers};
 use checkpoint::engine::{CallLimits, CancelHandle, DumpParams, Engine, MemoryServer};
 use checkpoint::facts::{self, HashCache};
-use sempa_proto::migration::{Failure, Usage};
+use sempa_proto::migration::{Failure, Refusal, Usage};
 use sempa_proto::task::RedirectAddress;
 use sempa_proto::tasker::{DumpReport, EngineUnavailable, FromTasker, MemoryWrite, ToTasker};
 use sempa_proto::{MigrationId, Tid};
@@ -297,15 +299,8 @@ impl Supervisor {
                 stays_paused: must_stay_paused,
             } => self.run_restored_task(migration, used_resources, must_stay_paused),
             ToTasker::Discard { migration } => self.discard_incoming_task(migration),
-            ToTasker::Start(_)
-            | ToTasker::Signal { .. }
-            | ToTasker::RequestExit { .. }
-            | ToTasker::CheckSignal { .. }
-            | ToTasker::WithdrawExitRequest { .. }
-            | ToTasker::Kill { .. }
-            | ToTasker::Pause { .. }
-            | ToTasker::ResumeToQuiesce { .. }
-            | ToTasker::Resume { .. } => {}
+            // All other orders concern no migration, and the main loop handles them.
+            _ => {}
         }
     }
 
@@ -400,8 +395,27 @@ impl Supervisor {
     /// and reports them.
     pub(crate) fn report_stopped_tasks(&mut self) {
         let now = Instant::now();
-        let mut stop_results = Vec::new();
+        let census = Census::default();
+        let mut seen_stopped = BTreeMap::new();
         for (tid, task) in &mut self.tasks {
+            if let (TaskPhase::Stopping { signalled_pids, .. }, Some(namespace)) =
+                (&mut task.phase, &task.namespace)
+            {
+                let seen = stop::signal_running(
+                    &TaskProcesses::Namespace(namespace),
+                    &census,
+                    signalled_pids,
+                    VforkRule::ChildRuns,
+                );
+                seen_stopped.insert(*tid, seen);
+            }
+        }
+        let later_census = Census::default();
+        let mut stop_results = Vec::new();
+        for (tid, seen) in seen_stopped {
+            let Some(task) = self.tasks.get_mut(&tid) else {
+                continue;
+            };
             let (
                 TaskPhase::Stopping {
                     migration,
@@ -414,7 +428,8 @@ impl Supervisor {
                 continue;
             };
             let migration = *migration;
-            if stop::signal_and_check_stopped(&TaskProcesses::Namespace(namespace), signalled_pids)
+            let processes = TaskProcesses::Namespace(namespace);
+            if seen.is_some_and(|seen| seen.are_all(&processes, &later_census))
                 && !stop::continue_unfinished_forks(
                     &namespace.member_pids(),
                     &task.already_stopped_pids,
@@ -423,13 +438,13 @@ impl Supervisor {
             {
                 let redirect_result = write_redirect(namespace, task.pending_redirect.take());
                 task.phase = TaskPhase::Stopped { migration };
-                stop_results.push((*tid, migration, redirect_result));
+                stop_results.push((tid, migration, redirect_result));
             } else if now >= *deadline {
                 // The task stays in this phase until the daemon orders it to continue, as after any
                 // failed migration.
                 task.phase = TaskPhase::Stopped { migration };
                 stop_results.push((
-                    *tid,
+                    tid,
                     migration,
                     Err(Failure::Deadline {
                         allowed: to_micros(STOP_TIMEOUT),
@@ -481,7 +496,7 @@ impl Supervisor {
         }
     }
 
-    fn record_dump_start(
+    pub(crate) fn record_dump_start(
         &mut self,
         migration: MigrationId,
         tid: Tid,
@@ -524,7 +539,7 @@ impl Supervisor {
         Ok((task, namespace))
     }
 
-    fn start_dump(
+    pub(crate) fn start_dump(
         &mut self,
         migration: MigrationId,
         tid: Tid,
@@ -562,24 +577,32 @@ impl Supervisor {
         };
         let running_dump = engine.start_dump(dump_params)?;
         let (cancel, engine_pid) = (limits.cancel.clone(), running_dump.engine_pid());
+        let hashes = self.migrations.hash_cache.clone();
         self.migrations
             .workers
             .start_worker(&cancel, Some(engine_pid), move || {
+                // The engine is at work meanwhile.
+                let process_settings = ProcessSettings::read_all(&processes);
+                let open_files = facts::open_files(&processes);
                 let result =
                     running_dump
                         .wait_until_dumped(&limits)
                         .and_then(|(report, memory_server)| {
-                            let files =
-                                file_transfer::copy_files_to_images(&dir, root_pid, &processes)?;
-                            let (file_count, files_being_written) =
-                                (files.len() as u32, facts::written_files(&processes));
+                            let files = TaskFiles {
+                                open: open_files,
+                                transferred: file_transfer::copy_files_to_images(
+                                    &dir, root_pid, &processes,
+                                )?,
+                                written: facts::written_files(&processes),
+                            };
+                            let file_count = files.transferred.len() as u32;
                             let manifest = ImageManifest::from_image_dir(
                                 &dir,
                                 output_and_stopped_pids.0,
                                 output_and_stopped_pids.1,
                                 memory_bytes,
-                                files_being_written,
                                 files,
+                                process_settings?,
                             )?;
                             let manifest_bytes = manifest.write(&dir)?;
                             let report = DumpReport {
@@ -589,9 +612,10 @@ impl Supervisor {
                             };
                             Ok((report, memory_server))
                         });
-                if result.is_err() {
+                let result = result.map_err(|failure| {
                     stop::wait_until_stopped(&processes);
-                }
+                    explain_failed_dump(failure, root_pid, processes, &hashes)
+                });
                 WorkerResult::Dumped {
                     migration,
                     tid,
@@ -609,13 +633,14 @@ impl Supervisor {
         )
     }
 
-    fn on_dumped(
+    pub(crate) fn on_dumped(
         &mut self,
         migration: MigrationId,
         tid: Tid,
         result: Result<(DumpReport, Option<Box<dyn MemoryServer>>), Failure>,
     ) {
         let Some(task) = self.tasks.get_mut(&tid) else {
+            self.stop_leftover_stragglers(tid);
             return self.send(&FromTasker::Dumped {
                 migration,
                 result: Err(Failure::TaskEnded),
@@ -631,6 +656,7 @@ impl Supervisor {
                 stop::signal_and_check_stopped(
                     &TaskProcesses::Namespace(namespace),
                     &mut BTreeSet::new(),
+                    VforkRule::ChildRuns,
                 );
             }
             if let TaskPhase::Dumping {
@@ -666,94 +692,6 @@ impl Supervisor {
         }
     }
 
-    /// Schedules another attempt of a dump that failed only because it collided with another dump,
-    /// or starts another attempt immediately if the first attempt hung. Returns false if there is
-    /// no further attempt.
-    fn retry_dump(
-        &mut self,
-        migration: MigrationId,
-        tid: Tid,
-        root_pid: i32,
-        failure: &Failure,
-        mut attempt: DumpAttempt,
-    ) -> bool {
-        let Some(engine) = &self.migrations.engine else {
-            return false;
-        };
-        if attempt.is_first && matches!(failure, Failure::Deadline { .. }) {
-            return self.restart_dump(migration, tid, attempt);
-        }
-        if !engine.prepare_retry(root_pid, failure) {
-            return false;
-        }
-        let Some(delay) = attempt.retry_backoff.next_delay(
-            to_micros(attempt.first_started_at.elapsed()),
-            random_number(),
-        ) else {
-            return false;
-        };
-        let (failure, cancel) = (failure.clone(), CancelHandle::new());
-        let delay_worker = cancel
-            .map_err(|e| Failure::Io(e.to_string()))
-            .and_then(|cancel| {
-                let worker_cancel = cancel.clone();
-                self.migrations
-                    .workers
-                    .start_worker(&cancel, None, move || {
-                        sleep_unless_cancelled(&worker_cancel, Duration::from_micros(delay.0));
-                        WorkerResult::RetryDelayOver {
-                            migration,
-                            tid,
-                            failure,
-                        }
-                    })
-            });
-        let Ok(worker_id) = delay_worker else {
-            return false;
-        };
-        self.record_dump_start(migration, tid, worker_id, attempt);
-        true
-    }
-
-    /// Handles the end of the delay before another dump attempt: starts the attempt, or reports
-    /// `failure` if the delay was cancelled or the attempt cannot be started.
-    fn on_retry_delay_over(&mut self, migration: MigrationId, tid: Tid, failure: Failure) {
-        if let Some(task) = self.tasks.get_mut(&tid)
-            && let TaskPhase::Dumping {
-                migration: phase_migration,
-                attempt,
-                aborted: false,
-                ..
-            } = &task.phase
-            && *phase_migration == migration
-        {
-            let attempt = attempt.clone();
-            task.phase = TaskPhase::Stopped { migration };
-            if self.restart_dump(migration, tid, attempt) {
-                return;
-            }
-        }
-        self.on_dumped(migration, tid, Err(failure));
-    }
-
-    /// Starts another attempt of a dump, in an emptied directory. Returns false on failure.
-    fn restart_dump(&mut self, migration: MigrationId, tid: Tid, attempt: DumpAttempt) -> bool {
-        let removal_result =
-            std::fs::remove_dir_all(&attempt.image_dir).map_err(|e| Failure::Io(e.to_string()));
-        let attempt = DumpAttempt {
-            is_first: false,
-            ..attempt
-        };
-        let start_result = removal_result
-            .and_then(|()| prepare_image_dir(&attempt.image_dir))
-            .and_then(|()| self.start_dump(migration, tid, &attempt));
-        let Ok(worker_id) = start_result else {
-            return false;
-        };
-        self.record_dump_start(migration, tid, worker_id, attempt);
-        true
-    }
-
     pub(crate) fn continue_task(&mut self, migration: MigrationId, tid: Tid) {
         if let Some(task) = self.tasks.get_mut(&tid) {
             match &mut task.phase {
@@ -783,7 +721,7 @@ impl Supervisor {
                 | TaskPhase::Stopped {
                     migration: phase_migration,
                 } if *phase_migration == migration => {
-                    task.continue_after_migration();
+                    task.continue_after_migration(&Census::default());
                 }
                 _ => {}
             }
@@ -807,14 +745,18 @@ impl Supervisor {
                 self.migrations
                     .post_copies
                     .keep_memory_after_kill(migration);
-                task.kill_immediately();
+                task.kill_immediately(&Census::default());
                 self.remove_killed_task(migration, tid, usage);
             }
-            // The task has exited, and its exit was already reported.
-            None => self.send(&FromTasker::SourceKilled {
-                migration,
-                usage: Usage::default(),
-            }),
+            // The task has exited, and its exit was already reported. Copies of what it has left
+            // behind run at the target.
+            None => {
+                self.kill_leftovers(tid);
+                self.send(&FromTasker::SourceKilled {
+                    migration,
+                    usage: Usage::default(),
+                });
+            }
         }
     }
 
@@ -855,6 +797,31 @@ impl Supervisor {
                 ..
             } => self.stop_serving(migration, active_worker_id),
             TaskPhase::Running | TaskPhase::Stopped { .. } => {}
+        }
+    }
+}
+
+/// Replaces the failure of an engine by the reason for which the stopped task would be refused now,
+/// if there is one: the task may have got a resource since it was inspected, for example a file
+/// that it has opened.
+fn explain_failed_dump(
+    failure: Failure,
+    root_pid: i32,
+    processes: Vec<i32>,
+    hashes: &HashCache,
+) -> Failure {
+    let Failure::Engine(engine_text) = &failure else {
+        return failure;
+    };
+    let task = facts::TaskProcesses {
+        root_pid,
+        processes,
+    };
+    match facts::inspect(&task, String::new(), hashes) {
+        Ok(_) | Err(Refusal::NoSuchTask) => failure,
+        Err(refusal) => {
+            tracing::warn!("the dump failed because the task has changed: {engine_text}");
+            Failure::Refused(vec![refusal])
         }
     }
 }

@@ -4,17 +4,22 @@
 //! A task that is restored in a new namespace can have its previous PIDs on any host. Killing the
 //! init kills all processes in the namespace. Dumps do not include the init.
 //!
-//! If a freezer exists, each namespace has a control group that contains all its processes except
-//! the init.
+//! If a freezer exists, each namespace has a control group in which its processes except the init
+//! are created. A process with the right to do so can leave the group, but not the namespace.
 
+use crate::census::{Census, CensusFailed};
 use crate::freezer::{ControlGroup, Freezer};
+use crate::last_pid;
 use crate::namespace_init;
+use crate::pid_numbering::{FirstPid, PidNumbering};
+use crate::stop::{self, SeenStopped, TaskProcesses, VforkRule};
 use crate::sys::{self, Child, ExecPlan, StartError, StartGuard};
 use checkpoint::proc;
 use nix::fcntl::OFlag;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sched::{CloneFlags, setns};
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
+use std::collections::BTreeSet;
 use std::ffi::CStr;
 use std::fs::File;
 use std::io;
@@ -34,6 +39,10 @@ const SPARE_IDLE_TIMEOUT: Duration = Duration::from_secs(60);
 /// Idle time of the tasker after which it creates spare namespaces.
 const SPARE_CREATION_DELAY: Duration = Duration::from_millis(1);
 
+/// Interval at which the processes outside a control group are signalled while the group is not
+/// frozen yet.
+const OUTSIDE_SIGNAL_INTERVAL: Duration = Duration::from_millis(100);
+
 /// A PID namespace and its init. Dropping this value ends all processes in the namespace. The
 /// caller must still reap the init.
 #[derive(Debug)]
@@ -46,8 +55,16 @@ pub(crate) struct Namespace {
     end_requested: Cell<bool>,
     /// The control group for the processes in the namespace, if one could be created.
     group: Option<ControlGroup>,
-    /// True if the processes in the namespace are members of the control group.
+    /// True if the processes in the namespace were created in the control group, or were added to
+    /// it.
     members_in_group: Cell<bool>,
+    /// The PID, in the namespace, of the first process of the task. `None` if the kernel chose it.
+    first_pid: Cell<Option<i32>>,
+    /// Processes that received SIGSTOP although the group is frozen: those outside it, and those
+    /// that were signalled before it was frozen.
+    stopped_outside: RefCell<BTreeSet<i32>>,
+    /// Time at which the processes outside the control group were last ordered to stop.
+    signalled_outside_at: Cell<Option<Instant>>,
 }
 
 impl Namespace {
@@ -68,6 +85,9 @@ impl Namespace {
                 end_requested: Cell::new(false),
                 group: freezer.and_then(|freezer| freezer.create_group().ok()),
                 members_in_group: Cell::new(false),
+                first_pid: Cell::new(None),
+                stopped_outside: RefCell::default(),
+                signalled_outside_at: Cell::default(),
             }),
             Err(error) => {
                 sys::kill_pidfd(init.pidfd.as_fd());
@@ -77,13 +97,30 @@ impl Namespace {
         }
     }
 
-    /// Tests whether the tasker may create PID namespaces, by creating one.
-    pub(crate) fn can_create() -> bool {
-        let Ok(namespace) = Self::new(None) else {
-            return false;
-        };
+    /// Tests whether the tasker may create PID namespaces, by creating one. Returns the PIDs that
+    /// namespaces allow; `None` if the tasker may not create namespaces.
+    pub(crate) fn probe() -> Option<PidNumbering> {
+        let namespace = Self::new(None).ok()?;
+        let numbering = namespace.run_with_children_inside(PidNumbering::probe);
         namespace.kill_processes();
-        sys::wait_and_reap(namespace.init.pid).is_ok()
+        sys::wait_and_reap(namespace.init.pid).ok()?;
+        numbering.ok()
+    }
+
+    /// Sets the PID after which the kernel looks for the PID of the next process in the namespace.
+    ///
+    /// # Errors
+    /// The kernel does not permit it, or no helper process can be created.
+    pub(crate) fn set_last_pid(&self, pid: i32) -> io::Result<()> {
+        let write_result =
+            self.run_with_children_inside(|| last_pid::set_by_helper(pid, None))??;
+        Ok(write_result?)
+    }
+
+    /// Returns the PID, in the namespace, of the first process of the task; `None` if the kernel
+    /// chose it.
+    pub(crate) fn first_pid(&self) -> Option<i32> {
+        self.first_pid.get()
     }
 
     /// True if the init has ended; all other processes in the namespace have then ended, too.
@@ -124,7 +161,8 @@ impl Namespace {
         Ok(create_result)
     }
 
-    /// Starts a program in the namespace, as a direct child of the tasker.
+    /// Starts a program in the namespace, as a direct child of the tasker, with the PID `first_pid`
+    /// if one is given.
     ///
     /// # Errors
     /// As [`sys::start_program`].
@@ -132,63 +170,74 @@ impl Namespace {
         &self,
         plan: &ExecPlan<'_>,
         guard: &StartGuard,
+        first_pid: Option<FirstPid>,
     ) -> Result<Child, StartError> {
-        self.start_in_group(|group| sys::start_program(plan, guard, group))
+        self.start_in_group(first_pid, |group, pid| {
+            sys::start_program(plan, guard, group, pid)
+        })
     }
 
-    /// Starts a process in the namespace as a direct child of the tasker. The process waits before
-    /// its exec.
+    /// Starts a process in the namespace as a direct child of the tasker, with the PID `first_pid`
+    /// if one is given. The process waits before its exec.
     ///
     /// # Errors
     /// As [`sys::start_stopped_before_exec`].
     pub(crate) fn start_waiting(
         &self,
         plan: &ExecPlan<'_>,
-        timeout: Duration,
+        first_pid: Option<FirstPid>,
     ) -> Result<Child, StartError> {
-        self.start_in_group(|group| sys::start_stopped_before_exec(plan, timeout, group))
+        self.start_in_group(first_pid, |group, pid| {
+            sys::start_stopped_before_exec(plan, group, pid)
+        })
     }
 
     /// Creates a process in the namespace by calling `create_process`, which receives the control
-    /// group. If the kernel refuses the group, `create_process` is called again without a group.
-    /// Records whether the processes in the namespace are members of the group.
+    /// group and the PID. If the kernel refuses the group or the PID, `create_process` is called
+    /// again without the PID, without the group, and without both. Records whether the processes in
+    /// the namespace are members of the group, and the PID.
     fn start_in_group(
         &self,
-        create_process: impl Fn(Option<BorrowedFd<'_>>) -> Result<Child, StartError>,
+        first_pid: Option<FirstPid>,
+        create_process: impl Fn(Option<BorrowedFd<'_>>, Option<i32>) -> Result<Child, StartError>,
     ) -> Result<Child, StartError> {
-        let start_in_namespace = |group: Option<BorrowedFd<'_>>| {
-            self.run_with_children_inside(|| create_process(group))
-                .map_err(StartError::NoProcess)?
-        };
-        self.members_in_group.set(false);
-        if let Some(folder) = self.group.as_ref().and_then(|group| group.open_dir().ok()) {
-            match start_in_namespace(Some(folder.as_fd())) {
-                // The kernel refused this control group; try without it.
-                Err(StartError::NoProcess(_)) => {}
+        let set_pid = first_pid.filter(|pid| pid.is_set_by_clone());
+        if let Some(first_pid) = first_pid.filter(|pid| !pid.is_set_by_clone()) {
+            // If this fails, the kernel chooses the PID.
+            let _ = self.set_last_pid(first_pid.pid() - 1);
+        }
+        let dir = self.group.as_ref().and_then(|group| group.open_dir().ok());
+        let group = dir.as_ref().map(AsFd::as_fd);
+        let mut attempts = creation_attempts(group, set_pid.map(FirstPid::pid)).into_iter();
+        loop {
+            let (group, pid) = attempts.next().expect("the last attempt returns");
+            let creation_result = self
+                .run_with_children_inside(|| create_process(group, pid))
+                .map_err(StartError::NoProcess)?;
+            match creation_result {
+                Err(StartError::NoProcess(_)) if attempts.len() > 0 => {}
                 other => {
-                    self.members_in_group.set(true);
+                    self.members_in_group.set(group.is_some());
+                    self.first_pid.set(pid);
                     return other;
                 }
             }
         }
-        start_in_namespace(None)
     }
 
-    /// Returns the control group if all processes in the namespace are members of the group;
-    /// otherwise `None`.
+    /// Returns the control group if the processes in the namespace were created in it or added to
+    /// it; otherwise `None`. Processes may have left the group.
     pub(crate) fn complete_control_group(&self) -> Option<&ControlGroup> {
         self.group.as_ref().filter(|_| self.members_in_group.get())
     }
 
-    /// Returns the PIDs of all processes in the namespace except the init.
+    /// Returns the PIDs of the processes in the namespace except the init.
     ///
-    /// With a control group, the PIDs are read from the group. [`Namespace::pids`] scans all
-    /// processes of the host; during such a scan, tasks that must be stopped immediately would
-    /// continue to run.
+    /// With a control group, the PIDs are read from the group, without the processes that have left
+    /// it. [`Namespace::pids`] scans all processes of the host; during such a scan, tasks that must
+    /// be stopped immediately would continue to run.
     pub(crate) fn member_pids(&self) -> Vec<i32> {
-        self.complete_control_group()
-            .and_then(|group| group.member_pids().ok())
-            .unwrap_or_else(|| self.pids())
+        self.member_pids_in(&Census::default())
     }
 
     /// Returns the path of the control group's file `cgroup.procs`. `None` if the namespace has no
@@ -227,12 +276,10 @@ impl Namespace {
         sys::kill_pidfd(self.init.pidfd.as_fd());
     }
 
-    /// True if the namespace of an ended task contains no process except the init. The init adopts
-    /// orphans, so a remaining process would be a child of the init.
-    fn is_reusable(&self) -> bool {
-        !self.end_requested.get()
-            && !self.has_ended()
-            && proc::children(self.init.pid).is_some_and(|children| children.is_empty())
+    /// True if the namespace of an ended task contains no process except the init. `census` must
+    /// be younger than the end of the task.
+    fn is_reusable(&self, census: &Census) -> bool {
+        !self.end_requested.get() && !self.has_ended() && !self.has_left_processes(census)
     }
 
     /// Orders the init to end as soon as the namespace contains no other process.
@@ -243,24 +290,193 @@ impl Namespace {
         let _ = nix::unistd::write(&self.init_control, b"e");
     }
 
+    /// True if the namespace of an ended task contains processes except the init. `census` must be
+    /// younger than the end of the task.
+    ///
+    /// The init adopts orphans, so one of the remaining processes is usually a child of the init.
+    /// Processes that fork and exit again and again could be missing in the census. The census
+    /// contains those that have another parent: the first process can create children of the tasker
+    /// (CLONE_PARENT), and other programs can create processes in the namespace (setns).
+    pub(crate) fn has_left_processes(&self, census: &Census) -> bool {
+        let has_child = || proc::children(self.init.pid).is_none_or(|c| !c.is_empty());
+        // The census may contain processes that were reaped meanwhile.
+        let has_living = || {
+            let pids = self.try_pids_in(census);
+            pids.map_or(true, |pids| pids.iter().any(|pid| !stop::has_ended(*pid)))
+        };
+        !self.has_ended() && (has_child() || has_living())
+    }
+
     /// Returns the PIDs of all processes in the namespace except the init, in the tasker's PID
     /// namespace.
     pub(crate) fn pids(&self) -> Vec<i32> {
-        // After the init has ended, its PID may belong to another process.
-        if !std::fs::metadata(namespace_path(&self.init))
-            .is_ok_and(|namespace_metadata| namespace_metadata.st_ino() == self.inode)
-        {
-            return Vec::new();
-        }
-        proc::process_ids()
-            .into_iter()
-            .filter(|&pid| pid != self.init.pid)
-            .filter(|pid| {
-                std::fs::metadata(format!("/proc/{pid}/ns/pid"))
-                    .is_ok_and(|m| m.st_ino() == self.inode)
-            })
-            .collect()
+        self.pids_in(&Census::default())
     }
+
+    /// As [`Namespace::member_pids`]; a namespace without a control group uses the census.
+    pub(crate) fn member_pids_in(&self, census: &Census) -> Vec<i32> {
+        self.complete_control_group()
+            .and_then(|group| group.member_pids().ok())
+            .unwrap_or_else(|| self.pids_in(census))
+    }
+
+    /// As [`Namespace::pids`], from a census of the host; empty if the census has failed.
+    pub(crate) fn pids_in(&self, census: &Census) -> Vec<i32> {
+        self.try_pids_in(census).unwrap_or_default()
+    }
+
+    /// As [`Namespace::pids_in`].
+    ///
+    /// # Errors
+    /// The processes could not be read.
+    pub(crate) fn try_pids_in(&self, census: &Census) -> Result<Vec<i32>, CensusFailed> {
+        // After the init has ended, its PID may belong to another process.
+        let metadata = proc::none_if_ended(std::fs::metadata(namespace_path(&self.init)))?;
+        if metadata.is_none_or(|metadata| metadata.st_ino() != self.inode) {
+            return Ok(Vec::new());
+        }
+        let mut pids = census.namespace_pids(self.inode)?;
+        pids.retain(|&pid| pid != self.init.pid);
+        Ok(pids)
+    }
+
+    /// Returns the PIDs of the processes in the namespace that are not in its control group.
+    ///
+    /// # Errors
+    /// The processes could not be read.
+    pub(crate) fn pids_outside_group(&self, census: &Census) -> Result<Vec<i32>, CensusFailed> {
+        let mut pids = self.try_pids_in(census)?;
+        if let Some(group) = self.complete_control_group()
+            // A group that was removed has no members.
+            && let Some(group_pids) = proc::none_if_ended(group.member_pids())?
+        {
+            let group_pids: BTreeSet<i32> = group_pids.into_iter().collect();
+            pids.retain(|pid| !group_pids.contains(pid));
+        }
+        Ok(pids)
+    }
+
+    /// Returns the control group if a freeze of the group has been requested; otherwise `None`.
+    pub(crate) fn frozen_group(&self) -> Option<&ControlGroup> {
+        self.complete_control_group()
+            .filter(|group| group.is_freeze_requested())
+    }
+
+    /// Stops the processes outside the control group, whose freeze was requested, by SIGSTOP.
+    /// Returns the processes outside if the group is frozen and each of them has stopped. The
+    /// caller must repeat the call until then and until [`Namespace::is_frozen`] returns true.
+    /// `census` must be younger than the freeze.
+    pub(crate) fn signal_outside(
+        &self,
+        group: &ControlGroup,
+        census: &Census,
+    ) -> Option<SeenStopped> {
+        // One process that waits in the kernel delays the freeze of the whole group. The processes
+        // outside do not wait for that. While it lasts, they are looked for at intervals, because
+        // a census costs more than the question whether the group is frozen.
+        let was_just_signalled = self
+            .signalled_outside_at
+            .get()
+            .is_some_and(|at| at.elapsed() < OUTSIDE_SIGNAL_INTERVAL);
+        if was_just_signalled && !group.is_fully_frozen() {
+            return None;
+        }
+        let seen = if self.pids_outside_group(census).ok()?.is_empty() {
+            Some(SeenStopped::without_forks())
+        } else {
+            stop::signal_running(
+                &TaskProcesses::OutsideGroup(self),
+                census,
+                &mut self.stopped_outside.borrow_mut(),
+                VforkRule::ChildStops,
+            )
+        };
+        let result = seen.filter(|_| group.is_fully_frozen());
+        self.signalled_outside_at.set(Some(Instant::now()));
+        result
+    }
+
+    /// Returns the processes that still run although the control group, whose freeze was requested,
+    /// and the processes outside it were ordered to stop.
+    pub(crate) fn unstopped_pids(&self, group: &ControlGroup, census: &Census) -> Vec<i32> {
+        let outside_pids = self.pids_outside_group(census).unwrap_or_default();
+        let mut pids = stop::running_pids(&outside_pids);
+        if !group.is_fully_frozen() {
+            pids.extend(stop::unfrozen_pids(
+                &group.member_pids().unwrap_or_default(),
+            ));
+        }
+        pids
+    }
+
+    /// True if the control group is frozen, and `seen` are all processes outside it.
+    pub(crate) fn is_frozen(
+        &self,
+        group: &ControlGroup,
+        seen: &SeenStopped,
+        later_census: &Census,
+    ) -> bool {
+        seen.are_all(&TaskProcesses::OutsideGroup(self), later_census) && group.is_fully_frozen()
+    }
+
+    /// Returns the PIDs, in the namespace, of the processes outside the control group that were
+    /// stopped by a signal before [`Namespace::signal_outside`].
+    pub(crate) fn already_stopped_outside(&self, census: &Census) -> Vec<i32> {
+        let mut pids = self.pids_outside_group(census).unwrap_or_default();
+        pids.retain(|pid| !self.stopped_outside.borrow().contains(pid));
+        stop::stopped_by_signal(&pids)
+    }
+
+    /// Records processes that have received SIGSTOP before the control group was frozen, so that
+    /// [`Namespace::thaw`] continues them.
+    pub(crate) fn record_signalled(&self, pids: impl IntoIterator<Item = i32>) {
+        self.stopped_outside.borrow_mut().extend(pids);
+    }
+
+    /// Lets [`Namespace::signal_outside`] stop these processes again.
+    pub(crate) fn forget_stopped_outside(&self, pids: &[i32]) {
+        self.stopped_outside
+            .borrow_mut()
+            .retain(|pid| !pids.contains(pid));
+    }
+
+    /// Ends the effect of [`Namespace::signal_outside`]: thaws the group, and continues the
+    /// processes outside it that received SIGSTOP. `census` must be younger than their stop.
+    pub(crate) fn thaw(&self, census: &Census) {
+        if let Some(group) = self.frozen_group() {
+            group.thaw();
+        }
+        self.signalled_outside_at.set(None);
+        let stopped_pids = std::mem::take(&mut *self.stopped_outside.borrow_mut());
+        if stopped_pids.is_empty() {
+            return;
+        }
+        // Another process may have the PID of a stopped process that was killed meanwhile.
+        for pid in self
+            .pids_in(census)
+            .into_iter()
+            .filter(|pid| stopped_pids.contains(pid))
+        {
+            let _ = sys::send_signal(pid, libc::SIGCONT);
+        }
+    }
+}
+
+/// Returns the control group and the PID of each attempt to create a process, without repetitions.
+/// A PID that is in use, or that the kernel does not let the tasker choose, costs no group, without
+/// which the task cannot be frozen.
+fn creation_attempts<G: Copy>(group: Option<G>, pid: Option<i32>) -> Vec<(Option<G>, Option<i32>)> {
+    let mut attempts = vec![(group, pid)];
+    if pid.is_some() {
+        attempts.push((group, None));
+    }
+    if group.is_some() {
+        attempts.push((None, pid));
+    }
+    if group.is_some() && pid.is_some() {
+        attempts.push((None, None));
+    }
+    attempts
 }
 
 /// Returns the path in /proc of the namespace of `init`. The path stays valid until the init is
@@ -312,9 +528,13 @@ impl SpareNamespaces {
     }
 
     /// Adds the namespace of an ended task to the spare namespaces. Returns the namespace if it
-    /// cannot be reused.
-    pub(crate) fn recycle_namespace(&mut self, namespace: Namespace) -> Option<Namespace> {
-        if self.namespaces.len() >= SPARE_NAMESPACES_MAX || !namespace.is_reusable() {
+    /// cannot be reused. `census` must be younger than the end of the task.
+    pub(crate) fn recycle_namespace(
+        &mut self,
+        namespace: Namespace,
+        census: &Census,
+    ) -> Option<Namespace> {
+        if self.namespaces.len() >= SPARE_NAMESPACES_MAX || !namespace.is_reusable(census) {
             return Some(namespace);
         }
         namespace.members_in_group.set(false);
@@ -346,6 +566,54 @@ impl SpareNamespaces {
             }
         } else if self.last_taken_at.elapsed() >= SPARE_IDLE_TIMEOUT {
             self.namespaces.truncate(SPARE_NAMESPACES_MIN);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The PID is given up before the control group, and each alone before both.
+    #[test]
+    fn refused_pid_costs_no_control_group() {
+        let (group, pid) = (Some('g'), Some(7));
+        assert_eq!(
+            creation_attempts(group, pid),
+            [(group, pid), (group, None), (None, pid), (None, None)]
+        );
+        assert_eq!(
+            creation_attempts(group, None),
+            [(group, None), (None, None)]
+        );
+        assert_eq!(creation_attempts::<char>(None, None), [(None, None)]);
+    }
+
+    /// The PID of the next process follows the one that was set. The kernel lets a tasker of root
+    /// choose PIDs.
+    #[test]
+    #[ignore = "system tier: needs root and process-id namespaces"]
+    fn next_process_has_the_chosen_pid() {
+        let namespace = Namespace::new(None).unwrap_or_else(|e| panic!("cannot run here: {e}"));
+        let (dev_null, mut children) = (File::open("/dev/null").expect("there"), Vec::new());
+        let mut start_idle = || {
+            let child = namespace.start_idle_process(c"/", &dev_null, &dev_null);
+            children.push(child.expect("started"));
+            proc::innermost_pid(children.last().expect("one").pid)
+        };
+        namespace.set_last_pid(20_000).expect("permitted");
+        assert_eq!((start_idle(), start_idle()), (Some(20_001), Some(20_002)));
+        namespace.set_last_pid(300).expect("permitted");
+        assert_eq!(start_idle(), Some(301));
+        let numbering = Namespace::probe().expect("permitted");
+        assert!(
+            numbering
+                .first_pid(sempa_proto::Tid::from_raw(0x40001))
+                .is_some()
+        );
+        namespace.kill_processes();
+        for child in children.iter().chain([&namespace.init]) {
+            sys::wait_and_reap(child.pid).expect("a child");
         }
     }
 }

@@ -28,7 +28,7 @@ pub(crate) fn start_init(
 ) -> io::Result<Child> {
     let (control, heap_ranges) = (control.as_raw_fd(), HeapRanges::of_this_process());
     // SAFETY: the new process immediately calls `run_init`, which never returns.
-    match unsafe { sys::clone3(libc::CLONE_NEWPID, group) }? {
+    match unsafe { sys::clone3(libc::CLONE_NEWPID, group, None) }? {
         Some(child) => Ok(child),
         // SAFETY: this is the new process.
         None => unsafe { run_init(control, &heap_ranges) },
@@ -102,6 +102,11 @@ fn parse_heap_ranges(maps: &str) -> impl Iterator<Item = Range<usize>> {
 /// async-signal-safe calls; after the heap is unmapped, only calls whose code is already in use.
 unsafe fn run_init(control: RawFd, heap_ranges: &HeapRanges) -> ! {
     const NAME: &CStr = c"pvm-init";
+    /// Interval at which an init without children checks whether its namespace is empty.
+    const EMPTY_POLL_INTERVAL: libc::timespec = libc::timespec {
+        tv_sec: 0,
+        tv_nsec: 100_000_000,
+    };
     // SAFETY: plain system calls on values of this process; the buffer is a local byte. The
     // unmapped memory is unused: no other thread was copied, and no allocation is accessed
     // afterwards.
@@ -127,11 +132,18 @@ unsafe fn run_init(control: RawFd, heap_ranges: &HeapRanges) -> ! {
                 _ => libc::_exit(1),
             }
         }
-        // Because SIGCHLD is ignored, waitpid returns only when no child is left.
-        while libc::waitpid(-1, std::ptr::null_mut(), libc::__WALL) != -1
-            || *libc::__errno_location() == libc::EINTR
-        {}
-        libc::_exit(0)
+        loop {
+            // Because SIGCHLD is ignored, waitpid returns only when no child is left.
+            while libc::waitpid(-1, std::ptr::null_mut(), libc::__WALL) != -1
+                || *libc::__errno_location() == libc::EINTR
+            {}
+            // Processes with another parent may remain, whose end cannot be awaited. -1 stands for
+            // all processes in the namespace except this one.
+            if libc::kill(-1, 0) == -1 && *libc::__errno_location() == libc::ESRCH {
+                libc::_exit(0)
+            }
+            libc::nanosleep(&EMPTY_POLL_INTERVAL, std::ptr::null_mut());
+        }
     }
 }
 

@@ -3,8 +3,10 @@
 //! 1. The task runs for a short time so that its library can quiesce. During that time the
 //!    program's threads have the lowest priority, and those of the library a high one.
 //! 2. The task's control group is frozen. Without a control group, all its processes are stopped by
-//!    SIGSTOP.
-//! 3. The pause outlasts migrations: after a failed migration the task remains stopped.
+//!    SIGSTOP, and so are processes that have left the control group. The task counts as stopped
+//!    when all processes of its PID namespace were seen stopped.
+//! 3. The pause outlasts migrations: after a failed migration the task remains stopped. The group
+//!    is frozen again, and the stop is verified and reported again.
 //!
 //! A task that had not quiesced when it was stopped runs once more before it migrates. In the first
 //! part of this time the program's threads are frozen: the library can quiesce, and the program
@@ -13,12 +15,13 @@
 //! The engine cannot dump a frozen control group. For a migration all processes receive SIGSTOP
 //! while they are frozen, and are then thawed; none of them runs in between.
 
+use crate::census::Census;
 use crate::nice::{self, DeprioritizedThreads};
-use crate::stop;
+use crate::stop::{self, SeenStopped, VforkRule};
 use crate::supervisor::Supervisor;
 use crate::task::{Task, TaskPhase};
 use checkpoint::criu::FrozenThreads;
-use sempa_proto::tasker::FromTasker;
+use sempa_proto::tasker::{FromTasker, REPORTED_PIDS_MAX};
 use sempa_proto::{Micros, Tid};
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
@@ -48,12 +51,16 @@ pub(crate) enum Pause {
     },
     /// The task was ordered to stop. Some of its processes may still run.
     Stopping {
-        /// Processes that received SIGSTOP; empty if a control group is frozen instead.
+        /// Processes that received SIGSTOP and must receive no second one. While a control group
+        /// is frozen the set is empty: [`Namespace::thaw`](crate::namespace::Namespace::thaw)
+        /// continues the processes that have received SIGSTOP then.
         signalled_pids: BTreeSet<i32>,
         /// Time at which the task was ordered to stop.
         ordered_at: Instant,
         /// The previous priorities of the task's threads.
         deprioritized: DeprioritizedThreads,
+        /// True after a report that the task has not stopped.
+        is_delay_reported: bool,
     },
     /// The task is stopped, or is stopped by a migration and will remain stopped when that
     /// migration ends.
@@ -113,7 +120,7 @@ impl Pause {
 
     /// Restores the priorities of the task's threads. Returns the PIDs of the processes that have
     /// received SIGSTOP.
-    fn restore_priorities(self, task: &Task) -> BTreeSet<i32> {
+    pub(crate) fn restore_priorities(self, task: &Task, census: &Census) -> BTreeSet<i32> {
         let (deprioritized, signalled_pids) = match self {
             Self::NotPaused | Self::Paused => return BTreeSet::new(),
             Self::Quiescing { deprioritized, .. } => (deprioritized, BTreeSet::new()),
@@ -123,7 +130,7 @@ impl Pause {
                 ..
             } => (deprioritized, signalled_pids),
         };
-        deprioritized.restore_priorities(&task.member_pids());
+        deprioritized.restore_priorities(&task.member_pids_in(census));
         signalled_pids
     }
 
@@ -135,24 +142,25 @@ impl Pause {
 impl Task {
     /// Pauses the task. The task may run for the time `run_time` so that its library can quiesce.
     fn pause(&mut self, run_time: Duration) {
+        let census = Census::default();
         match (&self.phase, std::mem::take(&mut self.pause)) {
-            (TaskPhase::Running, pause) if run_time.is_zero() => self.stop_paused(pause),
+            (TaskPhase::Running, pause) if run_time.is_zero() => self.stop_paused(pause, &census),
             (TaskPhase::Running, pause) => {
                 let stop_at = Instant::now() + run_time;
                 let (deprioritized, was_stopped) = match pause {
                     Pause::NotPaused => (
-                        DeprioritizedThreads::change_priorities(&self.member_pids()),
+                        DeprioritizedThreads::change_priorities(&self.member_pids_in(&census)),
                         false,
                     ),
                     Pause::Quiescing { deprioritized, .. } => (deprioritized, false),
                     Pause::Stopping { deprioritized, .. } => (deprioritized, true),
                     Pause::Paused => (
-                        DeprioritizedThreads::change_priorities(&self.member_pids()),
+                        DeprioritizedThreads::change_priorities(&self.member_pids_in(&census)),
                         true,
                     ),
                 };
                 if was_stopped {
-                    self.continue_processes();
+                    self.continue_processes(&census);
                 }
                 self.pause = Pause::Quiescing {
                     stop_at,
@@ -163,7 +171,7 @@ impl Task {
             // The task is stopped or being stopped for a migration. It remains stopped when the
             // migration ends.
             (_, pause) => {
-                pause.restore_priorities(self);
+                pause.restore_priorities(self, &census);
                 self.pause = Pause::Paused;
             }
         }
@@ -177,6 +185,7 @@ impl Task {
         if !matches!(self.phase, TaskPhase::Running) || matches!(&self.pause, Pause::NotPaused) {
             return self.pause(run_time);
         }
+        let census = Census::default();
         let was_stopped = match std::mem::take(&mut self.pause) {
             pause @ Pause::Quiescing {
                 program_freeze: ProgramThreadFreeze::Active { .. } | ProgramThreadFreeze::Expired,
@@ -185,12 +194,12 @@ impl Task {
             // Freezing a thread wakes it first, so the threads must not have the lowest priority.
             pause => {
                 let was_stopped = !matches!(pause, Pause::Quiescing { .. });
-                pause.restore_priorities(self);
+                pause.restore_priorities(self, &census);
                 was_stopped
             }
         };
         if !was_stopped {
-            self.record_already_stopped();
+            self.record_already_stopped(&census);
         }
         let (now, frozen_threads) = (Instant::now(), self.freeze_program_threads());
         let library_phase =
@@ -200,9 +209,9 @@ impl Task {
                     _frozen_threads: frozen_threads,
                 }
             });
-        let deprioritized = DeprioritizedThreads::change_priorities(&self.member_pids());
+        let deprioritized = DeprioritizedThreads::change_priorities(&self.member_pids_in(&census));
         if was_stopped {
-            self.continue_processes();
+            self.continue_processes(&census);
         }
         self.pause = Pause::Quiescing {
             stop_at: now + run_time,
@@ -221,8 +230,14 @@ impl Task {
         self.pause(run_time);
     }
 
+    /// Stops the task, even if it has not quiesced.
+    pub(crate) fn stop_now(&mut self, census: &Census) {
+        let pause = std::mem::take(&mut self.pause);
+        self.stop_paused(pause, census);
+    }
+
     /// Stops the task. `pause` is the pause's current state, which may be any.
-    fn stop_paused(&mut self, pause: Pause) {
+    fn stop_paused(&mut self, pause: Pause, census: &Census) {
         let (deprioritized, program_freeze) = match pause {
             Pause::Paused | Pause::Stopping { .. } => return self.pause = pause,
             Pause::NotPaused => (
@@ -235,14 +250,10 @@ impl Task {
                 ..
             } => (deprioritized, program_freeze),
         };
-        if let Some(group) = self.control_group() {
-            // Freezing fails if the group was removed. The group then has no members, and the
-            // processes are stopped by signals.
-            let _ = group.start_freeze();
-        }
+        self.start_freeze();
         // Processes that were already stopped by a signal must be recorded before any process
         // receives SIGSTOP. Afterwards they could not be distinguished from the other processes.
-        self.record_already_stopped();
+        self.record_already_stopped(census);
         let signalled_pids = match program_freeze {
             ProgramThreadFreeze::Active { .. } if self.frozen_group().is_none() => {
                 stop::send_stop_to_frozen(&self.processes())
@@ -254,6 +265,57 @@ impl Task {
             signalled_pids,
             ordered_at: Instant::now(),
             deprioritized,
+            is_delay_reported: false,
+        };
+    }
+
+    /// Starts to freeze the task's control group, if it has one and is not frozen. Returns true if
+    /// the freeze was started. If it fails because the group was removed, or because no descriptor
+    /// is free, the processes are stopped by signals until the freeze succeeds.
+    fn start_freeze(&self) -> bool {
+        self.control_group()
+            .is_some_and(|group| !group.is_freeze_requested() && group.start_freeze().is_ok())
+    }
+
+    /// Freezes the control group of a task that was ordered to stop, if this has failed before.
+    fn retry_freeze(&mut self) {
+        if !matches!(self.pause, Pause::Stopping { .. }) || !self.start_freeze() {
+            return;
+        }
+        if let (Pause::Stopping { signalled_pids, .. }, Some(namespace)) =
+            (&mut self.pause, &self.namespace)
+        {
+            namespace.record_signalled(std::mem::take(signalled_pids));
+        }
+    }
+
+    /// Orders a task to stop that is paused, but of which processes may run. `signalled_pids` are
+    /// processes that have received SIGSTOP and may not have stopped yet.
+    pub(crate) fn begin_stopping_again(
+        &mut self,
+        mut signalled_pids: BTreeSet<i32>,
+        census: &Census,
+    ) {
+        if self.frozen_group().is_none() {
+            let pids = self.processes().pids_in(census);
+            let pids = stop::without_already_stopped(pids, &self.already_stopped_pids);
+            match &self.namespace {
+                // Each process may have received SIGSTOP for a migration.
+                Some(namespace) if self.start_freeze() => {
+                    signalled_pids.clear();
+                    namespace.record_signalled(pids);
+                }
+                _ => {
+                    let stopped = pids.into_iter().filter(|p| stop::is_stopped_by_signal(*p));
+                    signalled_pids.extend(stopped);
+                }
+            }
+        }
+        self.pause = Pause::Stopping {
+            signalled_pids,
+            ordered_at: Instant::now(),
+            deprioritized: DeprioritizedThreads::default(),
+            is_delay_reported: false,
         };
     }
 
@@ -272,8 +334,8 @@ impl Task {
     }
 
     /// Records the processes that were stopped for other reasons than the pause.
-    fn record_already_stopped(&mut self) {
-        self.already_stopped_pids = stop::stopped_by_signal(&self.member_pids());
+    fn record_already_stopped(&mut self, census: &Census) {
+        self.already_stopped_pids = stop::stopped_by_signal(&self.member_pids_in(census));
     }
 
     /// Prepares the task for being stopped by a migration: restores the priorities of its threads,
@@ -282,8 +344,9 @@ impl Task {
     /// have received SIGSTOP.
     pub(crate) fn end_pause_for_migration(&mut self) -> BTreeSet<i32> {
         let pause = std::mem::take(&mut self.pause);
+        let census = Census::default();
         if matches!(pause, Pause::NotPaused | Pause::Quiescing { .. }) {
-            self.record_already_stopped();
+            self.record_already_stopped(&census);
         }
         if !pause.is_inactive() {
             self.pause = Pause::Paused;
@@ -293,9 +356,13 @@ impl Task {
                 program_freeze: ProgramThreadFreeze::Active { .. },
                 ..
             } => stop::send_stop_to_frozen(&self.processes()),
+            Pause::Stopping { .. } | Pause::Paused => {
+                stop::continue_vfork_children(&self.processes().pids_in(&census));
+                BTreeSet::new()
+            }
             _ => BTreeSet::new(),
         };
-        signalled_pids.extend(pause.restore_priorities(self));
+        signalled_pids.extend(pause.restore_priorities(self, &census));
         if let Some(group) = self.frozen_group() {
             signalled_pids.extend(stop::send_stop_to_frozen(&self.processes()));
             group.thaw();
@@ -303,23 +370,23 @@ impl Task {
         signalled_pids
     }
 
-    /// Ends the pause of the task and lets it run, unless a migration has stopped it.
-    fn end_pause(&mut self) {
+    /// Ends the pause of the task and lets it run, unless a migration has stopped it. `census` must
+    /// be younger than the stop.
+    pub(crate) fn end_pause(&mut self, census: &Census) {
         let pause = std::mem::take(&mut self.pause);
         let is_stopped = match &pause {
             Pause::NotPaused | Pause::Quiescing { .. } => false,
             Pause::Stopping { .. } => true,
             Pause::Paused => matches!(self.phase, TaskPhase::Running),
         };
-        pause.restore_priorities(self);
+        pause.restore_priorities(self, census);
         if is_stopped {
-            self.continue_after_migration();
+            self.continue_after_migration(census);
         }
     }
 
-    /// Checks a task that is being paused. Stops it when its time to quiesce has passed. Returns
-    /// true when all its processes have stopped.
-    fn check_pause(&mut self) -> bool {
+    /// Stops a task that is being paused, if its time to quiesce has passed.
+    fn stop_if_due(&mut self, census: &Census) {
         let now = Instant::now();
         if let Pause::Quiescing {
             stop_at,
@@ -331,54 +398,165 @@ impl Task {
                 if program_freeze.has_expired(now) {
                     *program_freeze = ProgramThreadFreeze::Expired;
                 }
-                return false;
+                return;
             }
-            let pause = std::mem::take(&mut self.pause);
-            self.stop_paused(pause);
+            self.stop_now(census);
         }
+    }
+
+    /// Stops the processes of a task that was ordered to stop, as far as signals must do it.
+    /// Returns the processes if each of them has stopped. `census` must be younger than the order.
+    fn signal_running(&mut self, census: &Census) -> Option<SeenStopped> {
+        let mut pause = std::mem::take(&mut self.pause);
+        let seen = match (&self.namespace, self.frozen_group(), &mut pause) {
+            (Some(namespace), Some(group), Pause::Stopping { .. }) => {
+                namespace.signal_outside(group, census)
+            }
+            (_, _, Pause::Stopping { signalled_pids, .. }) => stop::signal_running(
+                &self.processes(),
+                census,
+                signalled_pids,
+                VforkRule::ChildStops,
+            ),
+            _ => None,
+        };
+        self.pause = pause;
+        seen
+    }
+
+    /// True if `seen` are all processes of the task, which was ordered to stop: no process of its
+    /// namespace runs, whether or not it is in the control group.
+    fn has_stopped(&self, seen: &SeenStopped, later_census: &Census) -> bool {
+        match (&self.namespace, self.frozen_group()) {
+            (Some(namespace), Some(group)) => namespace.is_frozen(group, seen, later_census),
+            _ => seen.are_all(&self.processes(), later_census),
+        }
+    }
+
+    /// Concludes the check of a task that was ordered to stop. `seen` is the result of
+    /// [`Task::signal_running`], and `census` has begun after that call.
+    fn conclude_check(&mut self, seen: Option<&SeenStopped>, census: &Census) -> StopProgress {
+        let has_stopped = seen.is_some_and(|seen| self.has_stopped(seen, census));
         let Pause::Stopping {
-            mut signalled_pids,
-            ordered_at: stop_ordered_at,
+            signalled_pids,
+            ordered_at,
             deprioritized,
+            mut is_delay_reported,
         } = std::mem::take(&mut self.pause)
         else {
             unreachable!()
         };
-        let has_stopped = match self.frozen_group() {
-            Some(group) => group.is_fully_frozen(),
-            None => stop::signal_and_check_stopped(&self.processes(), &mut signalled_pids),
-        };
         if has_stopped {
+            self.record_already_stopped_outside(census);
             // Images include the threads' priorities, so the priorities must be restored before a
             // dump.
-            deprioritized.restore_priorities(&self.member_pids());
+            deprioritized.restore_priorities(&self.member_pids_in(census));
             self.pause = Pause::Paused;
-        } else {
-            self.pause = Pause::Stopping {
-                signalled_pids,
-                ordered_at: stop_ordered_at,
-                deprioritized,
-            };
+            return StopProgress::Stopped;
         }
-        has_stopped
+        // The daemon has not ordered a stop of a held task. If it does later, it gets the report.
+        let is_late =
+            !self.is_held && !is_delay_reported && ordered_at.elapsed() >= FAST_POLL_DURATION;
+        is_delay_reported |= is_late;
+        self.pause = Pause::Stopping {
+            signalled_pids,
+            ordered_at,
+            deprioritized,
+            is_delay_reported,
+        };
+        if is_late {
+            StopProgress::Late(self.unstopped_pids(census))
+        } else {
+            StopProgress::Unfinished
+        }
     }
+
+    /// Records the processes outside the control group that were stopped for other reasons than the
+    /// pause.
+    fn record_already_stopped_outside(&mut self, census: &Census) {
+        let Some(namespace) = self
+            .namespace
+            .as_ref()
+            .filter(|n| n.frozen_group().is_some())
+        else {
+            return;
+        };
+        for pid in namespace.already_stopped_outside(census) {
+            if !self.already_stopped_pids.contains(&pid) {
+                self.already_stopped_pids.push(pid);
+            }
+        }
+    }
+
+    /// Returns the processes that still run although the task was ordered to stop.
+    fn unstopped_pids(&self, census: &Census) -> Vec<i32> {
+        match (&self.namespace, self.frozen_group()) {
+            (Some(namespace), Some(group)) => namespace.unstopped_pids(group, census),
+            _ => stop::running_pids(&self.processes().pids_in(census)),
+        }
+    }
+
+    /// Stops a paused task again if one of its processes runs: a process that another program has
+    /// moved out of the frozen control group, or has continued by a signal. Returns true if the
+    /// task is being stopped, also because its processes could not be read.
+    fn stop_again_if_running(&mut self, census: &Census) -> bool {
+        let is_paused =
+            matches!(self.pause, Pause::Paused) && matches!(self.phase, TaskPhase::Running);
+        if !is_paused {
+            return false;
+        }
+        let pids = match &self.namespace {
+            Some(namespace) if namespace.frozen_group().is_some() => {
+                namespace.pids_outside_group(census)
+            }
+            _ => self.processes().try_pids_in(census),
+        };
+        // If the processes cannot be read, the task does not count as stopped.
+        let running_pids = pids.map(|pids| stop::executing_pids(&pids));
+        let runs = !running_pids.as_ref().is_ok_and(Vec::is_empty);
+        if let (Ok(pids), Some(namespace)) = (&running_pids, &self.namespace) {
+            namespace.forget_stopped_outside(pids);
+        }
+        if runs {
+            self.begin_stopping_again(BTreeSet::new(), census);
+        }
+        runs
+    }
+}
+
+/// What a check of a task that was ordered to stop has found.
+enum StopProgress {
+    /// No process of the task runs any more.
+    Stopped,
+    /// Some processes may run.
+    Unfinished,
+    /// These processes still run after [`FAST_POLL_DURATION`]. Reported once.
+    Late(Vec<i32>),
 }
 
 impl Supervisor {
     /// Pauses a task on the daemon's order. The task may run for the time `run_time` so that its
-    /// library can quiesce.
+    /// library can quiesce. While the lease permits no task to run, the task is stopped at once.
     pub(crate) fn pause_task(&mut self, tid: Tid, run_time: Micros) {
-        self.change_pause(tid, |task| task.pause(Duration::from_micros(run_time.0)));
+        let run_time = match self.lease.is_frozen() {
+            true => Duration::ZERO,
+            false => Duration::from_micros(run_time.0),
+        };
+        self.change_pause(tid, |task| task.pause(run_time));
     }
 
     /// Lets a paused task run on the daemon's order, so that the task can quiesce. `library_phase`
-    /// and `run_time` are durations as in [`Task::resume_to_quiesce`].
+    /// and `run_time` are durations as in [`Task::resume_to_quiesce`]. While the lease permits no
+    /// task to run, the task stays stopped.
     pub(crate) fn resume_task_to_quiesce(
         &mut self,
         tid: Tid,
         library_phase: Micros,
         run_time: Micros,
     ) {
+        if self.lease.is_frozen() {
+            return self.pause_task(tid, run_time);
+        }
         self.change_pause(tid, |task| {
             task.resume_to_quiesce(
                 Duration::from_micros(library_phase.0),
@@ -392,24 +570,35 @@ impl Supervisor {
             return;
         };
         change(task);
+        // From now on the task is stopped because the daemon has ordered this.
+        task.is_held = false;
         let was_paused = matches!(task.pause, Pause::Paused);
         // A paused task does not change its memory, so pre-copying it has no advantage.
         self.migrations.pre_copies.stop_early_for_task(tid);
         if was_paused {
             self.send(&FromTasker::Paused { tid });
         }
-        self.check_pauses();
+        self.must_check_pauses = true;
     }
 
-    /// Ends the pause of a task on the daemon's order.
+    /// Ends the pause of a task on the daemon's order. While the lease permits no task to run, a
+    /// stopped task stays stopped until the lease is renewed.
     pub(crate) fn end_pause(&mut self, tid: Tid) {
-        if let Some(task) = self.tasks.get_mut(&tid) {
-            task.end_pause();
+        let is_frozen = self.lease.is_frozen();
+        let Some(task) = self.tasks.get_mut(&tid) else {
+            return;
+        };
+        let is_stopped = matches!(task.phase, TaskPhase::Running)
+            && matches!(task.pause, Pause::Stopping { .. } | Pause::Paused);
+        task.is_held = is_frozen && is_stopped;
+        if !task.is_held {
+            task.end_pause(&Census::default());
         }
     }
 
     /// Checks the tasks that are being paused, and reports those that have stopped.
     pub(crate) fn check_pauses(&mut self) {
+        self.must_check_pauses = false;
         let due_tids = |task: &Task| match &task.pause {
             Pause::Quiescing { .. } => task
                 .pause
@@ -424,11 +613,66 @@ impl Supervisor {
             .filter(|task| due_tids(task))
             .map(|task| task.tid)
             .collect();
-        for tid in due_tids {
-            if self.tasks.get_mut(&tid).is_some_and(Task::check_pause) {
-                self.forward_all_output(tid);
-                self.send(&FromTasker::Paused { tid });
+        // All tasks are frozen before the processes of the host are read for the first check.
+        let census = Census::default();
+        for tid in &due_tids {
+            if let Some(task) = self.tasks.get_mut(tid) {
+                task.stop_if_due(&census);
+                task.retry_freeze();
             }
         }
+        let census = Census::default();
+        let mut checks = Vec::new();
+        for tid in due_tids {
+            if let Some(task) = self.tasks.get_mut(&tid)
+                && matches!(task.pause, Pause::Stopping { .. })
+            {
+                checks.push((tid, task.signal_running(&census)));
+            }
+        }
+        let later_census = Census::default();
+        for (tid, seen) in checks {
+            let Some(task) = self.tasks.get_mut(&tid) else {
+                continue;
+            };
+            let progress = task.conclude_check(seen.as_ref(), &later_census);
+            // The daemon has not ordered a stop of a held task, so it expects no report.
+            if task.is_held {
+                continue;
+            }
+            match progress {
+                StopProgress::Stopped => {
+                    self.forward_all_output(tid);
+                    self.send(&FromTasker::Paused { tid });
+                }
+                StopProgress::Late(pids) => self.report_not_stopped(tid, pids),
+                StopProgress::Unfinished => {}
+            }
+        }
+    }
+
+    /// Reports processes that still run although they were ordered to stop.
+    pub(crate) fn report_not_stopped(&mut self, tid: Tid, mut pids: Vec<i32>) {
+        pids.truncate(REPORTED_PIDS_MAX);
+        self.send(&FromTasker::NotStopped { tid, pids });
+    }
+
+    /// Stops paused tasks again whose processes run.
+    pub(crate) fn verify_pauses(&mut self, census: &Census) {
+        for task in self.tasks.values_mut() {
+            if task.stop_again_if_running(census) {
+                tracing::warn!(
+                    "a process of {} ran although it was stopped, or cannot be read; it is stopped again",
+                    task.tid
+                );
+            }
+        }
+    }
+
+    /// True if a task is paused, so that [`Supervisor::verify_pauses`] must be called periodically.
+    pub(crate) fn has_paused_task(&self) -> bool {
+        self.tasks
+            .values()
+            .any(|task| matches!(task.pause, Pause::Paused))
     }
 }

@@ -6,6 +6,7 @@
 //! - The two daemons forward the memory. Each has a socket for the memory, to which its tasker
 //!   connects.
 
+use crate::census::Census;
 use crate::stop;
 use crate::supervisor::Supervisor;
 use crate::target::TargetStage;
@@ -260,7 +261,7 @@ impl Supervisor {
     ) {
         self.migrations.post_copies.served_memory.remove(&migration);
         let Some(task) = self.tasks.get_mut(&tid) else {
-            return;
+            return self.stop_leftover_stragglers(tid);
         };
         let TaskPhase::ServingMemory {
             migration: phase_migration,
@@ -390,7 +391,7 @@ impl Supervisor {
         {
             // If memory was lost, the task did not exit by itself: the tasker has killed it.
             memory_state.task_exited = memory_state.lost_reason.is_none();
-            task.kill_immediately();
+            task.kill_immediately(&Census::default());
             memory_state.killed_pids = task.processes().pids();
             self.migrations
                 .workers
@@ -425,8 +426,9 @@ impl Supervisor {
         memory_state.lost_reason = Some(Failure::Images(why));
         let (running_tid, worker_id) = (memory_state.running_tid, memory_state.worker_id);
         if let Some(task) = running_tid.and_then(|tid| self.tasks.get(&tid)) {
-            memory_state.killed_pids = task.processes().pids();
-            task.kill_immediately();
+            let census = Census::default();
+            memory_state.killed_pids = task.processes().pids_in(&census);
+            task.kill_immediately(&census);
         }
         self.migrations.workers.cancel_worker(worker_id);
     }
@@ -469,8 +471,10 @@ impl Supervisor {
             (Some(lost_reason), _) => Err(lost_reason),
         };
         if let (Some(task), true) = (task, missing_memory.is_some()) {
-            memory_state.killed_pids.extend(task.processes().pids());
-            task.kill_immediately();
+            let census = Census::default();
+            let pids = task.processes().pids_in(&census);
+            memory_state.killed_pids.extend(pids);
+            task.kill_immediately(&census);
         }
         match (result, memory_state.running_tid) {
             (Ok(()), None) => {

@@ -4,23 +4,25 @@
 //! The main thread creates, kills and reaps all processes except engines. Worker threads (see
 //! [`crate::workers`]) only control an engine or read files, and report through a channel.
 
+use crate::census::Census;
 use crate::daemon_socket::DaemonSocket;
-use crate::freezer::{ControlGroup, Freezer, FreezerUnavailable};
+use crate::freezer::{Freezer, FreezerUnavailable};
+use crate::lease::Lease;
+use crate::leftovers::Leftovers;
 use crate::migrations::{EngineStatus, Migrations};
 use crate::namespace::{Namespace, SpareNamespaces};
+use crate::pid_numbering::{FirstPid, PidNumbering};
 use crate::signal_disposition;
 use crate::sys::{self, StartGuard, TaskStartState};
-use crate::task::{
-    self, DEFERRED_SIGNALS_MAX, EXEC_TIMEOUT, Output, StartTaskError, StartTaskFailure, Task,
-    TaskPhase,
-};
+use crate::task::{self, DEFERRED_SIGNALS_MAX, StartTaskError, StartTaskFailure, Task, TaskPhase};
 use checkpoint::allocator;
+use checkpoint::boot_clock;
+use checkpoint::proc;
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signal::{SigSet, Signal, kill};
 use nix::sys::signalfd::{SfdFlags, SignalFd};
 use nix::unistd::Pid;
-use procfs::process::Process;
 use sempa_proto::engine::{AskMethod, Engine};
 use sempa_proto::migration::Refusal;
 use sempa_proto::tasker::{self, FromTasker, TaskStart, TaskerCapabilities, ToTasker};
@@ -29,9 +31,11 @@ use std::collections::BTreeMap;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
+use thiserror::Error;
 
-/// Maximum number of tasks on one host. Tids permit more tasks, but the process table of a typical
-/// system does not.
+/// Maximum number of tasks on one host, with the ended tasks that have left processes: these need
+/// the same descriptors. Tids permit more tasks, but the process table of a typical system does
+/// not.
 pub(crate) const TASKS_MAX: usize = 16_384;
 /// Time limit for ending all processes after the daemon has disconnected.
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(5);
@@ -47,31 +51,32 @@ const HEAP_TRIM_DELAY: Duration = Duration::from_secs(1);
 /// Resolution of the timeout of poll(2). Timeouts are extended by this duration, so that a deadline
 /// has passed when poll(2) returns.
 const POLL_GRANULARITY: Duration = Duration::from_millis(1);
+/// Time after which the main loop interrupts the handling of orders for other events. Orders that
+/// were received and not handled yet are handled afterwards.
+const ORDERS_TIME_MAX: Duration = Duration::from_millis(100);
 
-/// A namespace whose task has ended. Processes of the task still run in the namespace, or were
-/// killed and are ending.
-#[derive(Debug)]
-struct OrphanedNamespace {
-    namespace: Namespace,
-    /// The task's output. The tasker reads and discards it, so that writers neither block nor
-    /// receive SIGPIPE.
-    output: Option<Output>,
-    /// Messages to send when the namespace is empty.
-    final_messages: Vec<FromTasker>,
-}
+/// The daemon has not renewed its lease. All tasks are killed, and the tasker exits.
+#[derive(Debug, Error)]
+#[error("all tasks end: {0}")]
+struct LeaseExpired(String);
 
 /// The complete state of the tasker.
 pub(crate) struct Supervisor {
     pub(crate) daemon_socket: DaemonSocket,
     pub(crate) tasks: BTreeMap<Tid, Task>,
     pub(crate) migrations: Migrations,
-    /// True if each task gets its own PID namespace.
-    pub(crate) uses_namespaces: bool,
+    /// The PIDs that the PID namespaces of tasks allow; `None` if tasks get no namespaces.
+    pub(crate) pid_numbering: Option<PidNumbering>,
     /// Namespaces prepared for future tasks.
     pub(crate) spare_namespaces: SpareNamespaces,
     pub(crate) task_start_state: TaskStartState,
     start_guard: StartGuard,
-    orphaned_namespaces: Vec<OrphanedNamespace>,
+    pub(crate) lease: Lease,
+    /// True if a pause was ordered since the last check. One check serves all pauses that are
+    /// ordered together, because it reads all processes of the host.
+    pub(crate) must_check_pauses: bool,
+    /// What ended tasks have left behind.
+    pub(crate) leftovers: Leftovers,
     /// Time of the first or next probe of the engine; `None` if no probe is planned.
     pub(crate) probe_at: Option<Instant>,
     /// Time at which freed memory is returned to the kernel.
@@ -90,10 +95,11 @@ enum EventSource {
     DaemonSocket,
     Signals,
     WorkerResults,
+    LeaseTimer,
     TaskExit(Tid),
     TaskOutput(Tid),
     NamespaceEnded,
-    OrphanOutput(usize),
+    LeftoverOutput(usize),
     RestoredTaskExit(MigrationId),
 }
 
@@ -115,16 +121,19 @@ impl Supervisor {
             &handled_signals,
             SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK,
         )?;
-        let uses_namespaces = Namespace::can_create();
+        let pid_numbering = Namespace::probe();
+        let uses_namespaces = pid_numbering.is_some();
         Ok(Self {
             daemon_socket: DaemonSocket::new(socket)?,
             tasks: BTreeMap::new(),
             migrations: Migrations::new(uses_namespaces)?,
-            uses_namespaces,
+            pid_numbering,
             spare_namespaces: SpareNamespaces::new(),
             task_start_state: TaskStartState::prepare()?,
-            start_guard: StartGuard::new(EXEC_TIMEOUT)?,
-            orphaned_namespaces: Vec::new(),
+            start_guard: StartGuard::new()?,
+            lease: Lease::new()?,
+            must_check_pauses: false,
+            leftovers: Leftovers::default(),
             probe_at: Some(Instant::now() + PROBE_DELAY),
             heap_trim_at: None,
             signals,
@@ -136,11 +145,11 @@ impl Supervisor {
         })
     }
 
-    /// Runs the main loop until the daemon disconnects or SIGTERM arrives, then ends every process
-    /// of every task.
+    /// Runs the main loop until the daemon disconnects, its lease runs out or SIGTERM arrives, then
+    /// ends every process of every task.
     ///
     /// # Errors
-    /// A system call failed, or the daemon sent an invalid order.
+    /// A system call failed, the daemon sent an invalid order, or its lease has run out.
     pub(crate) fn run_until_disconnect(&mut self) -> anyhow::Result<()> {
         self.send(&FromTasker::Ready(self.capabilities()));
         let loop_result = self.run_main_loop();
@@ -148,10 +157,21 @@ impl Supervisor {
         loop_result
     }
 
+    /// True if each task gets its own PID namespace.
+    pub(crate) fn uses_namespaces(&self) -> bool {
+        self.pid_numbering.is_some()
+    }
+
+    /// Returns the PID with which the task `tid` starts in its namespace; `None` if the kernel
+    /// chooses it.
+    pub(crate) fn first_pid(&self, tid: Tid) -> Option<FirstPid> {
+        self.pid_numbering.as_ref()?.first_pid(tid)
+    }
+
     /// Returns the capabilities of this host that are known so far.
     pub(crate) fn capabilities(&self) -> TaskerCapabilities {
         TaskerCapabilities {
-            pid_namespaces: self.uses_namespaces,
+            pid_namespaces: self.uses_namespaces(),
             engine_version: self.migrations.engine_state(),
             freezer: self
                 .freezer
@@ -169,32 +189,29 @@ impl Supervisor {
     fn run_main_loop(&mut self) -> anyhow::Result<()> {
         while !self.termination_requested && !self.daemon_socket.is_closed() {
             let ready_sources = self.poll_events()?;
-            for (source, events) in &ready_sources {
+            // Younger than the end of each task that has ended so far. It is read at the first end,
+            // and serves all of them: many tasks may end at the same time.
+            let census = Census::default();
+            for source in &ready_sources {
                 match *source {
-                    EventSource::DaemonSocket => self.handle_daemon_socket(*events)?,
+                    EventSource::DaemonSocket => self.handle_daemon_socket()?,
                     EventSource::Signals => {}
+                    EventSource::LeaseTimer => self.lease.clear_timer(),
                     EventSource::WorkerResults => {
                         self.handle_worker_results();
                         self.heap_trim_at
                             .get_or_insert_with(|| Instant::now() + HEAP_TRIM_DELAY);
                     }
-                    EventSource::TaskExit(tid) => self.on_task_exit(tid),
+                    EventSource::TaskExit(tid) => self.on_task_exit(tid, &census),
                     EventSource::TaskOutput(tid) => self.forward_output(tid),
                     EventSource::NamespaceEnded => {}
-                    EventSource::OrphanOutput(index) => {
-                        if let Some(output) = &mut self.orphaned_namespaces[index].output {
-                            output.read_chunks(drop);
-                        }
-                    }
+                    EventSource::LeftoverOutput(index) => self.leftovers.discard_output(index),
                     EventSource::RestoredTaskExit(migration) => {
                         self.on_restored_task_ended(migration)
                     }
                 }
             }
-            if ready_sources
-                .iter()
-                .any(|(source, _)| *source == EventSource::Signals)
-            {
+            if ready_sources.contains(&EventSource::Signals) {
                 // Signals are handled after the exits of tasks, so that `handle_signals` finds only
                 // children that no other code reaps.
                 self.handle_signals();
@@ -213,25 +230,59 @@ impl Supervisor {
             {
                 allocator::trim_freed();
             }
-            self.remove_ended_namespaces();
+            self.check_leftovers();
             self.report_stopped_tasks();
             self.check_pauses();
+            self.handle_urgent_orders()?;
         }
         Ok(())
     }
 
-    fn handle_daemon_socket(&mut self, events: PollFlags) -> anyhow::Result<()> {
+    /// Handles received orders, for [`ORDERS_TIME_MAX`] at most. An order may take long, for
+    /// example a start from a slow file system, so urgent orders and the lease come before each.
+    fn handle_daemon_socket(&mut self) -> anyhow::Result<()> {
         self.daemon_socket.flush();
-        if events.intersects(PollFlags::POLLIN | PollFlags::POLLHUP | PollFlags::POLLERR) {
-            for order in self.daemon_socket.receive()? {
-                self.handle_order(order);
+        let started_at = Instant::now();
+        loop {
+            self.handle_urgent_orders()?;
+            if started_at.elapsed() >= ORDERS_TIME_MAX {
+                return Ok(());
+            }
+            match self.daemon_socket.next_order() {
+                Some(order) => {
+                    // Other orders may take long.
+                    if self.must_check_pauses && !matches!(order, ToTasker::Pause { .. }) {
+                        self.check_pauses();
+                    }
+                    self.handle_order(order);
+                }
+                None => return Ok(()),
             }
         }
+    }
+
+    /// Receives the available orders, handles those that are urgent, and enforces the lease.
+    ///
+    /// # Errors
+    /// The daemon sent an invalid order, or its lease has run out and all tasks are killed.
+    fn handle_urgent_orders(&mut self) -> anyhow::Result<()> {
+        // The lease is enforced as of a time before the reading. If this whole process hung, the
+        // daemon may have renewed the lease meanwhile.
+        let now = boot_clock::now();
+        self.daemon_socket.receive()?;
+        while let Some(order) = self.daemon_socket.next_urgent_order() {
+            self.handle_order(order);
+        }
+        if let Some(reason) = self.enforce_lease(now) {
+            self.end_expired_lease(reason.clone());
+            return Err(LeaseExpired(reason).into());
+        }
         Ok(())
     }
 
-    /// Waits for events. Returns each ready source with its poll events.
-    fn poll_events(&self) -> io::Result<Vec<(EventSource, PollFlags)>> {
+    /// Waits for events. Returns each ready source. The daemon's socket is ready, too, while
+    /// received orders wait.
+    fn poll_events(&self) -> io::Result<Vec<EventSource>> {
         let mut sources: Vec<(EventSource, BorrowedFd<'_>)> = vec![
             (EventSource::DaemonSocket, self.daemon_socket.fd()),
             (EventSource::Signals, self.signals.as_fd()),
@@ -239,6 +290,7 @@ impl Supervisor {
                 EventSource::WorkerResults,
                 self.migrations.worker_results_fd(),
             ),
+            (EventSource::LeaseTimer, self.lease.timer_fd()),
         ];
         let accepts_output = !self.daemon_socket.is_congested();
         for task in self.tasks.values() {
@@ -252,16 +304,10 @@ impl Supervisor {
             );
             sources.push((EventSource::TaskExit(task.tid), task.process.pidfd.as_fd()));
         }
-        for (index, orphan) in self.orphaned_namespaces.iter().enumerate() {
-            sources.push((EventSource::NamespaceEnded, orphan.namespace.init_pidfd()));
-            sources.extend(
-                orphan
-                    .output
-                    .iter()
-                    .filter_map(Output::fd)
-                    .map(|fd| (EventSource::OrphanOutput(index), fd)),
-            );
-        }
+        let namespace_ends = self.leftovers.namespace_ends();
+        sources.extend(namespace_ends.map(|fd| (EventSource::NamespaceEnded, fd)));
+        let outputs = self.leftovers.outputs();
+        sources.extend(outputs.map(|(index, fd)| (EventSource::LeftoverOutput(index), fd)));
         sources.extend(
             self.migrations
                 .restored_tasks()
@@ -284,14 +330,18 @@ impl Supervisor {
             Ok(_) => {}
         }
         let ready_sources = fds.iter().zip(&sources).filter_map(|(fd, (source, _))| {
-            let events = fd.revents().unwrap_or(PollFlags::POLLERR);
-            (!events.is_empty()).then_some((*source, events))
+            let is_ready = fd.any().unwrap_or(true)
+                || (*source == EventSource::DaemonSocket && self.daemon_socket.has_orders());
+            is_ready.then_some(*source)
         });
         Ok(ready_sources.collect())
     }
 
     /// Returns the time limit for waiting for events.
     fn poll_timeout(&self) -> PollTimeout {
+        if self.daemon_socket.has_orders() {
+            return PollTimeout::ZERO;
+        }
         if self.has_stopping_task() {
             return PollTimeout::from(POLL_INTERVAL_MS);
         }
@@ -313,6 +363,9 @@ impl Supervisor {
             probe_delay,
             heap_trim_delay,
             pause_check_delay,
+            self.leftovers
+                .check_delay()
+                .map(|delay| delay + POLL_GRANULARITY),
         ]
         .into_iter()
         .flatten()
@@ -357,6 +410,11 @@ impl Supervisor {
                 run_time: run_duration,
             } => self.resume_task_to_quiesce(tid, library_run_duration, run_duration),
             ToTasker::Resume { tid } => self.end_pause(tid),
+            ToTasker::RenewLease { freeze_at, kill_at } => self.renew_lease(freeze_at, kill_at),
+            ToTasker::Ping => self.send(&FromTasker::Pong),
+            ToTasker::StopLeftovers { tid } => self.stop_leftovers(tid),
+            ToTasker::ResumeLeftovers { tid } => self.resume_leftovers(tid),
+            ToTasker::KillLeftovers { tid } => self.kill_leftovers(tid),
             migration_order => {
                 // The order is deferred until the first probe has ended, so the probe is started
                 // immediately instead of after its delay.
@@ -372,10 +430,12 @@ impl Supervisor {
         let tid = order.tid;
         let start_result = if self.tasks.contains_key(&tid) {
             Err(StartTaskError::new(order, StartTaskFailure::TidExists(tid)))
-        } else if self.tasks.len() >= TASKS_MAX {
+        } else if let Some(failure) = task_limit_failure(self.tasks.len(), self.leftovers.len()) {
+            Err(StartTaskError::new(order, failure))
+        } else if self.lease.is_frozen() {
             Err(StartTaskError::new(
                 order,
-                StartTaskFailure::TooManyTasks(TASKS_MAX),
+                StartTaskFailure::LeaseNotRenewed,
             ))
         } else {
             self.start_task(order)
@@ -385,6 +445,7 @@ impl Supervisor {
                 self.send(&FromTasker::Started {
                     tid,
                     pid: task.process.pid,
+                    namespace_pid: task.namespace_pid(),
                 });
                 self.migrations
                     .binary_hasher
@@ -399,17 +460,25 @@ impl Supervisor {
     }
 
     fn start_task(&mut self, order: &TaskStart) -> Result<Task, StartTaskError> {
-        let namespace = match self.uses_namespaces && !order.pinned {
-            true => Some(
-                self.spare_namespaces
+        let namespace = match self.uses_namespaces() && !order.pinned {
+            true => {
+                let namespace = self
+                    .spare_namespaces
                     .take_or_create(self.freezer.as_mut().ok())
                     .map_err(|e| {
                         StartTaskError::new(order, StartTaskFailure::CreateNamespace(e))
-                    })?,
-            ),
+                    })?;
+                Some((namespace, self.first_pid(order.tid)))
+            }
             false => None,
         };
-        task::start_task_process(order, namespace, &self.task_start_state, &self.start_guard)
+        let (state, guard) = (&self.task_start_state, &self.start_guard);
+        task::start_task_process(order, namespace, state, guard, self.exec_time_limit())
+    }
+
+    /// Returns the time for which the exec of a program may block the main thread now.
+    pub(crate) fn exec_time_limit(&self) -> Duration {
+        task::exec_time_limit(self.lease.time_until_freeze())
     }
 
     /// Returns the time until the spare namespaces must be checked; `None` if no check is needed,
@@ -417,7 +486,7 @@ impl Supervisor {
     fn spare_check_delay(&self) -> Option<Duration> {
         self.spare_namespaces
             .maintenance_delay()
-            .filter(|_| self.uses_namespaces && !self.has_stopping_task())
+            .filter(|_| self.uses_namespaces() && !self.has_stopping_task())
     }
 
     fn start_planned_probe(&mut self) {
@@ -441,7 +510,7 @@ impl Supervisor {
             task.send_signal(signal);
         } else if is_running && matches!(signal, libc::SIGKILL | libc::SIGTERM) {
             task.send_signal(signal);
-            if signal == libc::SIGTERM {
+            if signal == libc::SIGTERM && !self.lease.is_frozen() {
                 task.resume_to_exit_briefly();
             }
         } else if task.deferred_signals.len() < DEFERRED_SIGNALS_MAX {
@@ -473,7 +542,7 @@ impl Supervisor {
             AskMethod::Message(_) => {}
         }
         task.exit_requested_for = Some(engine);
-        if !task.pause.is_inactive() {
+        if !task.pause.is_inactive() && !self.lease.is_frozen() {
             task.resume_to_exit(Duration::from_secs(wait_s.into()));
         }
         if matches!(method, AskMethod::Message(_)) {
@@ -483,7 +552,7 @@ impl Supervisor {
 
     fn kill_task(&mut self, tid: Tid) {
         if let Some(task) = self.tasks.get(&tid) {
-            task.kill_processes();
+            task.kill_processes(&Census::default());
         }
     }
 
@@ -509,9 +578,9 @@ impl Supervisor {
 
     /// Handles the exit of a task's first process: reaps the process and reports the exit. If the
     /// task has exited as its engine requires for a restart, all remaining processes are killed,
-    /// and the exit is reported when they have ended. Otherwise the remaining processes continue to
-    /// run until they end or the daemon disconnects.
-    fn on_task_exit(&mut self, tid: Tid) {
+    /// and the exit is reported when they have ended. Otherwise the remaining processes stay
+    /// guests, as the module `leftovers` describes. `census` must be younger than the exit.
+    fn on_task_exit(&mut self, tid: Tid, census: &Census) {
         let Some(task) = self.tasks.get(&tid) else {
             return;
         };
@@ -533,7 +602,7 @@ impl Supervisor {
             return;
         };
         self.forward_all_output(tid);
-        let Some(mut task) = self.tasks.remove(&tid) else {
+        let Some(task) = self.tasks.remove(&tid) else {
             return;
         };
         let usage = task.usage_on_other_hosts.merged_with(usage);
@@ -546,21 +615,8 @@ impl Supervisor {
             let exit_message = FromTasker::Exited { tid, status, usage };
             return self.kill_remaining(task, exit_message);
         }
-        // Processes of a frozen group never end, so the group is thawed.
-        task.frozen_group().into_iter().for_each(ControlGroup::thaw);
+        self.take_over_leftovers(task, census);
         self.send(&FromTasker::Exited { tid, status, usage });
-        if let Some(namespace) = task
-            .namespace
-            .take()
-            .and_then(|namespace| self.spare_namespaces.recycle_namespace(namespace))
-        {
-            namespace.end_when_empty();
-            self.orphaned_namespaces.push(OrphanedNamespace {
-                namespace,
-                output: Some(task.output),
-                final_messages: Vec::new(),
-            });
-        }
     }
 
     /// Kills the remaining processes of a task, and sends the message `final_message` when they
@@ -572,36 +628,13 @@ impl Supervisor {
         }
     }
 
-    /// Kills all processes in a namespace. Sends `final_messages` when they have ended.
-    pub(crate) fn kill_namespace(&mut self, namespace: Namespace, final_messages: Vec<FromTasker>) {
-        namespace.kill_processes();
-        self.orphaned_namespaces.push(OrphanedNamespace {
-            namespace,
-            output: None,
-            final_messages,
-        });
-    }
-
-    fn remove_ended_namespaces(&mut self) {
-        let (ended_namespaces, remaining) = std::mem::take(&mut self.orphaned_namespaces)
-            .into_iter()
-            .partition(|remaining: &OrphanedNamespace| remaining.namespace.has_ended());
-        self.orphaned_namespaces = remaining;
-        let ended_namespaces: Vec<OrphanedNamespace> = ended_namespaces;
-        for message in ended_namespaces
-            .into_iter()
-            .flat_map(|remaining| remaining.final_messages)
-        {
-            self.send(&message);
-        }
-    }
-
     fn handle_signals(&mut self) {
         while let Ok(Some(signal)) = self.signals.read_signal() {
             if signal.ssi_signo == Signal::SIGTERM as u32 {
                 self.termination_requested = true;
             }
         }
+        self.leftovers.record_child_end();
         self.reap_unowned();
     }
 
@@ -622,8 +655,20 @@ impl Supervisor {
         }
     }
 
+    /// True if the tasker has a child that is neither a task's first process nor an engine, or if
+    /// its children cannot be read.
+    pub(crate) fn has_unowned_child(&self) -> bool {
+        let is_unowned = |pid: &i32| {
+            !self.tasks.values().any(|task| task.process.pid == *pid)
+                && !self.migrations.owns_process(*pid)
+        };
+        child_pids().map_or(true, |pids| pids.iter().any(is_unowned))
+    }
+
     fn reap_each_unowned(&self, is_owned: impl Fn(&i32) -> bool) {
-        for pid in child_pids().into_iter().filter(|pid| !is_owned(pid)) {
+        // Children that cannot be read now are reaped after a later signal.
+        let pids = child_pids().unwrap_or_default();
+        for pid in pids.into_iter().filter(|pid| !is_owned(pid)) {
             // A process that still runs, or was already reaped, needs no action.
             let _ = sys::reap_if_ended(pid);
         }
@@ -631,22 +676,23 @@ impl Supervisor {
 
     /// Ends every process that the tasker has started and waits until all have ended.
     fn shut_down(&mut self) {
+        let census = Census::default();
         for task in self.tasks.values() {
-            task.kill_immediately();
+            task.kill_immediately(&census);
         }
         self.migrations.cancel_all();
-        for remaining in &self.orphaned_namespaces {
-            remaining.namespace.kill_processes();
-        }
+        self.leftovers.kill_all();
         let deadline = Instant::now() + SHUTDOWN_TIMEOUT;
         while Instant::now() < deadline {
             // Workers end their engines and reap them.
             self.handle_worker_results();
             let remaining = child_pids();
-            if remaining.is_empty() && self.migrations.is_idle() {
+            let is_none_left = remaining.as_ref().is_ok_and(Vec::is_empty);
+            if is_none_left && self.migrations.is_idle() {
                 return;
             }
             for pid in remaining
+                .unwrap_or_default()
                 .into_iter()
                 .filter(|pid| !self.migrations.owns_process(*pid))
             {
@@ -661,14 +707,54 @@ impl Supervisor {
     }
 }
 
+/// Returns why no further task may start on a host with these numbers of tasks and of ended tasks
+/// that have left processes; `None` if one may.
+fn task_limit_failure(tasks: usize, leftovers: usize) -> Option<StartTaskFailure> {
+    let limit = TASKS_MAX;
+    match leftovers {
+        _ if tasks + leftovers < limit => None,
+        0 => Some(StartTaskFailure::TooManyTasks(limit)),
+        _ => Some(StartTaskFailure::TooManyWithLeftovers {
+            tasks,
+            leftovers,
+            limit,
+        }),
+    }
+}
+
 /// Returns the PIDs of all children of the tasker.
-fn child_pids() -> Vec<i32> {
-    let tasker_threads = Process::myself().and_then(|tasker| tasker.tasks());
-    tasker_threads
-        .into_iter()
-        .flatten()
-        .flatten()
-        .flat_map(|thread| thread.children().unwrap_or_default())
-        .map(u32::cast_signed)
-        .collect()
+///
+/// # Errors
+/// They cannot be read, for example because no descriptor is free.
+fn child_pids() -> io::Result<Vec<i32>> {
+    let own_pid = std::process::id().cast_signed();
+    let mut pids = Vec::new();
+    for (thread, _) in proc::thread_states(own_pid)? {
+        let path = format!("/proc/{own_pid}/task/{thread}/children");
+        if let Some(text) = proc::none_if_ended(std::fs::read_to_string(path))? {
+            pids.extend(
+                text.split_ascii_whitespace()
+                    .filter_map(|pid| pid.parse::<i32>().ok()),
+            );
+        }
+    }
+    Ok(pids)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What ended tasks have left behind counts like tasks, and the reason names it.
+    #[test]
+    fn leftovers_count_as_tasks() {
+        assert!(task_limit_failure(TASKS_MAX - 3, 2).is_none());
+        let reason = |tasks, leftovers| {
+            let failure = task_limit_failure(tasks, leftovers);
+            failure.expect("the limit is reached").to_string()
+        };
+        assert_eq!(reason(TASKS_MAX, 0), "this host has 16384 tasks, the limit");
+        assert!(reason(0, TASKS_MAX).contains("16384 ended tasks have left processes"));
+        assert!(reason(TASKS_MAX - 1, 1).contains("1 ended tasks have left processes"));
+    }
 }

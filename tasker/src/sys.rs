@@ -9,7 +9,8 @@
 //! exec; [`StartGuard`] limits that time.
 #![allow(unsafe_code)] // Raw process creation has no safe interface.
 
-use crate::clone_into_cgroup;
+use crate::clone_vfork::{self, SetTid};
+use crate::last_pid::LastPid;
 use checkpoint::capabilities::CapabilitySet;
 use nix::errno::Errno;
 use nix::fcntl::OFlag;
@@ -166,6 +167,11 @@ pub(crate) struct ExecPlan<'a> {
     /// True if the process must stop before its exec and close all descriptors except those of the
     /// program.
     wait_before_exec: bool,
+    /// The number after which the PIDs of the process's children begin: its own PID. `None` if the
+    /// kernel has chosen the PID.
+    last_pid: Option<LastPid>,
+    /// Time limit of the start, in which the calling thread is blocked.
+    time_limit: Duration,
     /// The error of a failed start. The new process writes it into the memory that it shares with
     /// the tasker.
     error: Cell<Option<ExecError>>,
@@ -179,6 +185,7 @@ impl<'a> ExecPlan<'a> {
         output: BorrowedFd<'_>,
         start_state: &'a TaskStartState,
         die_with_parent: bool,
+        time_limit: Duration,
     ) -> Self {
         let pointers = |list: &[CString]| {
             list.iter()
@@ -195,8 +202,16 @@ impl<'a> ExecPlan<'a> {
             task_start_state: start_state,
             die_with_parent,
             wait_before_exec: false,
+            last_pid: None,
+            time_limit,
             error: Cell::new(None),
         }
+    }
+
+    /// Makes the PIDs of the children follow `first_pid`, the PID of the process in its namespace.
+    pub(crate) fn numbering_children_from(mut self, first_pid: Option<i32>) -> Self {
+        self.last_pid = first_pid.map(LastPid::new);
+        self
     }
 
     /// Makes the process stop before its exec; see [`start_stopped_before_exec`].
@@ -260,16 +275,19 @@ fn signal_is_ignored(signal: i32) -> bool {
 }
 
 /// Creates a process like `fork`, with the additional clone flags `flags`, in the control group
-/// `group` if one is given. Returns `None` in the new process.
+/// `group` if one is given, and with the PID `namespace_pid` in its own PID namespace if one is
+/// given. Returns `None` in the new process.
 ///
 /// # Safety
 /// The new process must not allocate, lock, or return from the caller's scope.
 pub(crate) unsafe fn clone3(
     flags: i32,
     group: Option<BorrowedFd<'_>>,
+    namespace_pid: Option<i32>,
 ) -> io::Result<Option<Child>> {
     let mut pidfd: RawFd = -1;
-    let group_flag = group.map_or(0, |_| clone_into_cgroup::CLONE_INTO_CGROUP);
+    let set_tid = SetTid::new(namespace_pid);
+    let group_flag = group.map_or(0, |_| clone_vfork::CLONE_INTO_CGROUP);
     let args = libc::clone_args {
         flags: (flags | libc::CLONE_PIDFD) as u64 | group_flag,
         pidfd: &raw mut pidfd as u64,
@@ -279,12 +297,13 @@ pub(crate) unsafe fn clone3(
         stack: 0,
         stack_size: 0,
         tls: 0,
-        set_tid: 0,
-        set_tid_size: 0,
+        set_tid: set_tid.address(),
+        set_tid_size: set_tid.count(),
         cgroup: group.map_or(0, |group_dir| group_dir.as_raw_fd() as u64),
     };
-    // SAFETY: without CLONE_VM and without a stack this behaves like fork; `args` lives through the
-    // call and the kernel may write to `pidfd`. The caller guarantees what the child does.
+    // SAFETY: without CLONE_VM and without a stack this behaves like fork; `args` and `set_tid`
+    // live through the call and the kernel may write to `pidfd`. The caller guarantees what the
+    // child does.
     let pid = unsafe {
         libc::syscall(
             libc::SYS_clone3,
@@ -310,13 +329,13 @@ pub(crate) enum StartError {
     NoProcess(io::Error),
     /// The process could not execute the program, and has ended.
     Failed(ExecError),
-    /// The process was killed because its exec took too long.
-    TimedOut,
+    /// The process was killed because its exec took longer than this time limit.
+    TimedOut(Duration),
 }
 
 /// Creates a process that executes the program of `plan`. The process is created in the PID
-/// namespace that is set for the calling thread's children, and in the control group `group` if one
-/// is given. Returns after the exec.
+/// namespace that is set for the calling thread's children, with the PID `namespace_pid` there, and
+/// in the control group `group`; each if one is given. Returns after the exec.
 ///
 /// # Errors
 /// The reason of the failure. If a process was created, it has ended but was not reaped.
@@ -324,24 +343,28 @@ pub(crate) fn start_program(
     plan: &ExecPlan<'_>,
     guard: &StartGuard,
     group: Option<BorrowedFd<'_>>,
+    namespace_pid: Option<i32>,
 ) -> Result<Child, StartError> {
     let mut stack = vec![0u128; CHILD_STACK_BYTES / size_of::<u128>()];
-    let guarded_start = guard.start_timer().map_err(StartError::NoProcess)?;
+    let guarded_start = guard
+        .start_timer(plan.time_limit)
+        .map_err(StartError::NoProcess)?;
     let flags = libc::CLONE_VM | libc::CLONE_VFORK | libc::CLONE_PIDFD | libc::SIGCHLD;
     // SAFETY: the new process runs `exec_child` on its own stack. The stack and the plan outlive
     // their use by the new process: this thread continues only after the exec or the end of that
     // process. The kernel writes the pidfd to the address that the guard reads.
     let creation_result = unsafe {
         let plan = std::ptr::from_ref(plan).cast_mut().cast();
-        match group {
-            Some(group) => clone_into_cgroup::into_group(
+        match (group, namespace_pid) {
+            (Some(_), _) | (_, Some(_)) => clone_vfork::clone_vfork(
                 exec_child,
                 plan,
                 &mut stack,
                 guard.pidfd_pointer(),
                 group,
+                namespace_pid,
             ),
-            None => {
+            (None, None) => {
                 let stack_top = stack.as_mut_ptr_range().end;
                 match libc::clone(
                     exec_child,
@@ -367,7 +390,7 @@ pub(crate) fn start_program(
         }
     };
     match (pidfd, plan.error.get()) {
-        (None, _) => Err(StartError::TimedOut),
+        (None, _) => Err(StartError::TimedOut(plan.time_limit)),
         (Some(_), Some(error)) => Err(StartError::Failed(error)),
         (Some(pidfd), None) => Ok(Child { pid, pidfd }),
     }
@@ -383,17 +406,17 @@ pub(crate) fn start_program(
 /// reaped.
 pub(crate) fn start_stopped_before_exec(
     plan: &ExecPlan<'_>,
-    timeout: Duration,
     group: Option<BorrowedFd<'_>>,
+    namespace_pid: Option<i32>,
 ) -> Result<Child, StartError> {
     // SAFETY: the new process immediately calls `exec_child`, which makes only async-signal-safe
     // calls and never returns; the copy of the plan lives as long as the process does.
-    let child = match unsafe { clone3(0, group) }.map_err(StartError::NoProcess)? {
+    let child = match unsafe { clone3(0, group, namespace_pid) }.map_err(StartError::NoProcess)? {
         Some(child) => child,
         // SAFETY: this is the new process.
         None => unsafe { libc::_exit(exec_child(std::ptr::from_ref(plan).cast_mut().cast())) },
     };
-    let deadline = Instant::now() + timeout;
+    let deadline = Instant::now() + plan.time_limit;
     loop {
         let wait_flags = WaitPidFlag::WEXITED
             | WaitPidFlag::WSTOPPED
@@ -404,10 +427,12 @@ pub(crate) fn start_stopped_before_exec(
             Ok(WaitStatus::Exited(_, status)) => {
                 return Err(StartError::Failed(ExecError::from_exit_status(status)));
             }
-            Ok(WaitStatus::Signaled(..)) | Err(_) => return Err(StartError::TimedOut),
+            Ok(WaitStatus::Signaled(..)) | Err(_) => {
+                return Err(StartError::TimedOut(plan.time_limit));
+            }
             Ok(_) if Instant::now() >= deadline => {
                 kill_pidfd(child.pidfd.as_fd());
-                return Err(StartError::TimedOut);
+                return Err(StartError::TimedOut(plan.time_limit));
             }
             Ok(_) => std::thread::sleep(STOP_POLL_INTERVAL),
         }
@@ -429,7 +454,7 @@ pub(crate) fn start_idle_process(
     // them its end of the pipe.
     let (ready_reader, child_writer) = nix::unistd::pipe2(OFlag::O_CLOEXEC)?;
     // SAFETY: the new process only makes async-signal-safe calls and never leaves this block.
-    match unsafe { clone3(0, None) }? {
+    match unsafe { clone3(0, None, None) }? {
         Some(child) => {
             drop(child_writer);
             while nix::unistd::read(&ready_reader, &mut [0u8]) == Err(Errno::EINTR) {}
@@ -461,6 +486,10 @@ extern "C" fn exec_child(plan: *mut libc::c_void) -> i32 {
     unsafe {
         if plan.die_with_parent {
             libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL);
+        }
+        if let Some(last_pid) = &plan.last_pid {
+            // If this fails, the children have the first PIDs of the namespace.
+            let _ = last_pid.write();
         }
         libc::setsid();
         if libc::dup2(plan.stdin_fd, 0) < 0
@@ -554,15 +583,14 @@ pub(crate) struct StartGuard {
     /// Pidfd of the process that is being started, or [`NO_FD`]. The thread that replaces the
     /// descriptor by [`NO_FD`] owns it.
     pidfd: Arc<AtomicI32>,
-    timeout: Duration,
 }
 
 impl StartGuard {
-    /// Starts the guard's thread. `timeout` is the time limit of each start.
+    /// Starts the guard's thread.
     ///
     /// # Errors
     /// No thread or descriptor can be created.
-    pub(crate) fn new(timeout: Duration) -> io::Result<Self> {
+    pub(crate) fn new() -> io::Result<Self> {
         let timer = Arc::new(TimerFd::new(
             ClockId::CLOCK_MONOTONIC,
             TimerFlags::TFD_CLOEXEC,
@@ -581,16 +609,12 @@ impl StartGuard {
                     }
                 }
             })?;
-        Ok(Self {
-            timer,
-            pidfd,
-            timeout,
-        })
+        Ok(Self { timer, pidfd })
     }
 
-    fn start_timer(&self) -> io::Result<GuardedStart<'_>> {
+    fn start_timer(&self, time_limit: Duration) -> io::Result<GuardedStart<'_>> {
         self.timer.set(
-            Expiration::OneShot(TimeSpec::from_duration(self.timeout)),
+            Expiration::OneShot(TimeSpec::from_duration(time_limit)),
             TimerSetTimeFlags::empty(),
         )?;
         Ok(GuardedStart(self))
@@ -736,6 +760,18 @@ pub(crate) fn send_signal(pid: i32, signal: i32) -> io::Result<()> {
     }
 }
 
+/// Sends a signal to one thread of a process, as `tgkill(2)`.
+///
+/// # Errors
+/// Those of `tgkill(2)`.
+pub(crate) fn send_thread_signal(pid: i32, thread: i32, signal: i32) -> io::Result<()> {
+    // SAFETY: the call accesses no memory.
+    match unsafe { libc::syscall(libc::SYS_tgkill, pid, thread, signal) } {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
 /// Returns the nice value of a thread, from -20 (highest priority) to 19; `None` if the thread has
 /// ended.
 pub(crate) fn nice_of(tid: i32) -> Option<i32> {
@@ -761,15 +797,6 @@ pub(crate) fn can_raise_priority() -> bool {
             effective_set.contains(CapabilitySet::SYS_NICE)
         })
     })
-}
-
-/// True if these two processes share their memory, as between `vfork` and `execve`.
-pub(crate) fn share_memory(pid: i32, other_pid: i32) -> bool {
-    /// `KCMP_VM` of kcmp(2): compare address spaces.
-    const KCMP_VM: i32 = 1;
-    // SAFETY: no pointer is passed.
-    let result = unsafe { libc::syscall(libc::SYS_kcmp, pid, other_pid, KCMP_VM, 0, 0) };
-    result == 0
 }
 
 /// Writes bytes to the address `address` in the memory of a stopped process.
@@ -838,12 +865,14 @@ mod tests {
 
     #[test]
     fn start_guard_kills_late_process() {
-        let guard = StartGuard::new(Duration::from_millis(20)).expect("a thread");
+        let guard = StartGuard::new().expect("a thread");
         let mut child = std::process::Command::new("sleep")
             .arg("60")
             .spawn()
             .expect("sleep");
-        let guarded_start = guard.start_timer().expect("a timer");
+        let guarded_start = guard
+            .start_timer(Duration::from_millis(20))
+            .expect("a timer");
         let pidfd = pidfd_of(child.id() as i32).expect("it exists");
         guard.pidfd.store(pidfd.into_raw_fd(), Ordering::Release);
         let status = child.wait().expect("a child");
@@ -856,12 +885,14 @@ mod tests {
 
     #[test]
     fn start_guard_spares_timely_process() {
-        let guard = StartGuard::new(Duration::from_millis(20)).expect("a thread");
+        let guard = StartGuard::new().expect("a thread");
         let mut child = std::process::Command::new("sleep")
             .arg("0.2")
             .spawn()
             .expect("sleep");
-        let guarded_start = guard.start_timer().expect("a timer");
+        let guarded_start = guard
+            .start_timer(Duration::from_millis(20))
+            .expect("a timer");
         let pidfd = pidfd_of(child.id() as i32).expect("it exists");
         guard.pidfd.store(pidfd.into_raw_fd(), Ordering::Release);
         assert!(guarded_start.stop_timer().is_some(), "it is still there");

@@ -1,19 +1,22 @@
 //! The target of a migration: reserves a namespace, restores the task or restarts its program, then
 //! runs or discards the task.
 
+use crate::census::{Census, ProcessTree};
 use crate::file_transfer::PlacedFiles;
 use crate::freezer;
 use crate::image_manifest::ImageManifest;
 use crate::migrations::{NO_NAMESPACES, engine_limits, write_redirect};
 use crate::namespace::Namespace;
 use crate::pause::Pause;
+use crate::process_settings;
 use crate::supervisor::Supervisor;
 use crate::sys::{self, Child};
 use crate::task::{self, Output, Task, TaskPhase};
 use crate::workers::{WorkerResult, Workers};
 use crate::written_files;
 use checkpoint::engine::{CancelHandle, ExternalResources, RestoreParams};
-use sempa_proto::migration::{Failure, Usage};
+use checkpoint::facts::{self, ThisHost};
+use sempa_proto::migration::{Failure, Refusal, RequiredFile, Usage};
 use sempa_proto::tasker::{FromTasker, MemoryWrite, TaskStart};
 use sempa_proto::{MigrationId, Tid};
 use std::io;
@@ -63,6 +66,8 @@ pub(crate) enum TargetStage {
         /// PIDs, in the task's namespace, of processes that were already stopped before the
         /// migration stopped the task.
         already_stopped_pids: Vec<i32>,
+        /// Describes the processes of a task without a namespace.
+        tree: ProcessTree,
         output: Output,
         /// True while the processes are being added to the control group.
         joining_group: bool,
@@ -112,7 +117,7 @@ impl Supervisor {
         if self.tasks.contains_key(&tid) {
             return Err(Failure::Engine(format!("{tid} runs here already")));
         }
-        let namespace = match self.uses_namespaces {
+        let namespace = match self.uses_namespaces() {
             true => {
                 let namespace_result = self
                     .spare_namespaces
@@ -230,13 +235,16 @@ impl Supervisor {
             Some(_) => Err(Failure::Engine(format!("{migration} is held here already"))),
             None => self.prepare_target(migration, order.tid),
         };
+        let first_pid = self.first_pid(order.tid);
         let start_result = stage_check.and_then(|()| {
             let namespace = self
                 .migrations
                 .incoming_tasks
                 .get(&migration)
-                .and_then(|target| target.namespace.as_ref());
-            task::start_stopped_process(order, namespace, &self.task_start_state)
+                .and_then(|target| target.namespace.as_ref())
+                .map(|namespace| (namespace, first_pid));
+            let limit = self.exec_time_limit();
+            task::start_stopped_process(order, namespace, &self.task_start_state, limit)
                 .map_err(|why| Failure::Io(why.to_string()))
         });
         match (
@@ -246,6 +254,7 @@ impl Supervisor {
             (Ok((process, output)), Some(target)) => {
                 let pid = process.pid;
                 target.stage = TargetStage::Restored {
+                    tree: ProcessTree::new(pid, &order.env),
                     process,
                     already_stopped_pids: Vec::new(),
                     output,
@@ -307,6 +316,7 @@ impl Supervisor {
         if redirect.is_some() {
             written_files::truncate_grown_files(&manifest.written_files)?;
         }
+        self.prepare_pids(namespace, dir)?;
         let io_failure = |e: io::Error| Failure::Io(format!("cannot restore: {e}"));
         let (output, output_writer) = Output::new().map_err(io_failure)?;
         let limits = engine_limits(manifest.image_bytes())?;
@@ -321,6 +331,8 @@ impl Supervisor {
         };
         let running_restore = engine.start_restore(restore_params)?;
         let (cancel, engine_pid) = (limits.cancel.clone(), running_restore.engine_pid());
+        let open_files = manifest.open_files.clone();
+        let host = ThisHost::new(self.migrations.hash_cache.clone(), 0, u32::MAX);
         // The images contain a stopped task. Therefore the task remains stopped when the engine
         // detaches.
         let work = move || {
@@ -333,7 +345,8 @@ impl Supervisor {
                     });
             WorkerResult::Restored {
                 migration,
-                result: restore_result,
+                result: restore_result
+                    .map_err(|failure| explain_failed_restore(failure, &open_files, &host)),
             }
         };
         let restore_worker_id =
@@ -348,6 +361,23 @@ impl Supervisor {
             must_discard: false,
             lost_reason: None,
         })
+    }
+
+    /// Checks that the namespace allows the PIDs in the images. Makes the PIDs of future processes
+    /// of the task follow the highest of them, as they would have at the source.
+    fn prepare_pids(&self, namespace: &Namespace, dir: &Path) -> Result<(), Failure> {
+        let highest_pid = checkpoint::criu::highest_pid(dir)?;
+        if let Some(pid_limit) = self.pid_numbering.map(|numbering| numbering.pid_limit)
+            && highest_pid >= pid_limit
+        {
+            return Err(Failure::Refused(vec![Refusal::ProcessIds {
+                highest: highest_pid,
+                limit: pid_limit,
+            }]));
+        }
+        // If the kernel does not permit it, future processes have the first PIDs of the namespace.
+        let _ = namespace.set_last_pid(highest_pid.cast_signed());
+        Ok(())
     }
 
     pub(crate) fn on_restored(&mut self, migration: MigrationId, result: Result<i32, Failure>) {
@@ -374,10 +404,10 @@ impl Supervisor {
         let process_result = lost_reason.map_or(result, Err).and_then(|pid| {
             let pidfd = sys::pidfd_of(pid)
                 .map_err(|e| Failure::Io(format!("no descriptor for process {pid}: {e}")))?;
-            target
-                .namespace
-                .as_ref()
-                .map_or(Ok(()), |namespace| write_redirect(namespace, redirection))?;
+            if let Some(namespace) = &target.namespace {
+                process_settings::write_differing(&manifest.process_settings, || namespace.pids())?;
+                write_redirect(namespace, redirection)?;
+            }
             Ok(Child { pid, pidfd })
         });
         match process_result {
@@ -389,6 +419,8 @@ impl Supervisor {
                 });
                 let initially_stopped_pids = manifest.already_stopped_pids;
                 target.stage = TargetStage::Restored {
+                    // A restored task always has a namespace.
+                    tree: ProcessTree::new(process.pid, &[]),
                     process,
                     already_stopped_pids: initially_stopped_pids,
                     output,
@@ -479,7 +511,7 @@ impl Supervisor {
             *pending_run = Some((usage, paused));
             return;
         }
-        let (tid, namespace, process, initially_stopped_pids, output) =
+        let (tid, namespace, process, tree, initially_stopped_pids, output) =
             match self.migrations.incoming_tasks.remove(&migration) {
                 Some(IncomingTask {
                     tid,
@@ -488,6 +520,7 @@ impl Supervisor {
                         TargetStage::Restored {
                             process,
                             already_stopped_pids: initially_stopped_pids,
+                            tree,
                             output,
                             ..
                         },
@@ -495,7 +528,14 @@ impl Supervisor {
                     ..
                 }) => {
                     placed_files.keep_files();
-                    (tid, namespace, process, initially_stopped_pids, output)
+                    (
+                        tid,
+                        namespace,
+                        process,
+                        tree,
+                        initially_stopped_pids,
+                        output,
+                    )
                 }
                 other => {
                     self.migrations
@@ -509,25 +549,30 @@ impl Supervisor {
                     });
                 }
             };
+        // While the lease permits no task to run, the task runs when the lease is renewed.
+        let is_held = !paused && self.lease.is_frozen();
+        let stays_stopped = paused || is_held;
         let mut task = Task {
             tid,
             process,
             namespace,
+            tree,
             output,
             usage_on_other_hosts: usage,
             phase: TaskPhase::Running,
-            pause: if paused {
+            pause: if stays_stopped {
                 Pause::Paused
             } else {
                 Pause::NotPaused
             },
+            is_held,
             already_stopped_pids: initially_stopped_pids,
             exit_requested_for: None,
             pending_redirect: None,
             deferred_signals: Vec::new(),
         };
-        if !paused {
-            task.continue_after_migration();
+        if !stays_stopped {
+            task.continue_after_migration(&Census::default());
         }
         self.tasks.insert(tid, task);
         self.send(&FromTasker::Running {
@@ -587,6 +632,24 @@ impl Supervisor {
             self.reap_unowned();
         }
     }
+}
+
+/// Replaces the failure of an engine by the files that the task had open and that this host lacks,
+/// if there are any: the task may have opened a file after this host had accepted it.
+fn explain_failed_restore(
+    failure: Failure,
+    open_files: &[RequiredFile],
+    host: &ThisHost,
+) -> Failure {
+    let Failure::Engine(engine_text) = &failure else {
+        return failure;
+    };
+    let verdict = facts::refused_open_files(open_files, host);
+    if verdict.is_empty() {
+        return failure;
+    }
+    tracing::warn!("the restore failed because files are missing: {engine_text}");
+    Failure::Refused(verdict)
 }
 
 /// Starts a worker that adds the processes of a restored task to its control group. Returns false

@@ -1,14 +1,17 @@
 //! State of a task, and functions that start it and read its output.
 
+use crate::census::{Census, ProcessTree};
 use crate::dump_attempt::DumpAttempt;
 use crate::freezer::ControlGroup;
 use crate::namespace::Namespace;
 use crate::pause::Pause;
-use crate::stop::{self, TaskProcesses};
+use crate::pid_numbering::FirstPid;
+use crate::stop::{self, TaskProcesses, VforkRule};
 use crate::sys::{
     self, Child, ExecError, ExecPlan, ExecStage, Program, StartError, StartGuard, TaskStartState,
     ZeroByteError,
 };
+use checkpoint::proc;
 use nix::errno::Errno;
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use sempa_proto::engine::Engine;
@@ -30,9 +33,21 @@ const CHUNKS_PER_READ_MAX: usize = 16;
 /// Maximum number of signals that are stored for a task which is stopped for a migration. Further
 /// signals are dropped; the kernel, too, merges equal pending signals.
 pub(crate) const DEFERRED_SIGNALS_MAX: usize = 64;
-/// Time limit for the exec of a program. The exec may be slow because the program is on a slow file
-/// system.
-pub(crate) const EXEC_TIMEOUT: Duration = Duration::from_secs(10);
+/// Longest time for the exec of a program, which may be on a slow file system. The main thread is
+/// blocked meanwhile, so the limit is lower if the tasks must be frozen soon; see
+/// [`exec_time_limit`].
+const EXEC_TIMEOUT_MAX: Duration = Duration::from_secs(3);
+/// Shortest time limit for an exec, for a host whose tasks must be frozen at once.
+const EXEC_TIMEOUT_MIN: Duration = Duration::from_millis(200);
+
+/// Returns the time limit for the exec of a program: at most half of the time until the tasks must
+/// be frozen, so that the main thread can read a renewal of the lease before. `None` stands for
+/// tasks without a lease.
+pub(crate) fn exec_time_limit(time_until_freeze: Option<Duration>) -> Duration {
+    time_until_freeze.map_or(EXEC_TIMEOUT_MAX, |time| {
+        (time / 2).clamp(EXEC_TIMEOUT_MIN, EXEC_TIMEOUT_MAX)
+    })
+}
 
 /// The migration step of a task at the source.
 #[derive(Debug)]
@@ -76,12 +91,16 @@ pub(crate) struct Task {
     pub(crate) process: Child,
     /// The task's PID namespace; `None` if the tasker may not create namespaces.
     pub(crate) namespace: Option<Namespace>,
+    /// Describes the processes of the task if it has no namespace.
+    pub(crate) tree: ProcessTree,
     pub(crate) output: Output,
     /// Resources that the task has used on other hosts.
     pub(crate) usage_on_other_hosts: Usage,
     pub(crate) phase: TaskPhase,
     /// Progress of pausing the task, independent of migrations.
     pub(crate) pause: Pause,
+    /// True if the task is stopped only because the daemon has not renewed its lease.
+    pub(crate) is_held: bool,
     /// PIDs, in the task's namespace, of processes that were already stopped before the task was
     /// stopped. They stay stopped when the task continues.
     pub(crate) already_stopped_pids: Vec<i32>,
@@ -102,36 +121,56 @@ impl Task {
         let _ = sys::send_signal(self.process.pid, signal);
     }
 
+    /// Returns the PID of the task's first process as the task sees it.
+    pub(crate) fn namespace_pid(&self) -> i32 {
+        let known_pid = self.namespace.as_ref().and_then(Namespace::first_pid);
+        known_pid
+            .or_else(|| proc::innermost_pid(self.process.pid))
+            .unwrap_or(self.process.pid)
+    }
+
     pub(crate) fn processes(&self) -> TaskProcesses<'_> {
-        self.namespace.as_ref().map_or(
-            TaskProcesses::Group(self.process.pid),
-            TaskProcesses::Namespace,
-        )
+        self.namespace
+            .as_ref()
+            .map_or(TaskProcesses::Tree(&self.tree), TaskProcesses::Namespace)
     }
 
     /// Returns the PIDs of the task's processes. They are read from the control group if possible,
-    /// because that is fastest.
+    /// because that is fastest; processes that have left the group are then missing.
     pub(crate) fn member_pids(&self) -> Vec<i32> {
-        self.namespace
-            .as_ref()
-            .map_or_else(|| self.processes().pids(), Namespace::member_pids)
+        self.member_pids_in(&Census::default())
+    }
+
+    /// As [`Task::member_pids`]; a task without a control group uses the census.
+    pub(crate) fn member_pids_in(&self, census: &Census) -> Vec<i32> {
+        match &self.namespace {
+            Some(namespace) => namespace.member_pids_in(census),
+            None => self.processes().pids_in(census),
+        }
     }
 
     /// Ends the migration step of a stopped task. If the task is not paused, continues the task and
-    /// sends it the stored signals.
-    pub(crate) fn continue_after_migration(&mut self) {
-        self.phase = TaskPhase::Running;
+    /// sends it the stored signals. Otherwise the task does not count as stopped before its
+    /// processes were seen stopped: the migration may have let some of them run. `census` must be
+    /// younger than the stop.
+    pub(crate) fn continue_after_migration(&mut self, census: &Census) {
+        let phase = std::mem::replace(&mut self.phase, TaskPhase::Running);
         if !self.pause.is_inactive() {
-            return;
+            let signalled_pids = match phase {
+                TaskPhase::Stopping { signalled_pids, .. } => signalled_pids,
+                _ => BTreeSet::new(),
+            };
+            return self.begin_stopping_again(signalled_pids, census);
         }
-        self.continue_processes();
+        self.continue_processes(census);
         self.already_stopped_pids.clear();
         for signal in std::mem::take(&mut self.deferred_signals) {
             self.send_signal(signal);
         }
     }
 
-    /// Returns the task's control group if all processes of the task are members; otherwise `None`.
+    /// Returns the control group in which the task's processes were created; `None` if there is
+    /// none.
     pub(crate) fn control_group(&self) -> Option<&ControlGroup> {
         self.namespace.as_ref()?.complete_control_group()
     }
@@ -139,26 +178,29 @@ impl Task {
     /// Returns the task's control group if a freeze of the group has been requested; otherwise
     /// `None`.
     pub(crate) fn frozen_group(&self) -> Option<&ControlGroup> {
-        self.control_group()
-            .filter(|group| group.is_freeze_requested())
+        self.namespace.as_ref()?.frozen_group()
     }
 
     /// Continues the task's processes, except those that were already stopped before the task was
-    /// stopped.
-    pub(crate) fn continue_processes(&self) {
-        match self.frozen_group() {
-            Some(group) => group.thaw(),
-            None => stop::continue_processes(&self.processes(), &self.already_stopped_pids),
+    /// stopped. `census` must be younger than the stop.
+    pub(crate) fn continue_processes(&self, census: &Census) {
+        if self.frozen_group().is_none() {
+            let pids = self.processes().pids_in(census);
+            stop::continue_processes(pids, &self.already_stopped_pids);
+        }
+        if let Some(namespace) = &self.namespace {
+            namespace.thaw(census);
         }
     }
 
-    /// Kills all processes in the task's namespace. Without a namespace, kills only the process
-    /// group, which may miss processes.
-    pub(crate) fn kill_processes(&self) {
+    /// Kills all processes in the task's namespace. Without a namespace, kills the process group
+    /// and the descendants in the census, which misses processes that were created since.
+    pub(crate) fn kill_processes(&self, census: &Census) {
         match &self.namespace {
             Some(namespace) => namespace.kill_processes(),
             None => {
-                let _ = sys::send_signal(-self.process.pid, libc::SIGKILL);
+                self.tree.kill_group();
+                stop::kill(&self.processes().pids_in(census));
             }
         }
         sys::kill_pidfd(self.process.pidfd.as_fd());
@@ -166,12 +208,29 @@ impl Task {
 
     /// Kills the task like [`Task::kill_processes`]. After the return, no process of the task
     /// executes another instruction, even if its exit takes long.
-    pub(crate) fn kill_immediately(&self) {
-        for pid in self.processes().pids() {
-            // Fails if the process has ended.
-            let _ = sys::send_signal(pid, libc::SIGKILL);
+    pub(crate) fn kill_immediately(&self, census: &Census) {
+        if self.namespace.is_some() {
+            let killed_pids: BTreeSet<i32> = self.member_pids_in(census).into_iter().collect();
+            stop::kill(&killed_pids);
+            // The init reaps orphans at once, so the PIDs of killed processes may belong to other
+            // processes already.
+            let mut other_pids = self.processes().pids_in(census);
+            other_pids.retain(|pid| !killed_pids.contains(pid));
+            stop::kill(&other_pids);
         }
-        self.kill_processes();
+        self.kill_processes(census);
+    }
+
+    /// True if the task's first process was stopped by a signal that did not come from the tasker.
+    pub(crate) fn is_stopped_by_signal(&self) -> bool {
+        if !matches!(self.phase, TaskPhase::Running) {
+            return false;
+        }
+        if self.pause.is_inactive() {
+            return stop::is_stopped_by_signal(self.process.pid);
+        }
+        proc::innermost_pid(self.process.pid)
+            .is_some_and(|namespace_pid| self.already_stopped_pids.contains(&namespace_pid))
     }
 
     /// True if the task's first process has ended. The process is not reaped yet.
@@ -181,7 +240,11 @@ impl Task {
 
     /// Stops the processes that a dead engine has left running.
     pub(crate) fn stop_stragglers(&self) {
-        stop::signal_and_check_stopped(&self.processes(), &mut BTreeSet::new());
+        stop::signal_and_check_stopped(
+            &self.processes(),
+            &mut BTreeSet::new(),
+            VforkRule::ChildRuns,
+        );
     }
 }
 
@@ -266,35 +329,39 @@ impl Output {
     }
 }
 
-/// Starts a program as a task, in the namespace if one is given.
+/// Starts a program as a task. If a namespace is given, the task is started in it, with the PID
+/// there if one is given, too.
 ///
 /// # Errors
 /// The task was not started. All its resources have been freed, and its process, if any, will be
 /// reaped.
 pub(crate) fn start_task_process(
     order: &TaskStart,
-    namespace: Option<Namespace>,
+    namespace: Option<(Namespace, Option<FirstPid>)>,
     task_start_state: &TaskStartState,
     guard: &StartGuard,
+    time_limit: Duration,
 ) -> Result<Task, StartTaskError> {
-    let (process, output) =
-        create_process(
-            order,
-            task_start_state,
-            namespace.is_none(),
-            |plan| match &namespace {
-                Some(namespace) => namespace.start_program(&plan, guard),
-                None => sys::start_program(&plan, guard, None),
-            },
-        )?;
+    let new_group = namespace.is_none();
+    let start = |plan: ExecPlan<'_>| match &namespace {
+        Some((namespace, first_pid)) => {
+            let plan = plan.numbering_children_from(first_pid.map(FirstPid::pid));
+            namespace.start_program(&plan, guard, *first_pid)
+        }
+        None => sys::start_program(&plan, guard, None, None),
+    };
+    let (process, output) = create_process(order, task_start_state, new_group, time_limit, start)?;
+    let namespace = namespace.map(|(namespace, _)| namespace);
     Ok(Task {
         tid: order.tid,
+        tree: ProcessTree::new(process.pid, &order.env),
         process,
         namespace,
         output,
         usage_on_other_hosts: Usage::default(),
         phase: TaskPhase::Running,
         pause: Pause::NotPaused,
+        is_held: false,
         already_stopped_pids: Vec::new(),
         exit_requested_for: None,
         pending_redirect: None,
@@ -302,21 +369,26 @@ pub(crate) fn start_task_process(
     })
 }
 
-/// Creates a process that stops before its exec, in the namespace if one is given. Returns the
-/// process and its output.
+/// Creates a process that stops before its exec, in a namespace like [`start_task_process`].
+/// Returns the process and its output.
 ///
 /// # Errors
 /// As [`start_task_process`].
 pub(crate) fn start_stopped_process(
     order: &TaskStart,
-    namespace: Option<&Namespace>,
+    namespace: Option<(&Namespace, Option<FirstPid>)>,
     task_start_state: &TaskStartState,
+    time_limit: Duration,
 ) -> Result<(Child, Output), StartTaskError> {
-    create_process(order, task_start_state, namespace.is_none(), |plan| {
+    let new_group = namespace.is_none();
+    create_process(order, task_start_state, new_group, time_limit, |plan| {
         let plan = plan.stopping_before_exec();
         match namespace {
-            Some(namespace) => namespace.start_waiting(&plan, EXEC_TIMEOUT),
-            None => sys::start_stopped_before_exec(&plan, EXEC_TIMEOUT, None),
+            Some((namespace, first_pid)) => {
+                let plan = plan.numbering_children_from(first_pid.map(FirstPid::pid));
+                namespace.start_waiting(&plan, first_pid)
+            }
+            None => sys::start_stopped_before_exec(&plan, None, None),
         }
     })
 }
@@ -327,6 +399,7 @@ fn create_process(
     order: &TaskStart,
     task_start_state: &TaskStartState,
     new_process_group: bool,
+    time_limit: Duration,
     start: impl FnOnce(ExecPlan<'_>) -> Result<Child, StartError>,
 ) -> Result<(Child, Output), StartTaskError> {
     let start_error = |failure| StartTaskError::new(order, failure);
@@ -341,6 +414,7 @@ fn create_process(
         output_writer.as_fd(),
         task_start_state,
         new_process_group,
+        time_limit,
     ));
     // The main loop reaps a failed process. Waiting for it here could block on a file system that
     // hangs.
@@ -374,6 +448,16 @@ pub(crate) enum StartTaskFailure {
     TidExists(Tid),
     #[error("this host has {0} tasks, the limit")]
     TooManyTasks(usize),
+    #[error(
+        "this host has {tasks} tasks, and {leftovers} ended tasks have left processes; the limit is {limit}"
+    )]
+    TooManyWithLeftovers {
+        tasks: usize,
+        leftovers: usize,
+        limit: usize,
+    },
+    #[error("the daemon has not renewed its lease, so no task may run on this host")]
+    LeaseNotRenewed,
     #[error("no process-id namespace: {0}")]
     CreateNamespace(#[source] io::Error),
     #[error(transparent)]
@@ -385,8 +469,11 @@ pub(crate) enum StartTaskFailure {
     #[error("no new process: {0}")]
     CreateProcess(#[source] io::Error),
     /// The new process was killed.
-    #[error("the system did not execute it within {} s", EXEC_TIMEOUT.as_secs())]
-    TimedOut,
+    #[error(
+        "the system did not execute it within {:.1} s; the file system of the program may be slow",
+        .0.as_secs_f64()
+    )]
+    TimedOut(Duration),
     /// The new process has ended before its exec. The following variants have the same meaning, for
     /// other steps.
     #[error("its standard descriptors: {}", .0.desc())]
@@ -401,7 +488,7 @@ impl StartTaskFailure {
     fn from_start_error(order: &TaskStart, start_error: StartError) -> Self {
         let (stage, errno) = match start_error {
             StartError::NoProcess(error) => return Self::CreateProcess(error),
-            StartError::TimedOut => return Self::TimedOut,
+            StartError::TimedOut(limit) => return Self::TimedOut(limit),
             StartError::Failed(ExecError { stage, errno }) => (stage, errno),
         };
         match stage {
@@ -418,4 +505,20 @@ impl StartTaskFailure {
 /// Converts a duration to microseconds. A duration that is too long becomes the maximum.
 pub(crate) fn to_micros(duration: Duration) -> Micros {
     Micros(u64::try_from(duration.as_micros()).unwrap_or(u64::MAX))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A slow exec ends before the tasks must be frozen, and a host whose lease has run out still
+    /// grants the shortest time.
+    #[test]
+    fn exec_ends_before_the_freeze() {
+        let limit = |until_freeze_ms| exec_time_limit(Some(Duration::from_millis(until_freeze_ms)));
+        assert_eq!(exec_time_limit(None), EXEC_TIMEOUT_MAX);
+        assert_eq!(limit(60_000), EXEC_TIMEOUT_MAX);
+        assert_eq!(limit(5000), Duration::from_millis(2500));
+        assert_eq!(limit(0), EXEC_TIMEOUT_MIN);
+    }
 }

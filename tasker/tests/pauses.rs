@@ -4,7 +4,10 @@ mod common;
 
 use checkpoint::proc;
 use common::migration_steps::*;
-use common::{Tasker, WAIT_TIMEOUT, is_alive, shell_path, tid, wait_until};
+use common::{
+    Tasker, WAIT_TIMEOUT, cpu_ticks, is_alive, pause_and_wait, shell_path, tid, wait_until,
+    wait_until_paused,
+};
 use procfs::process::{MMapPath, Process};
 use sempa_proto::Micros;
 use sempa_proto::task::RedirectAddress;
@@ -13,22 +16,6 @@ use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 const IMMEDIATELY: Micros = Micros(0);
-
-fn pause_and_wait(tasker: &mut Tasker, run_time: Micros, messages: &mut Vec<FromTasker>) {
-    tasker.send(ToTasker::Pause {
-        tid: tid(1),
-        run_time,
-    });
-    tasker.wait_for_value(messages, |m| {
-        matches!(m, FromTasker::Paused { tid: t } if *t == tid(1)).then_some(())
-    });
-}
-
-/// Returns the processor time of a process in the kernel's clock ticks.
-fn cpu_ticks(pid: i32) -> u64 {
-    let stat = proc::stat(pid).expect("it is there");
-    stat.utime + stat.stime
-}
 
 /// Returns the number of write calls that a process has made. A running counter makes them
 /// continuously.
@@ -96,16 +83,19 @@ fn last_pause_order_takes_effect_after_a_migration() {
         assert!(tasker.wait_briefly_for_message().is_none());
         assert_eq!(cpu_ticks(pid), previous_ticks);
     };
-    // After a cancelled migration the task is paused or runs, according to the last order.
+    // After a cancelled migration the task is paused or runs, according to the last order. The
+    // migration may have let processes run, so the stop is verified and reported again.
     pause_and_wait(&mut tasker, Micros::from_millis(5), &mut messages);
     stop_and_wait(&mut tasker, tid(1), common::migration_id(1), &mut messages);
     continue_and_wait(&mut tasker, tid(1), common::migration_id(1), &mut messages);
+    wait_until_paused(&mut tasker, &mut messages);
     assert_does_not_run(&mut tasker);
     // The order to pause arrives while the task is stopped for a migration.
     tasker.send(ToTasker::Resume { tid: tid(1) });
     stop_and_wait(&mut tasker, tid(1), common::migration_id(2), &mut messages);
     pause_and_wait(&mut tasker, Micros::from_millis(30), &mut messages);
     continue_and_wait(&mut tasker, tid(1), common::migration_id(2), &mut messages);
+    wait_until_paused(&mut tasker, &mut messages);
     assert_does_not_run(&mut tasker);
     // The order to resume arrives while the task is stopped for a migration.
     stop_and_wait(&mut tasker, tid(1), common::migration_id(3), &mut messages);
@@ -780,6 +770,7 @@ fn frozen_task_with_vfork_child_can_be_stopped() {
             common::migration_id(round),
             &mut Vec::new(),
         );
+        wait_until_paused(&mut tasker, &mut Vec::new());
         assert!(tasker.wait_briefly_for_message().is_none(), "it is held");
         assert_eq!(counts.step_count(), previous_step_count);
         tasker.send(ToTasker::Resume { tid: tid(1) });

@@ -437,6 +437,29 @@ fn pre_copied_task_needs_few_pages_more() {
     fixture.assert_arrives_and_continues();
 }
 
+/// Guard pages, memory without permissions and memory of files survive post-copy.
+#[test]
+#[ignore = "system tier: needs CRIU and gcc"]
+fn unreadable_pages_survive_post_copy() {
+    migration_steps::require_migration();
+    let mut fixture = PostCopyFixture::restored_program("odd_memory");
+    fixture.run_at_target();
+    fixture.memory_stream.open();
+    fixture.assert_arrives_and_continues();
+}
+
+/// The same memory survives a pre-copy.
+#[test]
+#[ignore = "system tier: needs CRIU and gcc"]
+fn unreadable_pages_survive_pre_copy() {
+    migration_steps::require_migration();
+    let mut fixture = PostCopyFixture::start_task("odd_memory");
+    fixture.pre_copy_and_wait();
+    let mut fixture = fixture.dump_and_restore();
+    fixture.run_at_target();
+    fixture.assert_arrives_and_continues();
+}
+
 /// A cancelled migration ends the pre-copy. The task continues at the source.
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]

@@ -255,6 +255,45 @@ fn no_task_survives_a_killed_tasker() {
     });
 }
 
+/// Tasks and their children have different process ids, also in a namespace that is used again. The
+/// tasker reports the id that the task sees.
+#[test]
+#[ignore = "system tier: needs root and process-id namespaces"]
+fn tasks_and_children_have_different_pids() {
+    assert!(
+        can_make_namespaces(),
+        "cannot run here: the kernel gives no process-id namespaces"
+    );
+    let mut tasker = Tasker::start();
+    let mut pids = Vec::new();
+    for number in 1..=20 {
+        let script = "echo $$; sh -c 'echo $$'; sh -c 'echo $$'";
+        tasker.send(ToTasker::Start(start_order(
+            tid(number),
+            &shell_path(),
+            &["-c", script],
+        )));
+        let reported_pid = tasker.wait_for_value(&mut Vec::new(), |message| match message {
+            FromTasker::Started { namespace_pid, .. } => Some(*namespace_pid),
+            _ => None,
+        });
+        let output = String::from_utf8(tasker.wait_for_exit(tid(number)).0).expect("text");
+        let task_pids: Vec<i32> = output
+            .lines()
+            .map(|line| line.parse().expect("a number"))
+            .collect();
+        assert_eq!(
+            task_pids,
+            [reported_pid, reported_pid + 1, reported_pid + 2]
+        );
+        pids.extend(task_pids);
+    }
+    pids.sort_unstable();
+    pids.dedup();
+    assert_eq!(pids.len(), 60);
+    tasker.stop_and_wait();
+}
+
 /// If no child of a task remains, the PID namespace of the task is reused for the next task.
 #[test]
 #[ignore = "system tier: needs root and process-id namespaces"]

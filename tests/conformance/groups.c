@@ -4,7 +4,7 @@
 #define MEMBERS 4
 
 /* Joins a group and then carries out commands: one int each time, the answer goes to the parent. */
-enum { STOP, LEAVE, BARRIER, REDUCE, GATHER, SCATTER, FREEZE, RECEIVE, JOIN, SIZE };
+enum { LEAVE, BARRIER, REDUCE, GATHER, SCATTER, FREEZE, RECEIVE, JOIN, SIZE };
 
 static const char *const group = "conform";
 
@@ -44,15 +44,11 @@ static int member(int argc, char **argv)
     pvm_setopt(PvmAutoErr, 0);
     first = pvm_joingroup((char *)group);
     tell(parent, 1, first);
-    for (;;) {
-        pvm_recv(parent, 2);
+    while (pvm_recv(parent, 2) > 0) {
         pvm_upkint(what, 2, 1);
-        if (what[0] == STOP)
-            break;
         act(what[0], what[1]);
         tell_all(parent, 3, answers, 4);
     }
-    pvm_exit();
     return 0;
 }
 
@@ -79,6 +75,18 @@ static int answer(int kid)
     if (await(kids[kid], 3) > 0)
         pvm_upkint(of_kid[kid], 4, 1);
     return of_kid[kid][0];
+}
+
+/* Waits until one of two kids answers; which one. */
+static int answer_of_either(int a, int b)
+{
+    double end = now() + PATIENCE_SECONDS;
+    while (pvm_probe(kids[a], 3) == 0 && pvm_probe(kids[b], 3) == 0 && now() < end)
+        usleep(2000);
+    if (pvm_probe(kids[a], 3) == 0)
+        a = b;
+    answer(a);
+    return a;
 }
 
 /* True if all kids answer with this. */
@@ -113,6 +121,11 @@ static void joining(void)
     is(pvm_getinst((char *)group, 0x3ffc0001), PvmNotInGroup, "getinst of a task that is no member says so");
     is(pvm_gettid((char *)group, 17), PvmNoInst, "gettid of an instance that is not there finds none");
     is(pvm_gettid((char *)group, -1), PvmNoInst, "gettid of a negative instance finds none");
+    is(pvm_getinst((char *)group, -1), MEMBERS, "getinst of tid -1 tells the instance of the next member");
+    is(pvm_getinst((char *)group, -2), PvmNotInGroup, "getinst of tid -2 says that it is no member");
+    is(pvm_getinst("nobody", -1), PvmNoGroup, "getinst of tid -1 in an unknown group finds no group");
+    is(pvm_joingroup(""), PvmNullGroup, "a group needs a name");
+    is(pvm_freezegroup("", -1), PvmNullGroup, "freezing a group without a name is refused");
 }
 
 static void broadcasts(void)
@@ -142,6 +155,7 @@ static void broadcasts(void)
 static void barriers(void)
 {
     double before;
+    int waiting;
     order(1, BARRIER, 2);
     is(pvm_nrecv(kids[1], 3), 0, "a barrier waits");
     is(pvm_barrier((char *)group, 2), PvmOk, "a barrier returns 0");
@@ -155,11 +169,17 @@ static void barriers(void)
     is(pvm_barrier((char *)group, -1), PvmOk, "a barrier with count -1 takes the size of the group");
     holds(all_answer(PvmOk), "a barrier with count -1 lets all go");
     is(pvm_barrier("nobody", 1), PvmNoGroup, "a barrier of an unknown group finds no group");
+    /* The first of the two waits. */
     order(1, BARRIER, 2);
-    usleep(300000);
-    is(pvm_barrier((char *)group, 3), PvmMismatch, "barriers with different counts do not match");
-    is(pvm_barrier((char *)group, 2), PvmOk, "a barrier goes on after one that did not match");
-    answer(1);
+    order(2, BARRIER, 3);
+    waiting = answer_of_either(1, 2) == 1 ? 2 : 1;
+    is(of_kid[3 - waiting][0], PvmMismatch, "barriers with different counts do not match");
+    if (waiting == 2)
+        order(1, BARRIER, 3);
+    is(pvm_barrier((char *)group, waiting + 1), PvmOk, "a barrier goes on after one that did not match");
+    answer(waiting);
+    if (waiting == 2)
+        answer(1);
     is(pvm_barrier((char *)group, 1), PvmOk, "a barrier of one does not wait");
     pvm_joingroup("zero");
     is(pvm_barrier("zero", 0), PvmMismatch, "a barrier of nobody is a mismatch");
@@ -244,6 +264,7 @@ static void leaving(void)
     is(answer(2), PvmOk, "leaving a group returns 0");
     is(pvm_gsize((char *)group), MEMBERS - 1, "a member that left does not count");
     is(pvm_gettid((char *)group, 2), PvmNoInst, "the instance of a member that left is empty");
+    is(pvm_getinst((char *)group, -1), 2, "getinst of tid -1 tells the instance of a member that left");
     order(2, LEAVE, 0);
     is(answer(2), PvmNotInGroup, "leaving a group twice is refused");
     order(2, BARRIER, 1);
@@ -261,7 +282,23 @@ static void leaving(void)
 
 static void frozen(void)
 {
-    order_all(FREEZE, MEMBERS);
+    char *g = "cold";
+    pvm_joingroup(g);
+    is(pvm_freezegroup(g, -1), 1, "a freeze with count -1 takes the size of the group");
+    is(pvm_freezegroup(g, -1), PvmDupGroup, "a freeze with count -1 of a static group is refused");
+    is(pvm_freezegroup(g, 0), PvmDupGroup, "a freeze for nobody of a static group is refused");
+    is(pvm_getinst(g, own_tid), 0, "getinst tells the own instance in a static group");
+    is(pvm_getinst(g, -1), 1, "getinst of tid -1 in a static group tells its size");
+    is(pvm_getinst(g, 0x3ffc0001), PvmNotInGroup, "getinst in a static group of a task that is no member says so");
+    is(pvm_gettid(g, -1), PvmNoInst, "gettid of a negative instance of a static group finds none");
+    is(pvm_barrier(g, -1), PvmOk, "a barrier with count -1 works in a static group");
+    is(pvm_joingroup(g), PvmNotInGroup, "joining a static group is refused");
+    is(pvm_lvgroup(g), PvmOk, "the only member may leave a static group");
+    is(pvm_freezegroup(g, -1), PvmNoGroup, "freezing a group that everybody left finds no group");
+    is(pvm_joingroup(g), 0, "a static group that everybody left can be joined again");
+    pvm_lvgroup(g);
+    order_all(FREEZE, -1);
+    usleep(300000);
     is(pvm_freezegroup((char *)group, MEMBERS), MEMBERS, "freezing a group returns its size");
     holds(all_answer(MEMBERS), "freezing a group returns its size to all");
     is(pvm_gettid((char *)group, 1), kids[1], "a static group is asked as any other");
@@ -280,6 +317,72 @@ static void frozen(void)
     is(pvm_barrier((char *)group, MEMBERS), PvmNoGroup, "a static group that a member left is dead");
 }
 
+/* The others leave the group; the own task and two of them join again. */
+static void join_with_two(void)
+{
+    order_all(LEAVE, 0);
+    all_answer(PvmOk);
+    pvm_lvgroup((char *)group);
+    pvm_joingroup((char *)group);
+    order(1, JOIN, 0);
+    answer(1);
+    order(2, JOIN, 0);
+    answer(2);
+}
+
+/* True if a kid answers within two seconds. The answer is not received. */
+static int answers_soon(int kid)
+{
+    double end = now() + 2;
+    while (pvm_probe(kids[kid], 3) == 0 && now() < end)
+        usleep(2000);
+    return pvm_probe(kids[kid], 3) > 0;
+}
+
+/* Member 1 calls with count -1 in a group of three, then member 3 joins, then member 2 calls with count -1. If member 1
+ * was late, its -1 stands for four, too: then all finish the call together, and the scene is repeated with a longer
+ * pause. The answers of members 3 and 2. */
+static void grow(int what, int *joined, int *second)
+{
+    int pause_us, end;
+    for (pause_us = 300000;; pause_us *= 2) {
+        join_with_two();
+        order(1, what, -1);
+        usleep(pause_us);
+        order(3, JOIN, 0);
+        *joined = answer(3);
+        order(2, what, -1);
+        if (pause_us > 2000000 || answers_soon(2))
+            break;
+        order(3, what, MEMBERS);
+        end = what == BARRIER ? pvm_barrier((char *)group, MEMBERS) : pvm_freezegroup((char *)group, MEMBERS);
+        answer(3);
+        /* Then member 2 was late, not member 1. */
+        if (end == PvmMismatch)
+            break;
+        answer(1);
+        answer(2);
+    }
+    *second = answer(2);
+}
+
+/* Counts of -1 stand for different sizes when a member joins between them. */
+static void grown(void)
+{
+    int joined, second, end, good;
+    grow(BARRIER, &joined, &second);
+    is(joined, 3, "a group may be joined while members wait in a barrier");
+    is(second, PvmMismatch, "a barrier with count -1 does not match one of a smaller group");
+    order(2, BARRIER, 3);
+    end = pvm_barrier((char *)group, 3);
+    good = answer(1) == PvmOk;
+    good = answer(2) == PvmOk && good;
+    holds(end == PvmOk && good, "a barrier with count -1 takes the size at its begin");
+    grow(FREEZE, &joined, &second);
+    is(joined, 3, "a group may be joined while members wait in a freeze");
+    is(second, PvmMismatch, "a freeze with count -1 does not match one of a smaller group");
+}
+
 static void sentences(void)
 {
     int k;
@@ -292,6 +395,7 @@ static void sentences(void)
     functions();
     leaving();
     frozen();
+    grown();
     for (k = 1; k < MEMBERS; k++)
-        order(k, STOP, 0);
+        pvm_kill(kids[k]);
 }

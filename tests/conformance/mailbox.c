@@ -234,7 +234,12 @@ static void old_functions(void)
     is(pvm_delete("old", 1), PvmNotFound, "delete of a deleted entry finds none");
     is(get("old", 0, PvmMboxDefault), 81, "recvinfo reads what insert stored");
     pvm_delete("old", 0);
+    is(pvm_lookup("old", -1, &value), 4, "lookup of any index returns the index of the first entry");
+    is(value, 84, "lookup of any index tells the number of the first entry");
     pvm_delete("old", 4);
+    pvm_initsend(PvmDataDefault);
+    is(pvm_putinfo("high", pvm_getsbuf(), -1), 2097151, "putinfo with all flags uses the highest direct index");
+    pvm_delinfo("high", 2097151, PvmMboxDefault);
 }
 
 static void sentences(void)

@@ -228,9 +228,33 @@ static int note(int mid)
     return 0;
 }
 
+static int cancelled_told;
+
+static int note_cancelled(int mid)
+{
+    (void)mid;
+    cancelled_told++;
+    return 0;
+}
+
+/* Cancels a notification for which there is a handler. */
+static int cancel(int mid)
+{
+    (void)mid;
+    pvm_notify(PvmTaskExit | PvmNotifyCancel, 53, 1, &own_tid);
+    return 0;
+}
+
 static void of_oneself(void)
 {
-    int me = own_tid, src = 0;
+    int me = own_tid, src = 0, canceller = pvm_addmhf(-1, 52, -1, cancel), noter = pvm_addmhf(-1, 53, -1, note_cancelled);
+    pvm_notify(PvmTaskExit, 53, 1, &me);
+    tell(me, 52, 0);
+    pvm_pstat(me);
+    pvm_pstat(me);
+    is(cancelled_told, 1, "a handler may cancel a notification for which there is another handler");
+    pvm_delmhf(canceller);
+    pvm_delmhf(noter);
     pvm_notify(PvmTaskExit, 51, 1, &me);
     is(pvm_notify(PvmTaskExit | PvmNotifyCancel, 51, 1, &me), PvmOk, "cancelling the notification of the own exit returns 0");
     pvm_bufinfo(await(-1, 51), NULL, NULL, &src);

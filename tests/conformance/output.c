@@ -32,8 +32,8 @@ static int changer(int argc, char **argv)
     (void)argc, (void)argv;
     printf("before\n");
     fflush(stdout);
-    /* What was printed before goes the old way only when the daemon has read it. */
-    usleep(300000);
+    /* What was printed before goes the old way only when the daemon has read it: the collector has it. */
+    wait_for_word();
     pvm_setopt(PvmSelfOutputTid, parent);
     pvm_setopt(PvmSelfOutputCode, 51);
     printf("after\n");
@@ -68,7 +68,53 @@ static int catcher(int argc, char **argv)
     return fclose(stdout);
 }
 
-static const role roles[] = { { "printer", printer }, { "loud", loud },
+/* Prints the same again and again when it is told to, until it is told to leave. */
+static int speaker(int argc, char **argv)
+{
+    double end;
+    (void)argc, (void)argv;
+    wait_for_word();
+    tell(pvm_parent(), 2, 0);
+    end = now() + 2 * PATIENCE_SECONDS;
+    do {
+        printf("spoken\n");
+        fflush(stdout);
+        usleep(10000);
+    } while (pvm_nrecv(pvm_parent(), 3) == 0 && now() < end);
+    pvm_exit();
+    return 0;
+}
+
+/* Catches the output of a speaker in its own standard output, and no longer while the speaker speaks. Leaves while the
+ * speaker runs, or, if it catches output again, when the speaker has ended. */
+static int leaver(int argc, char **argv)
+{
+    int tid, k, again = atoi(argv[3]);
+    (void)argc;
+    pvm_mytid();
+    if (!freopen(argv[2], "w", stdout))
+        return 1;
+    pvm_catchout(stdout);
+    tid = start_waiting("speaker", NULL);
+    pvm_catchout(NULL);
+    tell(tid, 3, 0);
+    await(tid, 2);
+    /* The speaker goes on meanwhile, and each call takes in what it has said. */
+    for (k = 0; k < 100; k++) {
+        pvm_pstat(tid);
+        usleep(10000);
+    }
+    if (again) {
+        pvm_catchout(stdout);
+        tell(tid, 3, 0);
+    }
+    pvm_exit();
+    printf("left, speaker %s\n", pvm_pstat(tid) == PvmOk ? "runs" : "ended");
+    pvm_kill(tid);
+    return fclose(stdout);
+}
+
+static const role roles[] = { { "printer", printer }, { "loud", loud }, { "speaker", speaker }, { "leaver", leaver },
     { "grandparent", grandparent }, { "catcher", catcher }, { "changer", changer }, { NULL, NULL } };
 
 typedef struct {
@@ -78,12 +124,12 @@ typedef struct {
 
 static collected one, two;
 
-/* Collects the output of tasks until all that were announced have ended. */
-static void collect(int tag, collected *of, int tasks)
+/* Collects the output of tasks until all that were announced have ended, or until there is some text if no task is to
+ * end. */
+static void collect_more(int tag, collected *of, int tasks)
 {
     int tid, n, parent;
-    memset(of, 0, sizeof *of);
-    while (of->ended < tasks || of->spawned < tasks) {
+    while (tasks ? of->ended < tasks || of->spawned < tasks : !of->bytes) {
         if (await(-1, tag) <= 0)
             return;
         pvm_upkint(&tid, 1, 1);
@@ -104,9 +150,15 @@ static void collect(int tag, collected *of, int tasks)
     }
 }
 
+static void collect(int tag, collected *of, int tasks)
+{
+    memset(of, 0, sizeof *of);
+    collect_more(tag, of, tasks);
+}
+
 static void as_messages(void)
 {
-    int k, good, at;
+    int k, tid, good, at;
     char line[16];
     pvm_setopt(PvmOutputTid, own_tid);
     pvm_setopt(PvmOutputCode, 50);
@@ -135,8 +187,10 @@ static void as_messages(void)
     start_one("grandparent");
     collect(50, &one, 2);
     holds(strstr(one.text, "first line\n") != NULL, "the output of grandchildren goes to the same collector");
-    start_one("changer");
-    collect(50, &one, 1);
+    tid = start_waiting("changer", NULL);
+    collect(50, &one, 0);
+    tell(tid, 3, 0);
+    collect_more(50, &one, 1);
     collect(51, &two, 1);
     reads(one.text, "before\n", "what a task prints before it sends its output elsewhere goes the old way");
     reads(two.text, "after\n", "what a task prints afterwards goes the new way");
@@ -148,10 +202,10 @@ static void as_messages(void)
     is(comes_soon(-1, 50), 0, "output goes there no more when it was taken back");
 }
 
-static const char *catch(const char *file, const char *show)
+static const char *catch(const char *role_name, const char *file, const char *word)
 {
     static char text[4096];
-    char *words[] = { "catcher", (char *)file, (char *)show, NULL };
+    char *words[] = { (char *)role_name, (char *)file, (char *)word, NULL };
     int tid = 0, n = 0;
     FILE *from;
     pvm_spawn((char *)own_name, words, PvmTaskHost, ".", 1, &tid);
@@ -170,7 +224,7 @@ static void caught_by_the_library(void)
 {
     char wanted[64], *tail, text[4096];
     unsigned tid = 0;
-    snprintf(text, sizeof text, "%s", catch("/tmp/caught-with", "1"));
+    snprintf(text, sizeof text, "%s", catch("catcher", "/tmp/caught-with", "1"));
     tail = strstr(text, "tid ");
     sscanf(tail ? tail : "", "tid %x", &tid);
     holds(tail && strstr(tail, "caught 1"), "catchout makes the caller the collector");
@@ -183,10 +237,15 @@ static void caught_by_the_library(void)
     snprintf(wanted, sizeof wanted, "[t%x] EOF\n", tid);
     holds(strstr(text, wanted) != NULL, "catchout prints that a task has ended");
     holds(tail && strstr(text, wanted) && strstr(text, wanted) < tail, "pvm_exit waits for the output it catches");
-    snprintf(text, sizeof text, "%s", catch("/tmp/caught-without", "0"));
+    snprintf(text, sizeof text, "%s", catch("catcher", "/tmp/caught-without", "0"));
     holds(!strncmp(text, "first line\n", 11), "with tids hidden catchout prints the bare lines");
     holds(!strstr(text, "EOF") && !strstr(text, "BEGIN"), "with tids hidden catchout prints neither beginning nor end");
     is(pvm_catchout(NULL), PvmOk, "catchout of null returns 0");
+    snprintf(text, sizeof text, "%s", catch("leaver", "/tmp/caught-left", "0"));
+    holds(strstr(text, "left, speaker runs\n") != NULL, "after catchout of null pvm_exit does not wait for children");
+    holds(!strstr(text, "spoken"), "after catchout of null nothing is printed");
+    snprintf(text, sizeof text, "%s", catch("leaver", "/tmp/caught-again", "1"));
+    holds(strstr(text, "EOF\nleft, speaker ended\n") != NULL, "when output is caught again pvm_exit waits again");
 }
 
 static void sentences(void)

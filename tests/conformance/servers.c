@@ -7,6 +7,15 @@
 /* A tid without a task; messages to it have no effect. */
 #define NOBODY 0x7fff0
 
+/* Answers a message of the resource manager while a request waits for it. */
+static int acknowledge(int mid)
+{
+    int from = 0;
+    pvm_bufinfo(mid, NULL, NULL, &from);
+    tell(from, 45, 0);
+    return 0;
+}
+
 /* Asks for everything that a resource manager serves, and tells it what came. */
 static int client(int argc, char **argv)
 {
@@ -16,6 +25,7 @@ static int client(int argc, char **argv)
     int got[16] = { 0 }, rm = atoi(argv[2]), subject = NOBODY, n = 0, narch = 0, status = 1, tids[2] = { 0 };
     (void)argc;
     got[0] = pvm_mytid();
+    pvm_addmhf(rm, 44, 0, acknowledge);
     got[1] = pvm_config(&n, &narch, &hosts);
     got[2] = n == 1 ? hosts[0].hi_speed : -1;
     got[3] = narch;
@@ -109,10 +119,20 @@ static void pack_ints(int a, int b)
 }
 
 typedef struct {
-    int newcomer, configs, tasks, adds, deletes, notifies, spawns, in_base, with_wid;
+    int newcomer, configs, tasks, adds, deletes, notifies, spawns, in_base, with_wid, handled;
     int where, what, about, flags, count, words, variables;
     char added[64], deleted[64], file[64], place[64], second[64], variable[256];
 } asked;
+
+/* True if a handler of the client runs while the client waits for the answer to its request. */
+static int runs_handler(int client_tid)
+{
+    int request = pvm_setrbuf(0), runs;
+    tell(client_tid, 44, 0);
+    runs = await(client_tid, 45) > 0;
+    pvm_freebuf(pvm_setrbuf(request));
+    return runs;
+}
 
 /* Answers one request of the client; 0 when it was none. */
 static int serve(asked *of)
@@ -121,6 +141,8 @@ static int serve(asked *of)
     int n, k, sinks[6];
     char text[1024];
     pvm_getminfo(pvm_getrbuf(), &info);
+    if (info.tag == SM_SPAWN || info.tag == SM_ADDHOST)
+        of->handled += runs_handler(info.src);
     pvm_initsend(PvmDataDefault);
     switch (info.tag) {
     case SM_EXECACK:
@@ -232,6 +254,7 @@ static void asking_a_manager(void)
     is(got[11], 1, "spawn counts the tasks that the resource manager started");
     is(got[12], NOBODY, "spawn gets tids from the resource manager");
     is(got[13], PvmNoFile, "spawn gets errors from the resource manager");
+    is(of.handled, 2, "a handler runs while addhosts and spawn wait for the resource manager");
     is(got[15], PvmOk, "mstat and pstat ask the daemon");
     is(of.in_base, 6, "requests to a resource manager are in context 0");
     is(of.with_wid, 6, "requests to a resource manager have a wait id");

@@ -42,7 +42,23 @@ static int naked(int argc, char **argv)
     return 0;
 }
 
-static const role roles[] = { { "teller", teller }, { "naked", naked }, { NULL, NULL } };
+/* Tells its process id and that of a child, and waits for its word. */
+static int numbered(int argc, char **argv)
+{
+    int ids[2];
+    (void)argc, (void)argv;
+    ids[0] = getpid();
+    ids[1] = fork();
+    if (ids[1] == 0)
+        _exit(0);
+    waitpid(ids[1], NULL, 0);
+    tell_all(pvm_parent(), 5, ids, 2);
+    pvm_recv(pvm_parent(), 3);
+    pvm_exit();
+    return 0;
+}
+
+static const role roles[] = { { "teller", teller }, { "naked", naked }, { "numbered", numbered }, { NULL, NULL } };
 
 static int on_host(int *tids, int n, int host)
 {
@@ -50,6 +66,28 @@ static int on_host(int *tids, int n, int host)
     for (k = 0; k < n; k++)
         count += pvm_tidtohost(tids[k]) == host;
     return count;
+}
+
+/* Process ids, of which programs make seeds and names of files. */
+static void process_ids(void)
+{
+    enum { TASKS = 8 };
+    int tids[TASKS], ids[2 * TASKS], k, other, n = 0, alike = 0, listed = 0;
+    struct pvmtaskinfo *info = NULL;
+    start_as("numbered", PvmTaskHost, "h2", TASKS, tids);
+    for (k = 0; k < TASKS; k++) {
+        ids[2 * k] = ids[2 * k + 1] = -1;
+        if (await(tids[k], 5) > 0)
+            pvm_upkint(&ids[2 * k], 2, 1);
+        if (pvm_tasks(tids[k], &n, &info) == PvmOk && n == 1)
+            listed += info[0].ti_pid == ids[2 * k];
+    }
+    for (k = 0; k < 2 * TASKS; k++)
+        for (other = 0; other < k; other++)
+            alike += ids[k] == ids[other];
+    is(alike, 0, "the tasks of a host and their children have different process ids");
+    is(listed, TASKS, "tasks tells of each task what getpid returns in it");
+    dismiss(tids, TASKS);
 }
 
 static void rotation(void)
@@ -267,4 +305,5 @@ static void sentences(void)
     partly_there();
     directories_and_words();
     environment();
+    process_ids();
 }

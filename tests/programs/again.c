@@ -86,6 +86,7 @@ static int question(int waits)
 
 static int serve(const char *file, const char *how)
 {
+    struct timeval none = { 0, 0 };
     int count = strcmp(how, "plain") == 0 ? 0 : kept(file);
     printf("begins with %d, started again %s\n", count, getenv("SEMPA_AGAIN") ? getenv("SEMPA_AGAIN") : "0");
     fflush(stdout);
@@ -102,7 +103,7 @@ static int serve(const char *file, const char *how)
         if (strcmp(how, "dies") == 0)
             kill(getpid(), SIGKILL);
         /* What has come is dealt with; what comes from now on is for the next process. */
-        while (pvm_nrecv(-1, TAG_ASK) > 0)
+        while (pvm_trecv(-1, TAG_ASK, &none) > 0)
             answer(pvm_getrbuf(), ++count);
         keep(file, count);
         return 85;

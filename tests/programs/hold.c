@@ -5,23 +5,49 @@
  *                   MiB of zeros that were written
  *   hold MIB FILE   the same, with this file open for writing
  *   hold MIB memfd  the same, with 32 MiB more that are a file without a name
+ *   hold MIB guards the same, with a page that nobody can read (MADV_GUARD_INSTALL, Linux 6.13)
  *   hold MIB writes the same, but it changes a few pages each time it counts
  *   hold ask TID    from a command line: asks one such task and prints "count N sum GOOD|BAD"
  *   hold end TID    ends such a task
  */
 #define _GNU_SOURCE
+#include <errno.h>
 #include <pvm3.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/time.h>
+#include <unistd.h>
 
 enum { TAG_ASK = 1, TAG_ANSWER, TAG_END };
 
 enum { EXTRA_BYTES = 32 << 20, EXTRA = 7 };
 
 enum { PAGE_BYTES = 4096, PAGES_AT_ONCE = 4 };
+
+enum { GUARD_INSTALL = 102 };
+
+/* The page that nobody can read, or none. */
+static unsigned char *guard;
+
+static int make_guard(void)
+{
+    guard = mmap(NULL, 256 * PAGE_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    guard[PAGE_BYTES] = EXTRA;
+    return madvise(guard, PAGE_BYTES, GUARD_INSTALL) == 0;
+}
+
+static int is_guard_good(void)
+{
+    int ends[2], is_unreadable;
+    if (pipe(ends) != 0)
+        return 0;
+    is_unreadable = write(ends[1], guard, 1) < 0 && errno == EFAULT;
+    close(ends[0]);
+    close(ends[1]);
+    return is_unreadable && guard[PAGE_BYTES] == EXTRA;
+}
 
 static FILE *extra_memory(void)
 {
@@ -78,7 +104,7 @@ static int serve(size_t bytes, int zeros, int writes, FILE *extra)
         unsigned long long again = 0;
         for (size_t i = 0; i < bytes; i++)
             again += held[i];
-        int good = again == sum && (!extra || is_extra_good(extra));
+        int good = again == sum && (!extra || is_extra_good(extra)) && (!guard || is_guard_good());
         pvm_initsend(PvmDataDefault);
         pvm_pkuint(&count, 1, 1);
         pvm_pkint(&good, 1, 1);
@@ -95,9 +121,12 @@ int main(int argc, char **argv)
     if (argc < 3 || (strcmp(argv[1], "ask") != 0 && strcmp(argv[1], "end") != 0)) {
         int is_memory = argc > 2 && strcmp(argv[2], "memfd") == 0;
         int writes = argc > 2 && strcmp(argv[2], "writes") == 0;
+        int guards = argc > 2 && strcmp(argv[2], "guards") == 0;
         FILE *extra = is_memory ? extra_memory() : NULL;
-        FILE *file = argc > 2 && !is_memory && !writes ? fopen(argv[2], "a+") : NULL;
-        if (argc > 2 && !extra && !writes && (!file || fputs("held\n", file) < 0 || fflush(file) != 0))
+        FILE *file = argc > 2 && !is_memory && !writes && !guards ? fopen(argv[2], "a+") : NULL;
+        if (guards && !make_guard())
+            return 5;
+        if (argc > 2 && !extra && !writes && !guards && (!file || fputs("held\n", file) < 0 || fflush(file) != 0))
             return 4;
         int mib = argc > 1 ? atoi(argv[1]) : 0;
         return serve((size_t)abs(mib) << 20, mib < 0, writes, extra);

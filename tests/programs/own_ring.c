@@ -199,7 +199,7 @@ static int take(int buf)
 
 static int work(void)
 {
-    struct timeval step = { 0, 2000 };
+    struct timeval step = { 0, 2000 }, none = { 0, 0 };
     for (;;) {
         int buf = pvm_trecv(-1, -1, &step);
         if (buf < 0)
@@ -208,7 +208,7 @@ static int work(void)
             return 0;
         if (!asked)
             continue;
-        while (pvm_nrecv(-1, -1) > 0)
+        while (pvm_trecv(-1, -1, &none) > 0)
             if (take(pvm_getrbuf()))
                 return 0;
         /* A task that knows nothing yet starts from the beginning. */

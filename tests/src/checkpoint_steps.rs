@@ -373,9 +373,13 @@ impl<'a> CheckpointFaults<'a> {
     /// [`KILL_COUNT_WINDOW`], and records the time of the kill. Returns at once if `fault` or the
     /// victims are not limited.
     fn wait_for_kill_quota(&mut self, victims: &[Victim], fault: Fault) -> Result<()> {
-        let is_limited =
-            |victim: &Victim| matches!(victim, Victim::WorkerTasker | Victim::ResourceManager);
-        if fault != Fault::Kill || !victims.iter().any(is_limited) {
+        // A resource manager that hangs is killed by its daemon.
+        let is_limited = |victim: &Victim| match victim {
+            Victim::WorkerTasker => fault == Fault::Kill,
+            Victim::ResourceManager => matches!(fault, Fault::Kill | Fault::Pause(_)),
+            _ => false,
+        };
+        if !victims.iter().any(is_limited) {
             return Ok(());
         }
         let kill_times = &mut self.kill_times;

@@ -242,56 +242,60 @@ pub fn inject_and_wait(
     let (victims, engine_count) = if is_signal_fault {
         find_victims(testbed, targets)?
     } else {
-        (Vec::new(), 0)
+        (BTreeMap::new(), 0)
     };
-    // An engine process may exit at any moment, so errors of signals are ignored if all targets are
-    // engines.
-    let may_have_exited = targets
-        .hosts_and_roles
-        .iter()
-        .all(|(_, role)| *role == ProcessRole::Engine);
-    let send = |pid: Pid, signal| {
-        send_signal(pid, signal).or_else(|error| if may_have_exited { Ok(()) } else { Err(error) })
+    // An engine process may exit at any moment. A resource manager that hangs is killed and
+    // replaced.
+    let may_have_exited = |pid: &Pid| {
+        let role = victims.get(pid);
+        role.is_some_and(|role| matches!(role, ProcessRole::Engine | ProcessRole::ResourceManager))
     };
+    let send = |pid: Pid, signal| match send_signal(pid, signal) {
+        Err(_) if may_have_exited(&pid) => Ok(()),
+        result => result,
+    };
+    let victim_pids: Vec<Pid> = victims.keys().copied().collect();
     set_networks_connected(testbed, fault, targets, false)?;
     let start_signal = if fault == Fault::Kill {
         Signal::SIGKILL
     } else {
         Signal::SIGSTOP
     };
-    victims
+    victim_pids
         .iter()
         .try_for_each(|pid| send(*pid, start_signal))?;
     let started_at = Instant::now();
     if fault == Fault::Kill {
         // On a loaded machine a killed process may die late. If other daemons were resumed before
         // its death, they could complete the step.
-        victims.iter().copied().try_for_each(wait_for_death)?;
+        victim_pids.iter().copied().try_for_each(wait_for_death)?;
     }
-    resume_others(&victims)?;
+    resume_others(&victim_pids)?;
     let Some(end_condition) = fault.end_condition() else {
         return Ok(engine_count);
     };
     wait_for_fault_end(end_condition, started_at, check_loss_handled)?;
-    victims
+    victim_pids
         .iter()
         .try_for_each(|pid| send(*pid, Signal::SIGCONT))?;
     set_networks_connected(testbed, fault, targets, true)?;
     Ok(engine_count)
 }
 
-fn find_victims(testbed: &Testbed, targets: &FaultTargets) -> Result<(Vec<Pid>, usize)> {
-    let (mut victims, mut engine_count) = (Vec::new(), 0);
+/// Returns the processes that a signal hits, each once and with its role, and the number of engine
+/// processes.
+fn find_victims(
+    testbed: &Testbed,
+    targets: &FaultTargets,
+) -> Result<(BTreeMap<Pid, ProcessRole>, usize)> {
+    let (mut victims, mut engine_count) = (BTreeMap::new(), 0);
     for &(host, role) in &targets.hosts_and_roles {
         let pids = role_processes(testbed.host(host), role);
         let is_engine = role == ProcessRole::Engine;
         ensure!(!pids.is_empty() || is_engine, "no {role:?} on h{host}");
         engine_count += if is_engine { pids.len() } else { 0 };
-        victims.extend(pids);
+        victims.extend(pids.into_iter().map(|pid| (pid, role)));
     }
-    // Several targets may be the same process, which must receive the signal only once.
-    victims.sort();
-    victims.dedup();
     Ok((victims, engine_count))
 }
 

@@ -93,8 +93,12 @@ pub struct Task {
     pub host: Option<String>,
     /// Name of the program; empty for a task that was started from a command line.
     pub name: String,
-    /// Process number on the task's host.
+    /// Process id on the task's host, outside the task's PID namespace.
+    #[serde(rename = "host_pid")]
     pub pid: i32,
+    /// Process id that `getpid()` returns in the task.
+    #[serde(rename = "pid")]
+    pub namespace_pid: i32,
     /// PVM's flags; bit 4 means that the task is connected to its daemon.
     pub flags: i32,
     /// True while the task migrates.
@@ -103,6 +107,9 @@ pub struct Task {
     pub stopped: bool,
     /// True if the task is suspended; it stays suspended until a user resumes it.
     pub suspended: bool,
+    /// Number of processes that the task has left behind at its end; 0 if it has not ended.
+    #[serde(default)]
+    pub left_processes: u32,
 }
 
 /// One line of `pvm events --json`.

@@ -49,15 +49,17 @@ fn start_vm(bed: &Testbed) -> Vm<'_> {
     vm
 }
 
-/// Returns the names of all entries in a host's store: checkpoints, drafts, and checkpoints that
-/// are being deleted.
+/// Returns the names of all entries in a host's store except the claims of jobs: checkpoints,
+/// drafts, and checkpoints that are being deleted.
 fn store_entries(host: &Host) -> Vec<String> {
     let entries = fs::read_dir(host.machine_path(STORE_PATH))
         .into_iter()
         .flatten()
         .flatten();
     let names = entries.map(|entry| entry.file_name().to_string_lossy().into_owned());
-    names.filter(|name| name != "lock").collect()
+    names
+        .filter(|name| name != "lock" && !name.starts_with("claim-"))
+        .collect()
 }
 
 /// Makes a checkpoint of a job and returns the checkpoint's name.

@@ -166,7 +166,7 @@ fn store_entries(vm: &Vm<'_>) -> Vec<String> {
     let mut names: Vec<String> = entries
         .map(|entry| entry.file_name().to_string_lossy().into_owned())
         .collect();
-    names.retain(|name| name != "lock");
+    names.retain(|name| name != "lock" && !name.starts_with("claim-"));
     names.sort();
     names
 }

@@ -76,6 +76,23 @@ fn large_task_uses_post_copy() {
     });
 }
 
+/// A task of any size with a page that nobody can read migrates, with its memory and without.
+#[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
+fn large_task_with_guard_pages_migrates() {
+    with_hosts(2, &[], |vm| {
+        for megabytes in [TASK_MIB, "1"] {
+            let tid = vm
+                .spawn_connected(&["-h1", "hold", megabytes, "guards"])
+                .expect("spawned");
+            for host in ["h2", "h1"] {
+                vm.migrate_or_panic(&tid, host);
+                check_memory(vm, &tid);
+            }
+        }
+    });
+}
+
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn administrator_can_disable_post_copy() {

@@ -339,12 +339,6 @@ fn with_two_users(test: impl FnOnce(&Vm)) {
         &bed.folder().join("alice/pvm3/bin/LINUX64"),
     )
     .expect("gcc");
-    for host in bed.hosts() {
-        let olga_home = bed.folder().join("olga");
-        let mut owner_command = host.command_as(Some(("olga", OLGA_UID, &olga_home)), "pvm");
-        owner_command.args(["owner", "limit", "1", "cores"]);
-        run_successfully(owner_command, TIMEOUT).expect("her word is believed");
-    }
     write_usage_history(&state_folder, 0, 100.0);
     let mut manager = vm.user_command(bed.host(1), "pvm-rm");
     manager
@@ -364,6 +358,12 @@ fn with_two_users(test: impl FnOnce(&Vm)) {
         }
     })
     .or_panic_with_logs(&vm);
+    for host in bed.hosts() {
+        let olga_home = bed.folder().join("olga");
+        let mut owner_command = host.command_as(Some(("olga", OLGA_UID, &olga_home)), "pvm");
+        owner_command.args(["owner", "limit", "1", "cores"]);
+        run_successfully(owner_command, TIMEOUT).expect("the load watcher confirms the limit");
+    }
     test(&vm);
     vm.halt_and_wait().expect("halts");
 }

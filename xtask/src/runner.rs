@@ -143,14 +143,14 @@ pub(crate) fn junit_report_path(target: &Path) -> PathBuf {
     target.join("nextest/default/junit.xml")
 }
 
-/// True if `name` is the name of a test. A function named `child_…` is not a test: it runs in a
-/// process that a test starts.
+/// True if `name` is the name of a test. A function named `subprocess_…` is not a test: it runs in
+/// a process that a test starts.
 fn is_test(name: &str) -> bool {
     !name
         .rsplit("::")
         .next()
         .unwrap_or(name)
-        .starts_with("child_")
+        .starts_with("subprocess_")
 }
 
 /// Returns the tests in the JSON output of `cargo nextest list`.

@@ -27,10 +27,6 @@ const TIMEOUT_PER_GIB: Micros = Micros::from_secs(60);
 /// Factor between the timeout of the pre-copy and the timeout of the other steps that depend on the
 /// size of the task. The task runs during the pre-copy, and some memory is sent more than once.
 const PRE_COPY_TIMEOUT_FACTOR: u64 = 10;
-/// Time after the loss of a source's host until the task's copy on that host is considered dead.
-/// The host's daemon exits at the end of its own, shorter lease, and its tasker exits with the
-/// daemon. This margin is the time that the tasker needs to kill the task.
-const SOURCE_DEATH_TIMEOUT: Micros = Micros::from_secs(2);
 
 /// An instruction to the coordinator's daemon.
 #[derive(Clone, Debug, PartialEq)]
@@ -125,6 +121,13 @@ struct ActiveMigration {
 }
 
 impl ActiveMigration {
+    /// Returns the time at which the target must run its copy although the source has not reported
+    /// the end of its own copy; `None` if the migration waits for something else.
+    fn run_at(&self) -> Option<Micros> {
+        self.source_dead_at
+            .filter(|_| self.step == Step::KillSource)
+    }
+
     /// Returns the migration's state in the admission queue of its source host; `None` if the
     /// migration no longer occupies the network connection of this host.
     fn queue_state(&self) -> Option<QueueState> {
@@ -219,7 +222,7 @@ impl Coordinator {
         let deadlines = self
             .migrations
             .values()
-            .filter_map(|m| m.deadline.into_iter().chain(m.source_dead_at).min());
+            .filter_map(|m| m.deadline.into_iter().chain(m.run_at()).min());
         deadlines.chain(self.queue_check_at).min()
     }
 
@@ -623,7 +626,9 @@ impl Coordinator {
     /// being recorded or the source is being killed, a migration from the host continues: the
     /// target runs its copy when the source's copy is considered dead. A migration from the host
     /// whose task already runs at the target is not affected.
-    pub fn on_host_lost(&mut self, now: Micros, host: HostId) {
+    ///
+    /// `source_dead_at` is the time from which no task can run on the lost host.
+    pub fn on_host_lost(&mut self, now: Micros, host: HostId, source_dead_at: Micros) {
         let affected_ids: Vec<MigrationId> = self
             .migrations
             .values()
@@ -633,7 +638,7 @@ impl Coordinator {
         for id in affected_ids {
             let m = self.migrations.get_mut(&id).expect("just listed");
             if m.migration.from == host && matches!(m.step, Step::Commit | Step::KillSource) {
-                m.source_dead_at = Some(now + SOURCE_DEATH_TIMEOUT);
+                m.source_dead_at = Some(source_dead_at);
             } else if m.migration.from == host && m.step >= Step::Run {
                 // Nothing fails: the source has finished, or the target reports that memory is
                 // missing.
@@ -694,9 +699,7 @@ impl Coordinator {
             if m.deadline.is_some_and(|deadline| deadline <= now) {
                 let (step, timeout) = (m.step, m.timeout(m.step));
                 self.fail_migration(id, step, Failure::Deadline { allowed: timeout });
-            } else if m.step == Step::KillSource
-                && m.source_dead_at.is_some_and(|deadline| deadline <= now)
-            {
+            } else if m.run_at().is_some_and(|run_at| run_at <= now) {
                 self.order_run(id, Usage::default());
             }
         }
@@ -840,101 +843,4 @@ impl Coordinator {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn host(index: u16) -> HostId {
-        HostId::new(index).expect("an index")
-    }
-
-    fn task(task_number: usize) -> Tid {
-        Tid::for_task(host(2), task_number as u32).expect("a task")
-    }
-
-    fn begin(
-        coordinator: &mut Coordinator,
-        task_number: usize,
-        from: u16,
-        to: u16,
-    ) -> Result<MigrationId, Refusal> {
-        coordinator.begin_migration(
-            Micros(0),
-            task(task_number),
-            host(from),
-            host(to),
-            MigrationCause::Requested {
-                requested_by: HostId::MASTER.tid(),
-            },
-        )
-    }
-
-    /// Returns the results of all migrations that have ended, and discards the other outputs.
-    fn take_results(
-        coordinator: &mut Coordinator,
-    ) -> Vec<(MigrationId, Result<MigrationReport, MigrationError>)> {
-        let to_result = |output| match output {
-            CoordinatorOutput::Ended { id, result } => Some((id, result)),
-            _ => None,
-        };
-        std::iter::from_fn(|| coordinator.poll())
-            .filter_map(to_result)
-            .collect()
-    }
-
-    /// With 64 migrations in progress another migration is refused until one of the 64 has ended.
-    #[test]
-    fn migrations_beyond_the_limit_are_refused() {
-        let mut coordinator = Coordinator::new();
-        let begin =
-            |coordinator: &mut Coordinator, task_number| begin(coordinator, task_number, 2, 3);
-        let ids: Vec<MigrationId> = (1..=64)
-            .map(|n| begin(&mut coordinator, n).expect("there is room"))
-            .collect();
-        assert_eq!(
-            begin(&mut coordinator, 65),
-            Err(Refusal::TooManyMigrations { limit: 64 })
-        );
-        assert_eq!(
-            begin(&mut coordinator, 64),
-            Err(Refusal::AlreadyMigrating(ids[63])),
-            "that is the better reason"
-        );
-        assert_eq!(coordinator.active_count(), 64);
-        coordinator.cancel(ids[0], "nobody wants it");
-        assert_eq!(take_results(&mut coordinator).len(), 1);
-        assert!(begin(&mut coordinator, 65).is_ok());
-        assert_eq!(
-            begin(&mut coordinator, 66),
-            Err(Refusal::TooManyMigrations { limit: 64 })
-        );
-    }
-
-    /// If the source or the target is lost before the commit, the migration fails, and the reason
-    /// names the lost host. Other migrations continue.
-    #[test]
-    fn lost_host_fails_its_migrations_only() {
-        for lost_index in [2, 3] {
-            let mut coordinator = Coordinator::new();
-            let id = begin(&mut coordinator, 1, 2, 3).expect("there is room");
-            let other_id = begin(&mut coordinator, 2, 4, 5).expect("there is room");
-            coordinator.on_host_lost(Micros(1), host(lost_index));
-            let failure = Failure::HostLost(host(lost_index));
-            assert_eq!(
-                take_results(&mut coordinator),
-                [(
-                    id,
-                    Err(MigrationError {
-                        step: Step::Inspect,
-                        failure
-                    })
-                )]
-            );
-            assert_eq!(
-                coordinator
-                    .migration_of(task(2))
-                    .map(|migration| migration.id),
-                Some(other_id)
-            );
-        }
-    }
-}
+mod tests;

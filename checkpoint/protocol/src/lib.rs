@@ -62,6 +62,7 @@
 
 mod admission_queue;
 mod coordinator;
+mod job_claims;
 mod restart;
 mod snapshot;
 mod source;
@@ -69,6 +70,10 @@ mod target;
 
 pub use admission_queue::{SIZE_WAIT_MAX, SMALLER_DEPARTURES_MAX, TOTAL_DEPARTURES_MAX};
 pub use coordinator::{Coordinator, CoordinatorOutput, MIGRATIONS_MAX};
+pub use job_claims::{
+    CLAIM_RENEWAL_INTERVAL, CLAIM_VALIDITY, ClaimDecision, ClaimObserver, HolderState,
+    OBSERVED_CLAIMS_MAX, decide_claim, is_taken_over,
+};
 pub use restart::{RestartId, RestartOutput, RestartTask, Restarts};
 pub use snapshot::{SnapshotId, SnapshotOutput, Snapshots};
 pub use source::{InspectedTask, Source, SourceEvent, SourceOutput};

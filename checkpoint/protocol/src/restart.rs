@@ -308,6 +308,12 @@ impl Restarts {
         }
     }
 
+    /// Ends a restart that must not succeed any more, with this reason. Its tasks may already have
+    /// been ordered to run; then the caller must end them.
+    pub fn cancel(&mut self, restart_id: RestartId, failure: RestartFailure) {
+        self.fail_restart(restart_id, failure);
+    }
+
     /// Handles that every living daemon has acknowledged the location of this task.
     pub fn on_location_announced(&mut self, now: Micros, part_id: MigrationId) {
         let Some(restart_id) = self.restart_of(part_id) else {

@@ -51,7 +51,7 @@ pub enum SnapshotOutput {
         host: HostId,
         /// The snapshot of this one task, in the form of a migration.
         part: Migration,
-        order: MigrationOrder,
+        order: Box<MigrationOrder>,
     },
     /// Ask all hosts for the tasks of the job, then call [`Snapshots::on_tasks_counted`] or
     /// [`Snapshots::on_count_failed`].
@@ -456,7 +456,7 @@ impl Snapshots {
             SnapshotOutput::Order {
                 host: part.migration.from,
                 part: part.migration.clone(),
-                order,
+                order: Box::new(order),
             }
         });
         self.outputs.extend(dump_orders);
@@ -640,7 +640,7 @@ impl Snapshots {
         let to_output = |part: &SnapshotPart| SnapshotOutput::Order {
             host: part.migration.from,
             part: part.migration.clone(),
-            order: order.clone(),
+            order: Box::new(order.clone()),
         };
         self.outputs.extend(
             snapshot

@@ -388,7 +388,7 @@ fn lost_host_fails_queued_migrations() {
         ids.iter().for_each(|id| simulation.report_inspected(*id));
         simulation
             .coordinator
-            .on_host_lost(simulation.now, host(lost_index));
+            .on_host_lost(simulation.now, host(lost_index), simulation.now);
         simulation.execute_outputs();
         assert_eq!(
             simulation.successes,

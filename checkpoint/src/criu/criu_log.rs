@@ -11,6 +11,39 @@ const QUOTED_LINE_BYTES_MAX: usize = 400;
 /// Begin of a line about CRIU's code in the task, after the time stamp.
 const TASK_CODE_PREFIX: &str = "pie: ";
 
+/// What an error of the engine means for the task: a part of the error's text, and an explanation.
+const EXPLANATIONS: [(&str, &str); 7] = [
+    (
+        "whose /proc doesn't belong to it",
+        "the engine must mount a file system in the task, which the task may not: it has no \
+         capabilities, or has confined itself (landlock, seccomp)",
+    ),
+    (
+        "Message reply from daemon is trimmed",
+        "the task may open too few descriptors (RLIMIT_NOFILE)",
+    ),
+    (
+        "Unknown socket collected",
+        "the task has a socket of a kind that the engine does not support",
+    ),
+    (
+        "Can't make FS id",
+        "two processes of the task share their working directory (clone with CLONE_FS)",
+    ),
+    (
+        "Can't make VM id",
+        "two processes of the task share their memory (vfork, or clone with CLONE_VM)",
+    ),
+    (
+        "Can't create ghost regfile: File exists",
+        "another process has just created the same temporary file; try again",
+    ),
+    (
+        "Cannot assign requested address",
+        "a socket of the task is bound to an address that this host does not have",
+    ),
+];
+
 /// How a line of the log ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum LineEnd {
@@ -108,8 +141,10 @@ fn first_error_in_file(log: &Path) -> Option<String> {
 
 /// Returns why an engine failed: the first error in its log, or else the first line of its standard
 /// error. `None` if neither file contains a reason.
+///
+/// Known errors are followed by an explanation.
 pub(super) fn failure_reason(log: &Path, stderr: &Path) -> Option<String> {
-    first_error_in_file(log).or_else(|| {
+    let reason = first_error_in_file(log).or_else(|| {
         let stderr = std::fs::File::open(stderr).ok()?;
         let text = BufReader::new(stderr)
             .take(LOG_BYTES_MAX)
@@ -117,7 +152,19 @@ pub(super) fn failure_reason(log: &Path, stderr: &Path) -> Option<String> {
             .map_while(Result::ok);
         text.map(|line| truncate_line(line.trim()))
             .find(|line| !line.is_empty() && !line.contains("rlimit"))
-    })
+    });
+    reason.map(explain)
+}
+
+/// Appends the explanation of an error, if there is one.
+fn explain(error: String) -> String {
+    let explanation = EXPLANATIONS
+        .iter()
+        .find(|(error_part, _)| error.contains(error_part));
+    match explanation {
+        Some((_, explanation)) => format!("{error} ({explanation})"),
+        None => error,
+    }
 }
 
 fn truncate_line(line: &str) -> String {
@@ -141,6 +188,19 @@ mod tests {
             Some("Error (criu/sk-unix.c:9): External socket is used")
         );
         assert_eq!(first_error("(00.1) all is well\n".as_bytes()), None);
+    }
+
+    #[test]
+    fn known_errors_are_explained() {
+        let error = "Error (criu/files.c:1): Message reply from daemon is trimmed (12/0)";
+        assert_eq!(
+            explain(error.into()),
+            format!("{error} (the task may open too few descriptors (RLIMIT_NOFILE))")
+        );
+        assert_eq!(
+            explain("Error: something else".into()),
+            "Error: something else"
+        );
     }
 
     /// A last line without a line break is recognized as truncated.

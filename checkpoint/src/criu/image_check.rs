@@ -40,6 +40,9 @@ const LIVE_PROCESS_PREFIXES: [&str; 4] = ["ids-", "mm-", "pagemap-", "fs-"];
 const TREE_PID_FIELD: u32 = 1;
 /// Field number in `pstree_entry`: ids of the threads.
 const TREE_THREADS_FIELD: u32 = 5;
+/// Field numbers in `pstree_entry` of all values that are ids of processes: PID, parent, process
+/// group, session.
+const TREE_ID_FIELDS: [u32; 4] = [TREE_PID_FIELD, 2, 3, 4];
 /// Field number in `pagemap_head`: number of the file that contains the pages.
 const PAGES_ID_FIELD: u32 = 1;
 
@@ -47,6 +50,26 @@ const PAGES_ID_FIELD: u32 = 1;
 struct Images<'a> {
     dir: &'a Path,
     names: BTreeSet<String>,
+}
+
+/// Returns the highest process or thread id in the images in the directory `dir`; 0 if the images
+/// contain no process. The threads of a zombie do not count: CRIU does not set their ids.
+///
+/// # Errors
+/// The image of the process tree cannot be read or is damaged.
+pub fn highest_pid(dir: &Path) -> Result<u32, Failure> {
+    let mut highest = 0;
+    for entry in read_entries(dir, TREE_IMAGE)? {
+        let pid = first_value(&entry, TREE_PID_FIELD).unwrap_or(0);
+        let is_zombie = !dir
+            .join(format!("{}{pid}.img", LIVE_PROCESS_PREFIXES[0]))
+            .exists();
+        let ids = entry.iter().filter(|(field, _)| {
+            TREE_ID_FIELDS.contains(field) || (*field == TREE_THREADS_FIELD && !is_zombie)
+        });
+        highest = ids.map(|(_, id)| *id).max().unwrap_or(0).max(highest);
+    }
+    u32::try_from(highest).map_err(|_| damaged_image(TREE_IMAGE, "contains an invalid process id"))
 }
 
 /// Checks all images in a directory.
@@ -252,6 +275,18 @@ mod tests {
     fn complete_images_are_accepted() {
         let (dir, _) = complete_images();
         assert_eq!(check_images(dir.path()), Ok(()));
+    }
+
+    #[test]
+    fn highest_pid_is_that_of_any_thread_or_zombie() {
+        let (dir, _) = complete_images();
+        // The thread 99 of the zombie 14 does not exist.
+        assert_eq!(highest_pid(dir.path()), Ok(14));
+        let tree = encode_image(&[encode_entry(&[(1, 11), (5, 20)])]);
+        fs::write(dir.path().join("pstree.img"), tree).expect("written");
+        assert_eq!(highest_pid(dir.path()), Ok(20));
+        fs::remove_file(dir.path().join("pstree.img")).expect("removed");
+        assert!(highest_pid(dir.path()).is_err());
     }
 
     /// Truncating, extending or removing an image is an error that names the image.

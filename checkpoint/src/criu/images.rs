@@ -50,7 +50,7 @@ pub(super) fn read_entries(dir: &Path, name: &str) -> Result<Vec<Fields>, Failur
         .collect())
 }
 
-fn read_image(dir: &Path, name: &str) -> Result<Vec<u8>, Failure> {
+pub(super) fn read_image(dir: &Path, name: &str) -> Result<Vec<u8>, Failure> {
     fs::read(dir.join(name)).map_err(|e| Failure::Io(format!("cannot read {name}: {e}")))
 }
 
@@ -212,10 +212,15 @@ fn encode_lazy_entry(address: u64, page_count: u64) -> Vec<u8> {
         (FLAGS_FIELD, PE_LAZY),
         (PAGE_COUNT_FIELD, page_count),
     ];
+    encode_entry(&fields)
+}
+
+/// Encodes an entry whose fields all have a varint as value, as pairs of field number and value.
+pub(super) fn encode_entry(fields: &[(u32, u64)]) -> Vec<u8> {
     let mut message = Vec::new();
     for (field, value) in fields {
         message.push((field << 3) as u8);
-        write_varint(&mut message, value);
+        write_varint(&mut message, *value);
     }
     [&(message.len() as u32).to_le_bytes()[..], &message].concat()
 }
@@ -243,14 +248,6 @@ mod tests {
     #[test]
     fn lazy_pages_are_merged_into_pagemap() {
         let (dir, page_bytes) = (tempfile::tempdir().expect("a directory"), page_size());
-        let encode_entry = |fields: &[(u32, u64)]| {
-            let mut message = Vec::new();
-            for (field, value) in fields {
-                message.push((field << 3) as u8);
-                write_varint(&mut message, *value);
-            }
-            [&(message.len() as u32).to_le_bytes()[..], &message].concat()
-        };
         let present_entry = |address, page_count| {
             encode_entry(&[
                 (ADDRESS_FIELD, address),

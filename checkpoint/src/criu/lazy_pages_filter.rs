@@ -5,7 +5,8 @@
 //!
 //! 1. Before the dump it chooses the hidden areas: all private anonymous memory, which CRIU itself
 //!    would treat as lazy. The hidden areas are always whole mappings, because CRIU requests a
-//!    whole mapping if any page of the mapping is lazy.
+//!    whole mapping if any page of the mapping is lazy. A mapping with a page that cannot be read
+//!    is not hidden: what follows must be known to be readable while the source can still go on.
 //! 2. During the dump a library in CRIU ([`super::ptrace_relay`]) removes these areas from the
 //!    results of PAGEMAP_SCAN, so CRIU finds no pages in them.
 //! 3. After the dump the hidden pages are added to the images as lazy (PE_LAZY).
@@ -13,7 +14,8 @@
 //! The pages are served by [`super::page_server`].
 
 use super::images::{add_lazy_pages, read_pagemap};
-use super::pagemap::{PageFilter, scan_pages};
+use super::pagemap::{PageFilter, PopulatedPages, pages_outside_swap_areas, scan_pages};
+use super::process_memory::unreadable_pages;
 use crate::engine::pages::page_size;
 use crate::proc;
 use nix::sys::memfd::{MFdFlags, memfd_create};
@@ -23,8 +25,10 @@ use std::io::{self, Write};
 use std::os::fd::OwnedFd;
 use std::path::Path;
 
-/// Names of the mappings that the kernel creates in each process.
-const KERNEL_MAPPINGS: [&str; 4] = ["[vdso]", "[vvar]", "[vvar_vclock]", "[vsyscall]"];
+/// Names of mappings of ordinary memory, and the prefix of a name that the process has given. All
+/// other mappings with a name are those of the kernel, such as `[vdso]` and `[uprobes]`.
+const MEMORY_MAPPINGS: [&str; 3] = ["", "[heap]", "[stack]"];
+const NAMED_MEMORY_PREFIX: &str = "[anon:";
 /// `VmFlags` of mappings that CRIU never treats as lazy: locked memory, and reserved huge pages.
 const NEVER_LAZY_FLAGS: [&str; 2] = ["lo", "ht"];
 
@@ -39,6 +43,8 @@ pub(super) struct ProcessLazyPages {
     areas: Vec<(u64, u64)>,
     /// The ranges of populated pages in the hidden areas, as (start, end).
     pub(super) page_ranges: Vec<(u64, u64)>,
+    /// Pages that cannot be read. Their mappings are not hidden.
+    unreadable_pages: Vec<u64>,
 }
 
 /// The hidden memory of all processes of a task. The processes must remain stopped.
@@ -53,7 +59,8 @@ pub(super) struct LazyPages {
 /// The error of the system call.
 pub(super) fn check_pagemap_scan() -> io::Result<()> {
     let pagemap = File::open("/proc/self/pagemap")?;
-    scan_pages(&pagemap, (page_size(), 2 * page_size()), PageFilter::All).map(drop)
+    let range = (page_size(), 2 * page_size());
+    scan_pages(&pagemap, range, PageFilter::All).map(drop)
 }
 
 impl LazyPages {
@@ -123,6 +130,23 @@ impl LazyPages {
         Ok(())
     }
 
+    /// Adds to the failure of a dump that the task has memory which cannot be read, if so.
+    pub(super) fn explain_failure(&self, failure: Failure) -> Failure {
+        let first_unreadable = self.processes.iter().find_map(|process| {
+            let page = process.unreadable_pages.first()?;
+            Some((process.namespace_pid, page, process.unreadable_pages.len()))
+        });
+        match (failure, first_unreadable) {
+            (Failure::Engine(reason), Some((namespace_pid, page, count))) => {
+                Failure::Engine(format!(
+                    "{reason}; {count} pages of its process {namespace_pid} cannot be read, the first at \
+                 {page:#x}: they are guard pages that this kernel does not report, or damaged memory"
+                ))
+            }
+            (failure, _) => failure,
+        }
+    }
+
     /// True if this page is hidden memory of the process whose PID in the images is
     /// `namespace_pid`.
     pub(super) fn contains(&self, namespace_pid: u64, address: u64) -> bool {
@@ -153,14 +177,59 @@ impl ProcessLazyPages {
         if areas.is_empty() {
             return Ok(None);
         }
-        let page_ranges = populated_ranges(pid, &areas, PageFilter::All)?;
-        Ok(Some(Self {
+        let mut process_pages = Self {
             pid,
             namespace_pid,
             areas,
-            page_ranges,
-        }))
+            page_ranges: Vec::new(),
+            unreadable_pages: Vec::new(),
+        };
+        let pages = populated_pages(pid, &process_pages.areas, PageFilter::All)?;
+        process_pages.unreadable_pages = find_unreadable_pages(pid, &process_pages.areas, &pages)?;
+        process_pages.page_ranges = pages.ranges;
+        process_pages.remove_unreadable_areas();
+        Ok(Some(process_pages))
     }
+
+    /// Removes the areas that contain pages that cannot be read, so that the engine dumps them.
+    fn remove_unreadable_areas(&mut self) {
+        for page in &self.unreadable_pages {
+            let Some(index) = self.areas.iter().position(|area| contains(area, *page)) else {
+                continue;
+            };
+            let area = self.areas.remove(index);
+            self.page_ranges
+                .retain(|(start, _)| !contains(&area, *start));
+        }
+    }
+}
+
+fn contains((start, end): &(u64, u64), address: u64) -> bool {
+    (*start..*end).contains(&address)
+}
+
+/// Returns those of the populated pages `pages` of a process that cannot be read. `areas` are the
+/// mappings that contain the pages.
+///
+/// Reads the first page of each mapping, and each page that may be neither in memory nor in a swap
+/// area. The kernel can read all other pages: it has just reported them as memory or swapped-out
+/// memory of a mapping that can be read. To read all would take as long as to send them.
+fn find_unreadable_pages(
+    pid: i32,
+    areas: &[(u64, u64)],
+    pages: &PopulatedPages,
+) -> io::Result<Vec<u64>> {
+    let first_page = |area: &(u64, u64)| {
+        let index = pages.ranges.partition_point(|(start, _)| *start < area.0);
+        let (start, _) = pages.ranges.get(index)?;
+        contains(area, *start).then_some(*start)
+    };
+    let mut probed_pages: Vec<u64> = areas.iter().filter_map(first_page).collect();
+    if !pages.swapped_ranges.is_empty() {
+        let pagemap = File::open(format!("/proc/{pid}/pagemap"))?;
+        probed_pages.extend(pages_outside_swap_areas(&pagemap, &pages.swapped_ranges)?);
+    }
+    unreadable_pages(pid, &probed_pages)
 }
 
 fn process_exited_error() -> io::Error {
@@ -189,21 +258,24 @@ pub(super) fn lazy_areas(pid: i32) -> io::Result<Vec<(u64, u64)>> {
     Ok(parse_lazy_areas(&proc::mappings(pid, file_name)?))
 }
 
-/// Returns the ranges of populated pages in these areas, as (start, end).
+/// Returns the populated pages in these areas.
 ///
 /// # Errors
 /// As for [`lazy_areas`].
-pub(super) fn populated_ranges(
+pub(super) fn populated_pages(
     pid: i32,
     areas: &[(u64, u64)],
     filter: PageFilter,
-) -> io::Result<Vec<(u64, u64)>> {
+) -> io::Result<PopulatedPages> {
     let pagemap = File::open(format!("/proc/{pid}/pagemap"))?;
-    let mut page_ranges = Vec::new();
+    let mut pages = PopulatedPages::default();
     for area in areas {
-        page_ranges.extend(scan_pages(&pagemap, *area, filter)?);
+        // Ranges of adjacent areas stay apart.
+        let area_pages = scan_pages(&pagemap, *area, filter)?;
+        pages.ranges.extend(area_pages.ranges);
+        pages.swapped_ranges.extend(area_pages.swapped_ranges);
     }
-    Ok(page_ranges)
+    Ok(pages)
 }
 
 /// Parses `/proc/PID/maps` or `smaps` and returns the private anonymous areas that can be lazy.
@@ -243,11 +315,13 @@ fn is_private_anonymous(rest: &str) -> bool {
     let mut fields = rest.split_whitespace();
     let (perms, inode) = (fields.next().unwrap_or_default(), fields.nth(2));
     let name = fields.next().unwrap_or_default();
-    perms.ends_with('p') && inode == Some("0") && !KERNEL_MAPPINGS.contains(&name)
+    let is_memory = MEMORY_MAPPINGS.contains(&name) || name.starts_with(NAMED_MEMORY_PREFIX);
+    perms.ends_with('p') && inode == Some("0") && is_memory
 }
 
 #[cfg(test)]
 mod tests {
+    use super::super::pagemap::tests::forget_guard_category;
     use super::*;
 
     const MAPS: &str = "\
@@ -260,6 +334,7 @@ mod tests {
 7f500000-7f600000 ---p 00000000 00:00 0 \n\
 7f600000-7f700000 rw-s 00000000 00:01 5                          /dev/zero (deleted)
 7f800000-7f900000 rw-p 00001000 fe:01 1234                       /usr/lib/a
+7f900000-7f901000 --xp 00000000 00:00 0                          [uprobes]
 7fff0000-7fff8000 rw-p 00000000 00:00 0                          [stack]
 7fffa000-7fffc000 r--p 00000000 00:00 0                          [vvar]
 7fffc000-7fffe000 r-xp 00000000 00:00 0                          [vdso]
@@ -304,6 +379,7 @@ mod tests {
             namespace_pid: 2,
             areas: vec![(0x1000, 0x9000)],
             page_ranges: vec![(0x1000, 0x3000), (0x5000, 0x6000)],
+            unreadable_pages: Vec::new(),
         };
         let lazy_pages = LazyPages {
             processes: vec![process],
@@ -322,6 +398,59 @@ mod tests {
             ]
         );
         assert!(!lazy_pages.contains(3, 0x1000));
+    }
+
+    /// Mappings with pages that cannot be read are not hidden, and a failed dump is explained by
+    /// them.
+    #[test]
+    fn mapping_with_unreadable_page_is_dumped() {
+        let mut process = ProcessLazyPages {
+            pid: 77,
+            namespace_pid: 2,
+            areas: vec![(0x1000, 0x4000), (0x4000, 0x6000), (0x8000, 0x9000)],
+            page_ranges: vec![
+                (0x1000, 0x2000),
+                (0x3000, 0x4000),
+                (0x4000, 0x6000),
+                (0x8000, 0x9000),
+            ],
+            unreadable_pages: vec![0x1000, 0x3000],
+        };
+        process.remove_unreadable_areas();
+        assert_eq!(process.areas, [(0x4000, 0x6000), (0x8000, 0x9000)]);
+        assert_eq!(process.page_ranges, [(0x4000, 0x6000), (0x8000, 0x9000)]);
+        let mut lazy_pages = LazyPages {
+            processes: vec![process],
+        };
+        let failure = || Failure::Engine("it stopped".into());
+        let explained = lazy_pages.explain_failure(failure()).to_string();
+        assert!(
+            explained.contains("it stopped; 2 pages of its process 2")
+                && explained.contains("0x1000"),
+            "{explained}"
+        );
+        assert_eq!(
+            lazy_pages.explain_failure(Failure::TaskEnded),
+            Failure::TaskEnded
+        );
+        lazy_pages.processes[0].unreadable_pages.clear();
+        assert_eq!(lazy_pages.explain_failure(failure()), failure());
+    }
+
+    /// A guard page that the kernel does not report is found by reading it.
+    #[test]
+    fn unreported_guard_page_is_not_hidden() {
+        let Some(forgotten_category) = forget_guard_category() else {
+            eprintln!("this kernel has no guard pages");
+            return;
+        };
+        let process = ProcessLazyPages::choose(std::process::id() as i32);
+        let process = process.expect("readable").expect("it has memory");
+        let guard_page = forgotten_category.guard_page;
+        // The C library may have made further ones, for the stacks of threads.
+        assert!(process.unreadable_pages.contains(&guard_page));
+        assert!(!process.areas.iter().any(|area| contains(area, guard_page)));
+        assert!(!process.areas.is_empty() && !process.page_ranges.is_empty());
     }
 
     /// A buffer of the test process is found as memory that can be hidden.

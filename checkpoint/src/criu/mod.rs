@@ -22,9 +22,11 @@
 //! | `criu lazy-pages` loses requests when the task unmaps memory or forks | `uffd_batching.c`: events are read only when no request is open |
 //! | Missing pages become zeros when `criu lazy-pages` dies | `uffd_keeper`: copies of the userfaultfd descriptors |
 //! | CRIU may report success although its images are truncated | `image_check` |
+//! | Restores on hosts that share a file system create files with the same temporary names | `ghost_names` |
 
 mod criu_log;
 mod dump_lock;
+mod ghost_names;
 mod image_check;
 mod image_owner;
 mod images;
@@ -38,12 +40,14 @@ mod pagemap;
 mod pre_copy;
 mod prefetch;
 mod process;
+mod process_memory;
 mod ptrace;
 mod ptrace_relay;
 mod thread_freezer;
 mod trap_cleanup;
 mod uffd_keeper;
 
+pub use image_check::highest_pid;
 pub use image_owner::check_owner;
 pub use kdat::KdatCleanup;
 pub use pre_copy::acknowledge as acknowledge_pre_copy;
@@ -269,6 +273,7 @@ impl Engine for Criu {
     }
 
     fn start_restore(&self, params: RestoreParams) -> Result<Box<dyn RunningRestore>, Failure> {
+        ghost_names::make_unique(&params.dir)?;
         let inherited_fds = [&params.pid_namespace, &params.output];
         // With hole punching CRIU frees each page of the image after reading it. Then images in a
         // memory file system and the restored task together never need twice the memory.
@@ -372,7 +377,10 @@ impl RunningDump for CriuDump {
         mut self: Box<Self>,
         limits: &CallLimits,
     ) -> Result<(DumpReport, Option<Box<dyn MemoryServer>>), Failure> {
-        let result = self.finish_images(limits);
+        let result = self.finish_images(limits).map_err(|failure| {
+            let lazy_pages = self.post_copy.as_ref().map(|(lazy_pages, _)| lazy_pages);
+            lazy_pages.map_or(failure.clone(), |pages| pages.explain_failure(failure))
+        });
         if result.is_err() {
             self.swrk.kill();
         }

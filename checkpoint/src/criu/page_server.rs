@@ -19,18 +19,15 @@ use super::page_server_wire::{
     PS_IOV_FORCE_CLOSE, PS_IOV_GET, PageHeader, bitmap_bytes,
 };
 use super::process::{raise_thread_priority, wait_until_readable};
+use super::process_memory::read_memory;
 use super::ptrace::TracedThread;
 use crate::engine::pages::{BLOCK_PAGES, page_size};
 use crate::engine::{CallLimits, MemoryServer, SentPages, ServedMemory, TracerOrder};
 use nix::errno::Errno;
 use nix::sys::eventfd::{EfdFlags, EventFd};
-use nix::sys::uio::{RemoteIoVec, process_vm_readv};
-use nix::unistd::Pid;
 use sempa_proto::migration::Failure;
-use std::fs::File;
-use std::io::{self, IoSliceMut, Read, Write};
+use std::io::{self, Read, Write};
 use std::os::fd::OwnedFd;
-use std::os::unix::fs::FileExt;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
@@ -351,44 +348,15 @@ fn served_range_at(
         .ok_or_else(not_served_error)
 }
 
-/// Fills the buffer with the memory of a process from `address` on. Areas without read permission
-/// are read as well.
-fn read_memory(pid: i32, address: u64, buffer: &mut [u8]) -> io::Result<()> {
-    match read_readable_memory(pid, address, buffer) {
-        Err(e) if e.raw_os_error() == Some(libc::EFAULT) => {
-            File::open(format!("/proc/{pid}/mem"))?.read_exact_at(buffer, address)
-        }
-        read_result => read_result,
-    }
-}
-
-fn read_readable_memory(pid: i32, address: u64, buffer: &mut [u8]) -> io::Result<()> {
-    let mut read_bytes = 0;
-    while read_bytes < buffer.len() {
-        let remote_range = [RemoteIoVec {
-            base: address as usize + read_bytes,
-            len: buffer.len() - read_bytes,
-        }];
-        match process_vm_readv(
-            Pid::from_raw(pid),
-            &mut [IoSliceMut::new(&mut buffer[read_bytes..])],
-            &remote_range,
-        ) {
-            Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
-            Ok(byte_count) => read_bytes += byte_count,
-            Err(Errno::EINTR) => {}
-            Err(e) => return Err(e.into()),
-        }
-    }
-    Ok(())
-}
-
 #[cfg(test)]
 mod tests {
     use super::super::pre_copy::{acknowledge, receive, send};
     use super::*;
     use crate::engine::{CancelHandle, PreCopyStopCondition};
     use nix::sys::signal::{Signal, kill};
+    use nix::unistd::Pid;
+    use std::fs::File;
+    use std::os::unix::fs::FileExt;
     use std::process::{Child, Command, Stdio};
     use std::time::{Duration, Instant};
 

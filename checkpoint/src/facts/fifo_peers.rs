@@ -3,6 +3,8 @@
 
 use crate::proc;
 use std::collections::BTreeMap;
+use std::fs::DirEntry;
+use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
@@ -15,22 +17,40 @@ pub(super) fn file_identity(path: &Path) -> Option<(u64, u64)> {
 
 /// Returns the path of the first pipe of `pipes` that a process outside `task_processes` has open;
 /// `None` if all pipes are open only in the task. `pipes` maps the device and inode number of each
-/// pipe to its path. Processes that cannot be inspected are skipped.
+/// pipe to its path.
+///
+/// # Errors
+/// The processes, or the descriptors of a process, cannot be read.
 pub(super) fn pipe_open_outside_task(
     pipes: &BTreeMap<(u64, u64), PathBuf>,
     task_processes: &[i32],
-) -> Option<PathBuf> {
+) -> io::Result<Option<PathBuf>> {
     if pipes.is_empty() {
-        return None;
+        return Ok(None);
     }
-    proc::process_ids()
+    let other_processes = proc::process_ids()?
         .into_iter()
-        .filter(|pid| !task_processes.contains(pid))
-        .find_map(|pid| pipe_open_in_process(pid, pipes))
+        .filter(|pid| !task_processes.contains(pid));
+    for pid in other_processes {
+        // Processes that have ended are skipped, and those of other users if access is denied.
+        match proc::descriptors(pid) {
+            Ok(fd_entries) => {
+                if let Some(path) = open_pipe(fd_entries, pipes) {
+                    return Ok(Some(path));
+                }
+            }
+            Err(e) if e.kind() == io::ErrorKind::PermissionDenied || proc::has_ended(&e) => {}
+            Err(e) => return Err(e),
+        }
+    }
+    Ok(None)
 }
 
-fn pipe_open_in_process(pid: i32, pipes: &BTreeMap<(u64, u64), PathBuf>) -> Option<PathBuf> {
-    proc::descriptors(pid).ok()?.find_map(|entry| {
+fn open_pipe(
+    mut fd_entries: impl Iterator<Item = DirEntry>,
+    pipes: &BTreeMap<(u64, u64), PathBuf>,
+) -> Option<PathBuf> {
+    fd_entries.find_map(|entry| {
         // Only descriptors with a path are inspected further: reading the metadata of other files
         // may block.
         let is_path = std::fs::read_link(entry.path()).is_ok_and(|link| link.is_absolute());
@@ -54,17 +74,17 @@ mod tests {
         let path = dir.path().join("fifo");
         nix::unistd::mkfifo(&path, nix::sys::stat::Mode::S_IRWXU).expect("fifo");
         let pipes = BTreeMap::from([(file_identity(&path).expect("it exists"), path.clone())]);
-        assert_eq!(pipe_open_outside_task(&pipes, &[]), None);
+        let open_outside = |task_processes: &[i32]| {
+            pipe_open_outside_task(&pipes, task_processes).expect("readable")
+        };
+        assert_eq!(open_outside(&[]), None);
         let read_end = std::fs::File::options()
             .read(true)
             .custom_flags(libc::O_NONBLOCK)
             .open(&path)
             .expect("open");
-        assert_eq!(pipe_open_outside_task(&pipes, &[]), Some(path));
-        assert_eq!(
-            pipe_open_outside_task(&pipes, &[std::process::id() as i32]),
-            None
-        );
+        assert_eq!(open_outside(&[]), Some(path));
+        assert_eq!(open_outside(&[std::process::id() as i32]), None);
         drop(read_end);
     }
 }

@@ -3,6 +3,7 @@
 //! the target.
 
 use super::descriptors::{DescriptorMeaning, read_descriptor};
+use super::inspect::unreadable;
 use crate::proc;
 use nix::fcntl::{OFlag, openat};
 use nix::sys::stat::Mode;
@@ -38,11 +39,12 @@ impl FilePolicy {
     /// Returns the policy that the environment of the task's root process selects.
     ///
     /// # Errors
-    /// `SEMPA_FILES` has an unknown value.
+    /// `SEMPA_FILES` has an unknown value, or the environment cannot be read.
     pub(super) fn read_from_process(root_pid: i32) -> Result<Self, Refusal> {
         // The environment cannot be read if the process or its main thread has exited. Other checks
         // refuse such a process.
-        Self::parse(&proc::environment(root_pid))
+        let environment = proc::environment(root_pid);
+        Self::parse(&environment.map_err(|e| unreadable("its environment", &e))?)
     }
 
     fn parse(environment: &[u8]) -> Result<Self, Refusal> {

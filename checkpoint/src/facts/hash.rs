@@ -1,5 +1,7 @@
 //! Cache of BLAKE3 hashes of files. An entry is valid while the file's metadata is unchanged.
 
+use super::memory_map;
+use crate::proc;
 use std::collections::HashMap;
 use std::fs::{File, Metadata};
 use std::io;
@@ -72,6 +74,29 @@ fn file_key(meta: &Metadata) -> FileKey {
         modification_ns,
         status_change_ns,
     )
+}
+
+/// Maximum size in bytes of a file that is hashed in advance. Larger files are mostly data, not
+/// libraries.
+const PREHASHED_BYTES_MAX: u64 = 128 << 20;
+
+/// Hashes the program and the libraries of a process in advance, so that a later inspection need
+/// not wait for the disk. Read errors are ignored; the inspection reports them.
+pub fn hash_program_files(pid: i32, hashes: &HashCache) {
+    let Ok(text) = proc::mappings(pid, "maps") else {
+        return;
+    };
+    for mapping in memory_map::parse_maps(&text) {
+        let memory_map::Mapping::Private(path) = mapping else {
+            continue;
+        };
+        if path
+            .metadata()
+            .is_ok_and(|meta| meta.len() <= PREHASHED_BYTES_MAX)
+        {
+            let _ = hashes.hash(&path);
+        }
+    }
 }
 
 #[cfg(test)]

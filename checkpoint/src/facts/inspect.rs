@@ -6,10 +6,12 @@ use super::descriptors::{
 };
 use super::files::{COPIED_BYTES_MAX, COPIED_FILES_MAX, FilePolicy, belongs_to_this_user};
 use super::hash::HashCache;
-use super::{fifo_peers, kernel, memory_map, sockets, sysv, this_host};
+use super::verdict::unreadable as unreadable_property;
+use super::{fifo_peers, kernel, memory_map, shared_state, sockets, sysv, this_host};
 use crate::capabilities::CapabilitySet;
 use crate::proc::{self, Status, namespace};
-use procfs::process::Process;
+use procfs::ProcError;
+use procfs::process::{LimitValue, Process};
 use sempa_proto::migration::{FileRequirement, Refusal, RequiredFile, TaskFacts};
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
@@ -19,12 +21,13 @@ use std::time::Duration;
 
 /// Namespaces that a task must share with its tasker: the name in /proc/PID/ns, and the description
 /// in the refusal of a task that has another namespace of this kind.
-const SHARED_NAMESPACES: [(&str, &str); 5] = [
+const SHARED_NAMESPACES: [(&str, &str); 6] = [
     ("mnt", "a mount namespace of its own"),
     ("net", "a network namespace of its own"),
     ("ipc", "an IPC namespace of its own"),
     ("uts", "a host-name namespace of its own"),
     ("user", "a user namespace of its own"),
+    ("cgroup", "a control-group namespace of its own"),
 ];
 
 /// The processes of a task to inspect.
@@ -57,6 +60,8 @@ struct InspectionFindings {
     terminal_masters: BTreeSet<u64>,
     /// Paths of the task's named pipes, by device and inode number.
     named_pipes: BTreeMap<(u64, u64), PathBuf>,
+    /// The highest process or thread id in the task's PID namespace.
+    highest_pid: u32,
 }
 
 /// Requirement of a task for a file at the target. Each requirement includes the previous ones.
@@ -73,6 +78,13 @@ enum FileNeed {
 }
 
 impl InspectionFindings {
+    /// Records the PID of a process or thread in its own PID namespace.
+    fn record_pid(&mut self, status: &Status) {
+        let namespace_pid = status.nspid.as_ref().and_then(|pids| pids.last().copied());
+        let namespace_pid = namespace_pid.and_then(|pid| u32::try_from(pid).ok());
+        self.highest_pid = self.highest_pid.max(namespace_pid.unwrap_or(0));
+    }
+
     fn require_file(&mut self, path: &Path, bytes: u64, need: FileNeed) -> Result<(), Refusal> {
         if let Some((_, previous_need)) = self.required_files.get_mut(path) {
             *previous_need = need.max(*previous_need);
@@ -152,10 +164,24 @@ impl InspectionFindings {
     }
 }
 
-fn unsupported_resource(resource: impl Into<String>) -> Refusal {
+pub(super) fn unsupported_resource(resource: impl Into<String>) -> Refusal {
     Refusal::UnsupportedResource {
         what: resource.into(),
     }
+}
+
+/// Returns the refusal because a property of the task cannot be read.
+pub(super) fn unreadable(property: &str, error: &io::Error) -> Refusal {
+    if proc::has_ended(error) {
+        Refusal::NoSuchTask
+    } else {
+        unreadable_property(property, error)
+    }
+}
+
+/// Returns the status of a process or thread; `None` if it does not exist.
+fn read_status(id: i32) -> Result<Option<Status>, Refusal> {
+    proc::read_status(id).map_err(|e| unreadable_property("its processes", &e))
 }
 
 /// Inspects a task without stopping it. Changes during the inspection may be missed. `engine` is
@@ -176,7 +202,9 @@ pub fn inspect(
     for &pid in &task.processes {
         inspect_process_until_stable(pid, task.root_pid, &mut findings)?;
     }
-    check_connections(task.root_pid, &findings)?;
+    shared_state::check_processes(&task.processes)?;
+    let addresses =
+        sockets::check_connections(task.root_pid, &findings.sockets, &findings.library_sockets)?;
     findings.check_copied_files()?;
     if let Some(terminal_number) = findings
         .terminal_slaves
@@ -187,59 +215,42 @@ pub fn inspect(
             "the terminal /dev/pts/{terminal_number}, whose master end is held by another process"
         )));
     }
-    if let Some(path) = fifo_peers::pipe_open_outside_task(&findings.named_pipes, &task.processes) {
+    let open_pipe = fifo_peers::pipe_open_outside_task(&findings.named_pipes, &task.processes)
+        .map_err(|e| unreadable_property("the processes that have its named pipes open", &e))?;
+    if let Some(path) = open_pipe {
         return Err(unsupported_resource(format!(
             "the named pipe {}, which another process has open",
             path.display()
         )));
     }
-    if let Some(object) = sysv::describe_used_object(&task.processes) {
+    let object = sysv::describe_used_object(&task.processes)
+        .map_err(|e| unreadable_property("its System V objects", &e))?;
+    if let Some(object) = object {
         return Err(unsupported_resource(object));
     }
-    let uid = proc::status(task.root_pid).map(|status| status.euid);
+    let root_status = read_status(task.root_pid)?.ok_or(Refusal::NoSuchTask)?;
+    let (mut memory_bytes, mut thread_count) = (0, 0);
+    for &pid in &task.processes {
+        if let Some(status) = read_status(pid)? {
+            memory_bytes += proc::memory_bytes(&status).unwrap_or(0);
+            thread_count += u32::try_from(status.threads).unwrap_or(u32::MAX);
+        }
+    }
     Ok(TaskFacts {
         program: Box::default(),
-        memory_bytes: task
-            .processes
-            .iter()
-            .filter_map(|pid| process_memory_bytes(*pid))
-            .sum(),
-        uid: uid.ok_or(Refusal::NoSuchTask)?,
-        cpu_features: this_host::cpu_features(),
+        memory_bytes,
+        uid: root_status.euid,
+        cpu_features: this_host::cpu_features()
+            .map_err(|e| unreadable_property("the source's processor features", &e))?,
         kernel_features: kernel::kernel_features(),
         kernel_release: proc::kernel_release().into(),
         engine_version: engine,
-        thread_count: task
-            .processes
-            .iter()
-            .filter_map(|pid| u32::try_from(proc::status(*pid)?.threads).ok())
-            .sum(),
+        thread_count,
+        highest_pid: findings.highest_pid,
         files: file_facts(findings.required_files, hashes)?,
         launch: None,
+        addresses,
     })
-}
-
-/// Maximum size in bytes of a file that is hashed in advance. Larger files are mostly data, not
-/// libraries.
-const PREHASHED_BYTES_MAX: u64 = 128 << 20;
-
-/// Hashes the program and the libraries of a process in advance, so that a later inspection need
-/// not wait for the disk. Read errors are ignored; the inspection reports them.
-pub fn hash_program_files(pid: i32, hashes: &HashCache) {
-    let Ok(text) = proc::mappings(pid, "maps") else {
-        return;
-    };
-    for mapping in memory_map::parse_maps(&text) {
-        let memory_map::Mapping::Private(path) = mapping else {
-            continue;
-        };
-        if path
-            .metadata()
-            .is_ok_and(|meta| meta.len() <= PREHASHED_BYTES_MAX)
-        {
-            let _ = hashes.hash(&path);
-        }
-    }
 }
 
 /// Returns the memory of a process in bytes, resident or swapped out; `None` if the process does
@@ -250,7 +261,7 @@ pub fn process_memory_bytes(pid: i32) -> Option<u64> {
 
 /// Maximum number of attempts to inspect a process that seems to be exiting. Attempts are one
 /// millisecond apart.
-const INSPECT_ATTEMPTS_MAX: u32 = 100;
+pub(super) const INSPECT_ATTEMPTS_MAX: u32 = 100;
 
 /// Inspects one process, and repeats the inspection while the process is exiting.
 ///
@@ -286,25 +297,27 @@ fn inspect_process_until_stable(
 /// The parents of processes are read one after the other and may exit in between, so a result
 /// counts only if two reads agree.
 fn check_process_tree(task: &TaskProcesses) -> Result<(), Refusal> {
-    // The kernel reports parent 0 for a process that is being reaped.
-    let parent = |pid: i32| {
-        let parent = proc::status(pid)?.ppid;
-        (parent != 0).then_some(parent)
-    };
     let read_parents = || {
-        task.processes
-            .iter()
-            .filter_map(|&p| Some((p, parent(p)?)))
-            .collect::<BTreeMap<i32, i32>>()
+        let mut parents = BTreeMap::new();
+        for &pid in &task.processes {
+            let parent = read_status(pid)?.map(|status| status.ppid);
+            // The kernel reports parent 0 for a process that is being reaped.
+            parents.extend(
+                parent
+                    .filter(|parent| *parent != 0)
+                    .map(|parent| (pid, parent)),
+            );
+        }
+        Ok::<BTreeMap<i32, i32>, Refusal>(parents)
     };
-    let mut parents = read_parents();
+    let mut parents = read_parents()?;
     let mut result = check_parents(task, &parents);
     for _ in 0..INSPECT_ATTEMPTS_MAX {
         if result.is_ok() || result == Err(Refusal::NoSuchTask) {
             break;
         }
         std::thread::sleep(Duration::from_millis(1));
-        let new_parents = read_parents();
+        let new_parents = read_parents()?;
         if new_parents == parents {
             break;
         }
@@ -338,8 +351,13 @@ fn inspect_process(
     root_pid: i32,
     findings: &mut InspectionFindings,
 ) -> Result<(), Refusal> {
-    let threads = proc::thread_ids(pid).unwrap_or_default();
-    let status = proc::status(pid);
+    let threads = proc::none_if_ended(proc::thread_ids(pid))
+        .map_err(|e| unreadable("its threads", &e))?
+        .unwrap_or_default();
+    let status = read_status(pid)?;
+    if let Some(status) = &status {
+        findings.record_pid(status);
+    }
     if status
         .as_ref()
         .is_some_and(|status| status.state.starts_with(['Z', 'X']))
@@ -357,22 +375,27 @@ fn inspect_process(
     // Threads of the tasker also trace the task for short times.
     let is_own_thread =
         |tracer: i32| Process::myself().is_ok_and(|process| process.task_from_tid(tracer).is_ok());
-    if threads
-        .into_iter()
-        .filter_map(proc::status)
-        .any(|status| status.tracerpid != 0 && !is_own_thread(status.tracerpid))
-    {
-        return Err(unsupported_resource("a debugger"));
+    for &thread_id in &threads {
+        let Some(thread_status) = read_status(thread_id)? else {
+            continue;
+        };
+        if thread_status.tracerpid != 0 && !is_own_thread(thread_status.tracerpid) {
+            return Err(unsupported_resource("a debugger"));
+        }
+        findings.record_pid(&thread_status);
     }
     check_capabilities(status.as_ref())?;
     check_namespaces(pid, root_pid)?;
-    let process = Process::new(pid).map_err(|_| Refusal::NoSuchTask)?;
-    let root_dir = process.root().map_err(|_| Refusal::NoSuchTask)?;
+    shared_state::check_threads(pid, &threads)?;
+    let unreadable_directories =
+        |e: ProcError| unreadable("its directories", &proc::into_io_error(e));
+    let process = Process::new(pid).map_err(unreadable_directories)?;
+    let root_dir = process.root().map_err(unreadable_directories)?;
     let own_root_dir = Process::myself().and_then(|own_process| own_process.root());
     if root_dir != own_root_dir.unwrap_or_else(|_| "/".into()) {
         return Err(unsupported_resource("a root directory of its own"));
     }
-    let cwd = process.cwd().map_err(|_| Refusal::NoSuchTask)?;
+    let cwd = process.cwd().map_err(unreadable_directories)?;
     check_working_directory(&cwd, pid)?;
     findings.require_file(&cwd, 0, FileNeed::Directory)?;
     inspect_mappings(pid, findings)?;
@@ -431,6 +454,10 @@ fn check_namespaces(pid: i32, root_process: i32) -> Result<(), Refusal> {
     {
         return Err(unsupported_resource("a process-id namespace of its own"));
     }
+    // A restored task has a time namespace of its own, in which all its processes are.
+    if namespace(&process, "time") != namespace(&process, "time_for_children") {
+        return Err(unsupported_resource("a time namespace of its own"));
+    }
     Ok(())
 }
 
@@ -450,7 +477,7 @@ fn check_working_directory(cwd: &Path, pid: i32) -> Result<(), Refusal> {
 }
 
 fn inspect_mappings(pid: i32, findings: &mut InspectionFindings) -> Result<(), Refusal> {
-    let text = proc::mappings(pid, "maps").map_err(|_| Refusal::NoSuchTask)?;
+    let text = proc::mappings(pid, "maps").map_err(|e| unreadable("its memory map", &e))?;
     for mapping in memory_map::parse_maps(&text) {
         let (path, need) = match mapping {
             memory_map::Mapping::Private(path) => (path, FileNeed::EqualContent),
@@ -473,16 +500,27 @@ fn inspect_mappings(pid: i32, findings: &mut InspectionFindings) -> Result<(), R
 }
 
 fn inspect_descriptors(pid: i32, findings: &mut InspectionFindings) -> Result<(), Refusal> {
-    let fd_entries = proc::descriptors(pid).map_err(|_| Refusal::NoSuchTask)?;
+    let unreadable_descriptors = |e: io::Error| unreadable("its descriptors", &e);
+    let fd_entries = proc::descriptors(pid).map_err(unreadable_descriptors)?;
+    let mut fd_numbers = Vec::new();
     for entry in fd_entries {
+        let fd_number = entry.file_name();
+        let fd_number = fd_number.to_string_lossy();
+        fd_numbers.extend(fd_number.parse::<u64>());
         // A descriptor that has just been closed is ignored.
-        let Ok(meaning) = read_descriptor(pid, &entry.path(), &entry.file_name().to_string_lossy())
-        else {
+        let meaning = proc::none_if_ended(read_descriptor(pid, &entry.path(), &fd_number))
+            .map_err(unreadable_descriptors)?;
+        let Some(meaning) = meaning else {
             continue;
         };
         match meaning {
             DescriptorMeaning::Supported => {}
             DescriptorMeaning::Socket(inode) => {
+                let kind = proc::none_if_ended(sockets::unsupported_kind(&entry.path()))
+                    .map_err(|e| unreadable("the kind of its sockets", &e))?;
+                if let Some(kind) = kind.flatten() {
+                    return Err(unsupported_resource(kind));
+                }
                 findings.sockets.insert(inode);
             }
             DescriptorMeaning::LibrarySocket(inode) => {
@@ -515,6 +553,27 @@ fn inspect_descriptors(pid: i32, findings: &mut InspectionFindings) -> Result<()
             }
             DescriptorMeaning::Unsupported(what) => return Err(unsupported_resource(what)),
         }
+    }
+    check_descriptor_limit(pid, &fd_numbers)
+}
+
+/// Number of descriptors that must be free in each process of the task. CRIU 4.2 opens four at a
+/// time.
+const ENGINE_DESCRIPTORS: u64 = 8;
+
+/// Checks that the engine can open its descriptors in the process, which has those in `fd_numbers`.
+fn check_descriptor_limit(pid: i32, fd_numbers: &[u64]) -> Result<(), Refusal> {
+    let limits = Process::new(pid).and_then(|process| process.limits());
+    let limits = limits.map_err(|e| unreadable("its limits", &proc::into_io_error(e)))?;
+    let LimitValue::Value(limit) = limits.max_open_files.soft_limit else {
+        return Ok(());
+    };
+    let used = fd_numbers.iter().filter(|number| **number < limit).count() as u64;
+    if limit.saturating_sub(used) < ENGINE_DESCRIPTORS {
+        return Err(unsupported_resource(format!(
+            "a limit of {limit} descriptors (RLIMIT_NOFILE), of which {used} are used; the engine \
+             needs {ENGINE_DESCRIPTORS} more in it"
+        )));
     }
     Ok(())
 }
@@ -561,29 +620,6 @@ pub fn has_library_sockets(pid: i32) -> bool {
     fd_entries
         .filter_map(is_library)
         .any(|is_library| is_library)
-}
-
-fn check_connections(root_pid: i32, findings: &InspectionFindings) -> Result<(), Refusal> {
-    if findings.sockets.is_empty() && findings.library_sockets.len() < 2 {
-        return Ok(());
-    }
-    // If the kernel does not provide the list, the engine detects connections to other processes
-    // during the dump.
-    let unix_sockets = sockets::unix_table().unwrap_or_default();
-    if let Some(connection) = sockets::foreign_unix_connection(&findings.sockets, &unix_sockets) {
-        return Err(unsupported_resource(connection));
-    }
-    if sockets::daemon_connection_count(&findings.library_sockets, &unix_sockets) > 1 {
-        return Err(unsupported_resource("a process that is a task of its own"));
-    }
-    for read_table in [Process::tcp, Process::tcp6] {
-        let table = Process::new(root_pid).and_then(|process| read_table(&process));
-        let table = table.unwrap_or_default();
-        if let Some(connection) = sockets::tcp_connection(&findings.sockets, &table) {
-            return Err(unsupported_resource(connection));
-        }
-    }
-    Ok(())
 }
 
 fn unreadable_file(path: &Path, error: &io::Error) -> Refusal {
@@ -808,7 +844,10 @@ mod tests {
             requirement_of("libc.so.6"),
             Some(FileRequirement::Content(_))
         ));
-        assert_eq!(decide_verdict(&facts, &ThisHost::new(hashes, 0)), []);
+        assert_eq!(
+            decide_verdict(&facts, &ThisHost::new(hashes, 0, u32::MAX)),
+            []
+        );
     }
 
     #[test]

@@ -2,16 +2,49 @@
 //! The sockets of the task's library are exempt (see `descriptors`): the library closes them before
 //! the dump.
 
+use super::attributes;
+use super::inspect::{unreadable, unsupported_resource};
+use super::verdict::unreadable as unreadable_property;
+use crate::proc;
 use nix::sys::socket::{
     AddressFamily, MsgFlags, SockFlag, SockProtocol, SockType, recv, send, socket,
 };
 use procfs::net::{TcpNetEntry, TcpState};
+use procfs::process::Process;
+use sempa_proto::migration::Refusal;
 use std::collections::{BTreeMap, BTreeSet};
+use std::ffi::CStr;
 use std::io;
+use std::net::{IpAddr, SocketAddr};
 use std::os::fd::AsRawFd;
+use std::path::Path;
 
 /// Size in bytes of the buffer for one netlink reply.
 const REPLY_BUFFER_BYTES: usize = 64 << 10;
+
+/// Inode number with which the kernel reports the other end of a connection if nobody has it open.
+/// The engine dumps such a half of a connection.
+const CLOSED_PEER: u64 = 0;
+
+/// Extended attribute of a socket in /proc/PID/fd that contains the name of its protocol.
+const PROTOCOL_ATTRIBUTE: &CStr = c"system.sockprotoname";
+/// Maximum length in bytes of the name of a protocol, in the kernel.
+const PROTOCOL_NAME_BYTES_MAX: usize = 32;
+/// Names of the protocols of sockets that the engine migrates.
+const SUPPORTED_PROTOCOLS: [&str; 12] = [
+    "UNIX",
+    "UNIX-STREAM",
+    "TCP",
+    "TCPv6",
+    "UDP",
+    "UDPv6",
+    "UDP-Lite",
+    "UDPLITEv6",
+    "RAW",
+    "RAWv6",
+    "NETLINK",
+    "PACKET",
+];
 
 /// A Unix socket of this host.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -26,6 +59,47 @@ pub(super) struct UnixSocket {
 /// All Unix sockets of this network namespace, by inode number.
 pub(super) type UnixTable = BTreeMap<u64, UnixSocket>;
 
+/// Checks that no socket of the task is connected to another process. Returns the addresses to
+/// which sockets of the task are bound. `task_sockets` are the inode numbers of the task's sockets,
+/// and `library_sockets` those of the sockets that its library closes before the dump.
+pub(super) fn check_connections(
+    root_pid: i32,
+    task_sockets: &BTreeSet<u64>,
+    library_sockets: &BTreeSet<u64>,
+) -> Result<Vec<IpAddr>, Refusal> {
+    if task_sockets.is_empty() && library_sockets.len() < 2 {
+        return Ok(Vec::new());
+    }
+    let unreadable_sockets = |e: io::Error| unreadable_property("the list of sockets", &e);
+    let unix_sockets = unix_table().map_err(unreadable_sockets)?;
+    if let Some(connection) = foreign_unix_connection(task_sockets, &unix_sockets) {
+        return Err(unsupported_resource(connection));
+    }
+    if daemon_connection_count(library_sockets, &unix_sockets) > 1 {
+        return Err(unsupported_resource("a process that is a task of its own"));
+    }
+    let process = Process::new(root_pid).map_err(proc::into_io_error);
+    let process = process.map_err(|e| unreadable("its sockets", &e))?;
+    let mut addresses = BTreeSet::new();
+    for table in [process.tcp(), process.tcp6()] {
+        // A kernel without IPv6 lacks the second table.
+        let table = proc::none_if_ended(table.map_err(proc::into_io_error));
+        let table = table.map_err(unreadable_sockets)?.unwrap_or_default();
+        if let Some(connection) = tcp_connection(task_sockets, &table) {
+            return Err(unsupported_resource(connection));
+        }
+        let local_addresses = table.iter().map(|entry| (entry.inode, entry.local_address));
+        addresses.extend(bound_addresses(task_sockets, local_addresses));
+    }
+    for table in [process.udp(), process.udp6()] {
+        let table = proc::none_if_ended(table.map_err(proc::into_io_error));
+        let table = table.map_err(unreadable_sockets)?.unwrap_or_default();
+        let local_addresses = table.iter().map(|entry| (entry.inode, entry.local_address));
+        addresses.extend(bound_addresses(task_sockets, local_addresses));
+    }
+    Ok(addresses.into_iter().collect())
+}
+
 /// Describes the first Unix socket of the task that is connected to another process; `None` if no
 /// socket is. `task_sockets` are the inode numbers of the task's sockets.
 pub(super) fn foreign_unix_connection(
@@ -36,7 +110,7 @@ pub(super) fn foreign_unix_connection(
         table
             .get(inode)?
             .peer_inode
-            .filter(|peer| !task_sockets.contains(peer))
+            .filter(|peer| *peer != CLOSED_PEER && !task_sockets.contains(peer))
     })?;
     let name = table
         .get(&foreign_inode)
@@ -46,6 +120,36 @@ pub(super) fn foreign_unix_connection(
         "a Unix socket connected to {}",
         name.unwrap_or("another process")
     ))
+}
+
+/// Describes a socket of a kind that the engine does not migrate; `None` for any other. `path` is
+/// the descriptor's entry in /proc/PID/fd.
+///
+/// # Errors
+/// The kind cannot be read, or the descriptor was closed.
+pub(super) fn unsupported_kind(path: &Path) -> io::Result<Option<String>> {
+    let mut name = [0; PROTOCOL_NAME_BYTES_MAX];
+    let name = attributes::read_attribute(path, PROTOCOL_ATTRIBUTE, &mut name)?;
+    let name = String::from_utf8_lossy(name);
+    Ok(describe_unsupported_protocol(name.trim_end_matches('\0')))
+}
+
+fn describe_unsupported_protocol(name: &str) -> Option<String> {
+    (!SUPPORTED_PROTOCOLS.contains(&name)).then(|| format!("a socket of the kind {name}"))
+}
+
+/// Returns the addresses to which these sockets of the task are bound. `local_addresses` are the
+/// inode numbers and local addresses of all sockets. Addresses that each host has are omitted, and
+/// those of groups.
+pub(super) fn bound_addresses(
+    task_sockets: &BTreeSet<u64>,
+    local_addresses: impl Iterator<Item = (u64, SocketAddr)>,
+) -> BTreeSet<IpAddr> {
+    local_addresses
+        .filter(|(inode, _)| task_sockets.contains(inode))
+        .map(|(_, address)| address.ip().to_canonical())
+        .filter(|address| !address.is_unspecified() && !address.is_multicast())
+        .collect()
 }
 
 /// Returns how many sockets of the library are connected to a daemon; each task has one such
@@ -229,6 +333,67 @@ mod tests {
             "3 is none of these: a direct route"
         );
         assert_eq!(daemon_connection_count(&BTreeSet::from([1, 4]), &table), 2);
+    }
+
+    /// Half of a socket pair whose other half is closed is no connection to another process.
+    #[test]
+    fn closed_other_end_is_no_connection() {
+        let (kept, closed) = UnixStream::pair().expect("pair");
+        let inode = std::fs::metadata(format!("/proc/self/fd/{}", kept.as_raw_fd()))
+            .expect("fd")
+            .ino();
+        let describe = || {
+            let table = unix_table().expect("sock_diag");
+            foreign_unix_connection(&BTreeSet::from([inode]), &table)
+        };
+        assert!(describe().is_some());
+        drop(closed);
+        assert_eq!(describe(), None);
+    }
+
+    /// The kernel tells the kind of each socket.
+    #[test]
+    fn kinds_of_sockets_are_read() {
+        let kind_of = |socket: &dyn AsRawFd| {
+            let path = format!("/proc/self/fd/{}", socket.as_raw_fd());
+            unsupported_kind(Path::new(&path)).expect("readable")
+        };
+        let (unix_stream, _other) = UnixStream::pair().expect("pair");
+        assert_eq!(kind_of(&unix_stream), None);
+        let datagram = std::os::unix::net::UnixDatagram::unbound().expect("socket");
+        assert_eq!(kind_of(&datagram), None);
+        let udp = std::net::UdpSocket::bind("127.0.0.1:0").expect("socket");
+        assert_eq!(kind_of(&udp), None);
+        let tcp = std::net::TcpListener::bind("127.0.0.1:0").expect("socket");
+        assert_eq!(kind_of(&tcp), None);
+        assert_eq!(
+            describe_unsupported_protocol("AF_VSOCK").as_deref(),
+            Some("a socket of the kind AF_VSOCK")
+        );
+        let error = unsupported_kind(Path::new("/proc/self/fd/99999")).expect_err("it is closed");
+        assert_eq!(error.kind(), io::ErrorKind::NotFound);
+    }
+
+    /// Addresses that belong to a host are listed once; those of every host are not.
+    #[test]
+    fn own_addresses_of_sockets_are_listed() {
+        let local_addresses = [
+            (1, "10.0.0.1:80"),
+            (2, "10.0.0.1:81"),
+            (3, "0.0.0.0:82"),
+            (4, "10.0.0.9:83"),
+            (5, "[::ffff:10.0.0.2]:84"),
+            (6, "224.0.0.1:85"),
+        ];
+        let local_addresses = local_addresses
+            .map(|(inode, address)| (inode, address.parse().expect("an address")))
+            .into_iter();
+        assert_eq!(
+            bound_addresses(&BTreeSet::from([1, 2, 3, 5, 6]), local_addresses),
+            ["10.0.0.1", "10.0.0.2"]
+                .map(|ip| ip.parse().expect("an address"))
+                .into()
+        );
     }
 
     #[test]

@@ -7,6 +7,7 @@
 
 use crate::proc::sysv_table;
 use std::collections::BTreeSet;
+use std::io;
 
 /// Maximum number of semaphores that are checked. A single semaphore set may contain thousands.
 const SEMAPHORES_MAX: usize = 16_384;
@@ -14,20 +15,23 @@ const SEMAPHORES_MAX: usize = 16_384;
 /// Returns a description of the first kind of System V object that one of these processes has
 /// created or was the last to use; `None` if no such object exists. For a semaphore only the last
 /// change counts.
-pub(super) fn describe_used_object(processes: &[i32]) -> Option<String> {
+///
+/// # Errors
+/// A table of the kernel cannot be read.
+pub(super) fn describe_used_object(processes: &[i32]) -> io::Result<Option<String>> {
     let pids: BTreeSet<i32> = processes.iter().copied().collect();
     let has_row_of_process = |table: &str, columns: &[&str]| {
         parse_rows(table, columns)
             .into_iter()
             .any(|row| row.iter().flatten().any(|pid| pids.contains(pid)))
     };
-    if has_row_of_process(&sysv_table("shm"), &["cpid", "lpid"]) {
-        return Some("System V shared memory".into());
+    if has_row_of_process(&sysv_table("shm")?, &["cpid", "lpid"]) {
+        return Ok(Some("System V shared memory".into()));
     }
-    if has_row_of_process(&sysv_table("msg"), &["lspid", "lrpid"]) {
-        return Some("a System V message queue".into());
+    if has_row_of_process(&sysv_table("msg")?, &["lspid", "lrpid"]) {
+        return Ok(Some("a System V message queue".into()));
     }
-    let semaphore_sets = parse_rows(&sysv_table("sem"), &["semid", "nsems"])
+    let semaphore_sets = parse_rows(&sysv_table("sem")?, &["semid", "nsems"])
         .into_iter()
         .filter_map(|row| Some((row[0]?, row[1]?)));
     let mut semaphores = semaphore_sets
@@ -38,7 +42,7 @@ pub(super) fn describe_used_object(processes: &[i32]) -> Option<String> {
     let is_used = semaphores.any(|(set_id, index)| {
         last_changer_pid(set_id, index).is_some_and(|pid| pids.contains(&pid))
     });
-    is_used.then(|| "System V semaphores".into())
+    Ok(is_used.then(|| "System V semaphores".into()))
 }
 
 /// Returns the values of these columns in each row of a table whose first line contains the column
@@ -103,7 +107,7 @@ mod tests {
         let semop_result = unsafe { libc::semop(set_id, &raw mut operation, 1) };
         let (pid_after, description) = (
             last_changer_pid(set_id, 0),
-            describe_used_object(&[own_pid]),
+            describe_used_object(&[own_pid]).expect("readable"),
         );
         // SAFETY: IPC_RMID takes no further argument and accesses no memory.
         unsafe { libc::semctl(set_id, 0, libc::IPC_RMID) };
@@ -112,6 +116,6 @@ mod tests {
             (None, 0, Some(own_pid))
         );
         assert_eq!(description.as_deref(), Some("System V semaphores"));
-        assert_eq!(describe_used_object(&[-5]), None);
+        assert_eq!(describe_used_object(&[-5]).expect("readable"), None);
     }
 }

@@ -6,6 +6,7 @@ use super::{available_resources, files, kernel};
 use crate::proc;
 use procfs::{CpuInfo, Current};
 use std::io;
+use std::net::{IpAddr, UdpSocket};
 use std::path::Path;
 use std::sync::Arc;
 
@@ -13,21 +14,23 @@ use std::sync::Arc;
 pub struct ThisHost {
     hashes: Arc<HashCache>,
     reserved_bytes: u64,
+    pid_limit: u32,
 }
 
 impl ThisHost {
     /// `reserved_bytes` is the number of bytes of memory that are reserved for tasks that are
-    /// migrating to this host.
-    pub fn new(hashes: Arc<HashCache>, reserved_bytes: u64) -> Self {
+    /// migrating to this host. All process ids in a new PID namespace are below `pid_limit`.
+    pub fn new(hashes: Arc<HashCache>, reserved_bytes: u64, pid_limit: u32) -> Self {
         Self {
             hashes,
             reserved_bytes,
+            pid_limit,
         }
     }
 }
 
 impl HostProperties for ThisHost {
-    fn cpu_features(&self) -> Vec<String> {
+    fn cpu_features(&self) -> io::Result<Vec<String>> {
         cpu_features()
     }
 
@@ -39,16 +42,26 @@ impl HostProperties for ThisHost {
         proc::kernel_release()
     }
 
-    fn memory_available_bytes(&self) -> u64 {
-        available_resources::memory_available_bytes()
+    fn memory_available_bytes(&self) -> io::Result<u64> {
+        available_resources::read_memory_available_bytes()
     }
 
     fn memory_reserved_bytes(&self) -> u64 {
         self.reserved_bytes
     }
 
-    fn threads_available(&self) -> Option<u64> {
+    fn pid_limit(&self) -> u32 {
+        self.pid_limit
+    }
+
+    fn threads_available(&self) -> io::Result<Option<u64>> {
         available_resources::threads_available()
+    }
+
+    fn has_address(&self, address: IpAddr) -> bool {
+        // The address alone is checked, so the kernel chooses the port.
+        let bind_result = UdpSocket::bind((address, 0));
+        !bind_result.is_err_and(|e| e.raw_os_error() == Some(libc::EADDRNOTAVAIL))
     }
 
     fn find_file(&self, path: &Path) -> io::Result<FoundFile> {
@@ -69,8 +82,19 @@ impl HostProperties for ThisHost {
 }
 
 /// Returns the features of this host's processor, sorted.
-pub(super) fn cpu_features() -> Vec<String> {
-    CpuInfo::current().map_or_else(|_| Vec::new(), |info| first_cpu_features(&info))
+///
+/// # Errors
+/// They cannot be read, for example because no descriptor is available.
+pub(super) fn cpu_features() -> io::Result<Vec<String>> {
+    let features = CpuInfo::current().map(|info| first_cpu_features(&info));
+    let features = features.map_err(proc::into_io_error)?;
+    match features.is_empty() {
+        true => Err(io::Error::new(
+            io::ErrorKind::InvalidData,
+            "/proc/cpuinfo lists none",
+        )),
+        false => Ok(features),
+    }
 }
 
 /// Returns the features of the first processor, sorted. In /proc/cpuinfo the field is called
@@ -100,10 +124,11 @@ mod tests {
 
     #[test]
     fn own_properties_are_readable() {
-        let host = ThisHost::new(Arc::default(), 0);
-        assert!(host.memory_available_bytes() > 0);
+        let host = ThisHost::new(Arc::default(), 0, u32::MAX);
+        assert!(host.memory_available_bytes().expect("readable") > 0);
+        assert!(host.threads_available().is_ok());
         assert!(
-            !host.cpu_features().is_empty()
+            !host.cpu_features().expect("readable").is_empty()
                 && !host.kernel().is_empty()
                 && !host.kernel_features().is_empty()
         );

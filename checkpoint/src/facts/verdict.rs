@@ -3,6 +3,7 @@
 
 use sempa_proto::migration::{FileRequirement, Refusal, RequiredFile, TaskFacts, Verdict};
 use std::io;
+use std::net::IpAddr;
 use std::path::Path;
 
 /// Memory in bytes that must stay free in addition to the memory of the task.
@@ -18,18 +19,31 @@ pub struct FoundFile {
 /// The properties of a host that determine the host's verdict on a task.
 pub trait HostProperties {
     /// Processor features, as named in /proc/cpuinfo.
-    fn cpu_features(&self) -> Vec<String>;
+    ///
+    /// # Errors
+    /// They cannot be read.
+    fn cpu_features(&self) -> io::Result<Vec<String>>;
     /// Kernel features, as named in [`TaskFacts::kernel_features`].
     fn kernel_features(&self) -> Vec<String>;
     /// Kernel release, for messages.
     fn kernel(&self) -> String;
     /// Number of further threads that may be created; `None` if unlimited.
-    fn threads_available(&self) -> Option<u64>;
+    ///
+    /// # Errors
+    /// A limit cannot be read.
+    fn threads_available(&self) -> io::Result<Option<u64>>;
+    /// The number below which all process and thread ids in a new PID namespace are.
+    fn pid_limit(&self) -> u32;
     /// Memory in bytes that new processes can use without swapping.
-    fn memory_available_bytes(&self) -> u64;
+    ///
+    /// # Errors
+    /// It cannot be read.
+    fn memory_available_bytes(&self) -> io::Result<u64>;
     /// Number of bytes of the available memory that are reserved for accepted tasks whose memory
     /// has not completely arrived.
     fn memory_reserved_bytes(&self) -> u64;
+    /// True if sockets can be bound to this address.
+    fn has_address(&self, address: IpAddr) -> bool;
     /// Returns the properties of the file at this path.
     ///
     /// # Errors
@@ -58,11 +72,16 @@ pub fn decide_verdict(facts: &TaskFacts, host: &dyn HostProperties) -> Verdict {
     };
     // The C library selects its routines by processor features when the program starts. After a
     // migration a missing feature would crash the program.
-    let absent_features = missing_features(&facts.cpu_features, &host.cpu_features());
-    if !absent_features.is_empty() {
-        verdict.push(Refusal::CpuFeatures {
-            missing: absent_features,
-        });
+    match host.cpu_features() {
+        Ok(features) => {
+            let absent_features = missing_features(&facts.cpu_features, &features);
+            if !absent_features.is_empty() {
+                verdict.push(Refusal::CpuFeatures {
+                    missing: absent_features,
+                });
+            }
+        }
+        Err(e) => verdict.push(unreadable("the target's processor features", &e)),
     }
     // Programs test for kernel features only once, at their start.
     let absent_features = missing_features(&facts.kernel_features, &host.kernel_features());
@@ -73,33 +92,29 @@ pub fn decide_verdict(facts: &TaskFacts, host: &dyn HostProperties) -> Verdict {
             target: host.kernel(),
         });
     }
-    let (needed_amount, available_amount) = (
-        facts.memory_bytes.saturating_add(MEMORY_SLACK_BYTES),
-        host.memory_available_bytes(),
-    );
-    let reservation_bytes = host.memory_reserved_bytes();
-    if available_amount < needed_amount {
-        verdict.push(Refusal::Memory {
-            need: needed_amount,
-            have: available_amount,
-        });
-    } else if available_amount.saturating_sub(reservation_bytes) < needed_amount {
-        verdict.push(Refusal::MemoryReserved {
-            need: needed_amount,
-            have: available_amount,
-            reserved_bytes: reservation_bytes,
-        });
-    }
+    verdict.extend(memory_refusal(facts, host));
     let needed_amount = u64::from(facts.thread_count);
-    if let Some(available_amount) = host
-        .threads_available()
-        .filter(|available_amount| *available_amount < needed_amount)
-    {
-        verdict.push(Refusal::Threads {
-            need: needed_amount,
-            have: available_amount,
+    match host.threads_available() {
+        Ok(Some(available_amount)) if available_amount < needed_amount => {
+            verdict.push(Refusal::Threads {
+                need: needed_amount,
+                have: available_amount,
+            });
+        }
+        Ok(_) => {}
+        Err(e) => verdict.push(unreadable("the target's limit of threads", &e)),
+    }
+    if facts.highest_pid >= host.pid_limit() {
+        verdict.push(Refusal::ProcessIds {
+            highest: facts.highest_pid,
+            limit: host.pid_limit(),
         });
     }
+    let missing_addresses = facts
+        .addresses
+        .iter()
+        .filter(|address| !host.has_address(**address));
+    verdict.extend(missing_addresses.map(|address| Refusal::Address { address: *address }));
     let file_refusals = facts.files.iter().filter_map(|file| {
         let reason = file_refusal_reason(file, facts.uid, host)?;
         Some(Refusal::File {
@@ -109,6 +124,54 @@ pub fn decide_verdict(facts: &TaskFacts, host: &dyn HostProperties) -> Verdict {
     });
     verdict.extend(file_refusals);
     verdict
+}
+
+/// Maximum number of files in the refusal of [`refused_open_files`].
+const REFUSED_OPEN_FILES_MAX: usize = 8;
+
+/// Returns which of the files that a task had open when it was stopped do not fulfill their
+/// requirement on this host. This host had accepted the task, so the task has opened the file, or a
+/// file has changed, since then.
+pub fn refused_open_files(files: &[RequiredFile], host: &dyn HostProperties) -> Verdict {
+    let refusals = files.iter().filter_map(|file| {
+        let reason = file_refusal_reason(file, 0, host)?;
+        Some(Refusal::File {
+            path: file.path.clone(),
+            why: format!(
+                "{reason}; the task has opened it, or it has changed, since the target was asked"
+            ),
+        })
+    });
+    refusals.take(REFUSED_OPEN_FILES_MAX).collect()
+}
+
+/// Returns the refusal of a host that has too little memory for the task.
+fn memory_refusal(facts: &TaskFacts, host: &dyn HostProperties) -> Option<Refusal> {
+    let need = facts.memory_bytes.saturating_add(MEMORY_SLACK_BYTES);
+    let have = match host.memory_available_bytes() {
+        Ok(have) => have,
+        Err(e) => return Some(unreadable("the target's free memory", &e)),
+    };
+    let reserved_bytes = host.memory_reserved_bytes();
+    if have < need {
+        Some(Refusal::Memory { need, have })
+    } else if have.saturating_sub(reserved_bytes) < need {
+        Some(Refusal::MemoryReserved {
+            need,
+            have,
+            reserved_bytes,
+        })
+    } else {
+        None
+    }
+}
+
+/// Returns the refusal because a property cannot be read.
+pub(super) fn unreadable(property: &str, error: &io::Error) -> Refusal {
+    Refusal::Unreadable {
+        property: property.into(),
+        why: error.to_string(),
+    }
 }
 
 /// Returns the reason why the host does not fulfill the requirement for this file; `None` if the
@@ -163,17 +226,22 @@ mod tests {
     use std::collections::BTreeMap;
 
     struct FakeHost {
-        cpu_features: &'static str,
+        /// `None` if the features cannot be read.
+        cpu_features: Option<&'static str>,
         kernel_features: &'static str,
         memory_bytes: u64,
         reserved_bytes: u64,
         threads: Option<u64>,
+        pid_limit: u32,
         files: BTreeMap<&'static str, (FoundFile, &'static str)>,
     }
 
     impl HostProperties for FakeHost {
-        fn cpu_features(&self) -> Vec<String> {
-            self.cpu_features.split(' ').map(String::from).collect()
+        fn cpu_features(&self) -> io::Result<Vec<String>> {
+            let features = self
+                .cpu_features
+                .ok_or(io::Error::from_raw_os_error(libc::EMFILE))?;
+            Ok(features.split(' ').map(String::from).collect())
         }
         fn kernel_features(&self) -> Vec<String> {
             self.kernel_features.split(' ').map(String::from).collect()
@@ -181,11 +249,17 @@ mod tests {
         fn kernel(&self) -> String {
             "6.1".into()
         }
-        fn threads_available(&self) -> Option<u64> {
-            self.threads
+        fn threads_available(&self) -> io::Result<Option<u64>> {
+            Ok(self.threads)
         }
-        fn memory_available_bytes(&self) -> u64 {
-            self.memory_bytes
+        fn pid_limit(&self) -> u32 {
+            self.pid_limit
+        }
+        fn memory_available_bytes(&self) -> io::Result<u64> {
+            Ok(self.memory_bytes)
+        }
+        fn has_address(&self, address: IpAddr) -> bool {
+            address.is_loopback()
         }
         fn memory_reserved_bytes(&self) -> u64 {
             self.reserved_bytes
@@ -214,11 +288,12 @@ mod tests {
             )
         };
         FakeHost {
-            cpu_features: "avx2 fma sse2",
+            cpu_features: Some("avx2 fma sse2"),
             kernel_features: "clone3 openat2 rseq",
             memory_bytes: 1 << 30,
             reserved_bytes: 0,
             threads: None,
+            pid_limit: 40_003,
             files: BTreeMap::from([
                 ("/bin/prog", file(100, "aa")),
                 ("/data/in", file(7, "")),
@@ -255,6 +330,7 @@ mod tests {
             kernel_release: "6.8".into(),
             engine_version: "4.2.1".into(),
             thread_count: 3,
+            highest_pid: 40_002,
             files: vec![
                 required_file("/bin/prog", 100, FileRequirement::Content("aa".into())),
                 required_file("/data/in", 7, FileRequirement::Length),
@@ -262,7 +338,37 @@ mod tests {
                 required_file("/data", 0, FileRequirement::Directory),
             ],
             launch: None,
+            addresses: vec![IpAddr::from([127, 0, 0, 1])],
         }
+    }
+
+    /// What cannot be read is not taken for what is missing.
+    #[test]
+    fn unreadable_features_are_no_missing_ones() {
+        let host = FakeHost {
+            cpu_features: None,
+            ..sufficient_host()
+        };
+        let verdict = decide_verdict(&task_facts(), &host);
+        let [Refusal::Unreadable { property, why }] = &verdict[..] else {
+            panic!("{verdict:?}");
+        };
+        assert_eq!(property, "the target's processor features");
+        assert!(why.starts_with("Too many open files"), "{why}");
+    }
+
+    /// An address of the task's sockets that the host lacks is named.
+    #[test]
+    fn missing_address_is_named() {
+        let address = IpAddr::from([10, 0, 0, 1]);
+        let facts = TaskFacts {
+            addresses: vec![IpAddr::from([127, 0, 0, 1]), address],
+            ..task_facts()
+        };
+        assert_eq!(
+            decide_verdict(&facts, &sufficient_host()),
+            [Refusal::Address { address }]
+        );
     }
 
     /// A host that has all required features and resources accepts the task, even if its kernel has
@@ -282,14 +388,16 @@ mod tests {
         );
     }
 
-    /// The verdict lists missing processor features, kernel features, memory and threads together.
+    /// The verdict lists missing processor features, kernel features, memory, threads and process
+    /// ids together.
     #[test]
     fn lacking_host_reports_all_reasons() {
         let lacking_host = FakeHost {
-            cpu_features: "sse2",
+            cpu_features: Some("sse2"),
             kernel_features: "openat2 rseq",
             memory_bytes: 50 << 20,
             threads: Some(2),
+            pid_limit: 40_002,
             ..sufficient_host()
         };
         let expected = [
@@ -306,6 +414,10 @@ mod tests {
                 have: 50 << 20,
             },
             Refusal::Threads { need: 3, have: 2 },
+            Refusal::ProcessIds {
+                highest: 40_002,
+                limit: 40_002,
+            },
         ];
         assert_eq!(decide_verdict(&task_facts(), &lacking_host), expected);
     }

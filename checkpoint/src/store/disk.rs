@@ -97,7 +97,8 @@ impl Disk {
         File::open(path)?.sync_all()
     }
 
-    /// Renames a directory. The new name must not exist, or be an empty directory.
+    /// Renames a directory or a file. The new name of a directory must not exist, or be an empty
+    /// directory. A file replaces an existing one.
     pub(super) fn rename(&self, old_path: &Path, new_path: &Path) -> io::Result<()> {
         self.0.before_step(&DiskStep::Rename(old_path, new_path))?;
         std::fs::rename(old_path, new_path)

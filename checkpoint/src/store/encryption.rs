@@ -17,6 +17,7 @@ use ring::aead::{AES_256_GCM, Aad, LessSafeKey, MAX_TAG_LEN, NONCE_LEN, Nonce, U
 use ring::hkdf::{HKDF_SHA256, KeyType, Salt};
 use ring::rand::{SecureRandom, SystemRandom};
 use sempa_proto::Tid;
+use sempa_proto::checkpoint::ClaimKey;
 use std::fmt;
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
@@ -98,19 +99,22 @@ pub(super) enum FileRole {
     Manifest(CheckpointId),
     /// The images of a task in a checkpoint.
     Part(CheckpointId, Tid),
+    /// The claim of a job.
+    Claim(ClaimKey),
 }
 
 impl FileRole {
     /// Returns the associated data of all chunks: the head and the role of the file.
     fn associated_data(self, head: &[u8; HEAD_BYTES]) -> Vec<u8> {
-        let (kind, id, tid) = match self {
-            Self::Manifest(id) => (1, id, Tid::NONE),
-            Self::Part(id, tid) => (2, id, tid),
+        let (kind, name, tid) = match self {
+            Self::Manifest(id) => (1, id.to_string(), Tid::NONE),
+            Self::Part(id, tid) => (2, id.to_string(), tid),
+            Self::Claim(key) => (3, key.origin.0.to_string(), key.job),
         };
         let mut associated_bytes = head.to_vec();
         associated_bytes.push(kind);
         associated_bytes.extend(tid.raw().to_be_bytes());
-        associated_bytes.extend(id.to_string().as_bytes());
+        associated_bytes.extend(name.as_bytes());
         associated_bytes
     }
 }

@@ -23,6 +23,10 @@ pub enum StoreOperation {
     Sweep,
     /// Recording that a job has ended, or has been restarted.
     Mark,
+    /// Recording that a checkpoint is damaged, or is not.
+    MarkDamage,
+    /// Reading or changing the claim of a job.
+    Claim,
 }
 
 impl StoreOperation {
@@ -38,6 +42,8 @@ impl StoreOperation {
             Self::Remove => "cannot remove a checkpoint",
             Self::Sweep => "cannot remove old checkpoints",
             Self::Mark => "cannot record in a checkpoint whether its job has ended",
+            Self::MarkDamage => "cannot record in a checkpoint whether it is damaged",
+            Self::Claim => "cannot read or write which virtual machine runs a job",
         }
     }
 
@@ -50,6 +56,8 @@ impl StoreOperation {
             Self::Finish => "this checkpoint was removed; the earlier ones are unchanged",
             Self::List | Self::Read => "nothing was changed",
             Self::Mark => "it may be kept longer than needed",
+            Self::MarkDamage => "it may be read again, and is then refused again",
+            Self::Claim => "the checkpoints are unchanged",
             Self::Unpack => "nothing was left in the target directory; the checkpoint is unchanged",
             Self::Remove | Self::Sweep => {
                 "the checkpoint is either complete or no longer listed; what remains of it is removed by the next sweep"
@@ -207,6 +215,19 @@ pub enum StoreError {
         /// Time limit in seconds of the wait for the lock.
         seconds: u64,
     },
+}
+
+impl StoreError {
+    /// True if the checkpoint is not as it was written: reading it again fails again, while other
+    /// checkpoints of the store may be intact.
+    pub fn is_damage(&self) -> bool {
+        matches!(self, Self::Changed { .. })
+    }
+
+    /// True if the store has no checkpoint with this name.
+    pub fn is_missing(&self) -> bool {
+        matches!(self, Self::NoCheckpoint(_))
+    }
 }
 
 fn space_text(unwritten_bytes: Option<u64>, free_space: Option<u64>) -> String {

@@ -69,6 +69,7 @@ impl Manifest {
             bytes,
             parts,
             job_ended_at: None,
+            damage: None,
         }
     }
 

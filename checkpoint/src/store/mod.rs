@@ -16,11 +16,14 @@
 //! | `manifest` | the description of a checkpoint and its parts |
 //! | `draft`, `stored_checkpoint` | a checkpoint while it is written, and while it is read |
 //! | `sweep` | selection of the checkpoints to remove |
-//! | `end_mark` | marks for jobs that have ended |
+//! | `claim` | which virtual machine runs a job |
+//! | `end_mark`, `damage_mark` | marks for jobs that have ended, and for damaged checkpoints |
 //! | `location` | the store's directory and key file |
 //! | `shared` | the entries of the directory, and its lock |
 //! | `disk` | all changes on the disk |
 
+mod claim;
+mod damage_mark;
 mod disk;
 mod draft;
 mod encryption;
@@ -36,6 +39,7 @@ mod sweep;
 #[cfg(test)]
 mod tests;
 
+pub use claim::CLAIM_BYTES_MAX;
 pub use draft::CheckpointDraft;
 pub use error::{StoreError, StoreOperation};
 pub use id::{CheckpointId, InvalidCheckpointId};
@@ -106,6 +110,9 @@ pub struct CheckpointInfo {
     /// Time at which the job ended without being restarted; `None` if no end is recorded. See
     /// [`CheckpointStore::mark_jobs_ended`].
     pub job_ended_at: Option<Micros>,
+    /// The reason why the checkpoint was refused when it was last read; `None` if it was not. See
+    /// [`CheckpointStore::mark_damaged`].
+    pub damage: Option<String>,
 }
 
 /// Information about one task in a checkpoint.
@@ -281,6 +288,63 @@ impl CheckpointStore {
             .fold(Ok(()), Result::and)
     }
 
+    /// Records that a checkpoint is damaged, with the reason. If `reason` is `None`, records that
+    /// it is intact. A damaged checkpoint does not count as the newest of its job, so the one
+    /// before it is not removed in its favor.
+    ///
+    /// # Errors
+    /// The mark could not be written or removed. The checkpoint is unchanged.
+    pub fn mark_damaged(&self, id: &CheckpointId, reason: Option<&str>) -> Result<(), StoreError> {
+        let (operation, state) = (StoreOperation::MarkDamage, &self.state);
+        let _store_lock = state.wait_for_lock(operation)?;
+        let dir = state.checkpoint_dir(*id);
+        if !shared::may_exist(&dir) {
+            return Ok(());
+        }
+        damage_mark::write_damage_mark(&state.disk, &dir, reason)
+    }
+
+    /// Returns the newest checkpoint of the job that is older than the checkpoint `id` and not
+    /// known to be damaged; `None` if there is none. Virtual machines number their jobs
+    /// independently, so `is_same_job` decides by the description of a checkpoint whether the job
+    /// with this number is meant. Checkpoints that turn out to be damaged or are being removed are
+    /// omitted.
+    ///
+    /// # Errors
+    /// The store cannot be read. It may have such a checkpoint.
+    pub fn find_older_checkpoint(
+        &self,
+        id: &CheckpointId,
+        job: Tid,
+        is_same_job: impl Fn(&[u8]) -> bool,
+    ) -> Result<Option<CheckpointId>, StoreError> {
+        let (checkpoints, unreadable_entries) = self.list_checkpoints()?;
+        let intact_checkpoints = checkpoints
+            .iter()
+            .filter(|checkpoint| checkpoint.damage.is_none());
+        // The disk may read these again.
+        let unread_ids = unreadable_entries
+            .iter()
+            .filter(|(_, error)| matches!(error, StoreError::Io { .. }))
+            .filter_map(|(name, _)| name.parse().ok());
+        let mut candidates: Vec<CheckpointId> = intact_checkpoints
+            .map(|checkpoint| checkpoint.id)
+            .chain(unread_ids)
+            .filter(|candidate| candidate.job() == job && candidate < id)
+            .collect();
+        candidates.sort_unstable();
+        for older_id in candidates.into_iter().rev() {
+            match self.open_checkpoint(&older_id) {
+                Ok(checkpoint) if is_same_job(checkpoint.description()) => {
+                    return Ok(Some(older_id));
+                }
+                Err(error @ StoreError::Io { .. }) => return Err(error),
+                Ok(_) | Err(_) => {}
+            }
+        }
+        Ok(None)
+    }
+
     /// Removes the checkpoints of jobs whose recorded end is at least [`ENDED_JOB_RETENTION`] ago,
     /// then the checkpoints that [`CheckpointStore::enforce_limits`] removes.
     ///
@@ -299,8 +363,9 @@ impl CheckpointStore {
     ///
     /// - Checkpoints of jobs with a recorded end are removed first, in the order in which the jobs
     ///   ended. Then the oldest checkpoints are removed.
-    /// - Not removed are the newest checkpoint of a job without a recorded end, checkpoints that
-    ///   are open, and checkpoints for which `must_remain` returns true.
+    /// - Not removed are the newest checkpoint of a job without a recorded end that is not marked
+    ///   as damaged, checkpoints that are open, and checkpoints for which `must_remain` returns
+    ///   true.
     /// - Unreadable checkpoints are not removed, and do not count towards the limits.
     ///
     /// # Errors

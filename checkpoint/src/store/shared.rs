@@ -10,7 +10,8 @@ use super::error::{StoreError, StoreOperation, io_error};
 use super::id::CheckpointId;
 use super::sweep::{StoreUsage, usage_of_other_jobs};
 use super::{
-    CheckpointInfo, DELETED_PREFIX, DRAFT_PREFIX, LOCK_FILE, StoreLimits, end_mark, manifest,
+    CheckpointInfo, DELETED_PREFIX, DRAFT_PREFIX, LOCK_FILE, StoreLimits, claim, damage_mark,
+    end_mark, manifest,
 };
 use nix::errno::Errno;
 use nix::fcntl::{Flock, FlockArg};
@@ -112,7 +113,7 @@ impl StoreState {
             };
             match id.parse() {
                 Ok(id) => group.push(id),
-                Err(_) if name == LOCK_FILE => {}
+                Err(_) if name == LOCK_FILE || claim::is_claim_file(&name) => {}
                 Err(_) => entries.foreign_files.push(name),
             }
         }
@@ -142,6 +143,7 @@ impl StoreState {
                 Ok((manifest, bytes)) => {
                     checkpoints.push(CheckpointInfo {
                         job_ended_at: end_mark::read_end_mark(&dir),
+                        damage: damage_mark::read_damage_mark(&dir),
                         ..manifest.info(id, bytes)
                     });
                 }

@@ -1,6 +1,7 @@
 //! A complete checkpoint that is open for reading.
 
 use super::CheckpointInfo;
+use super::damage_mark;
 use super::encryption::{DecryptError, Decryptor, FileRole};
 use super::end_mark;
 use super::error::{StoreError, StoreOperation, io_error, write_error};
@@ -44,6 +45,7 @@ impl StoredCheckpoint {
         let (manifest, bytes) = manifest::read_manifest(operation, &dir, id, &state.store_key)?;
         let info = CheckpointInfo {
             job_ended_at: end_mark::read_end_mark(&dir),
+            damage: damage_mark::read_damage_mark(&dir),
             ..manifest.info(id, bytes)
         };
         Ok(Self {

@@ -45,11 +45,11 @@ impl StoreUsage {
     }
 }
 
-/// Returns the name of the newest checkpoint of each job, by virtual machine and job. Virtual
-/// machines number their jobs independently.
+/// Returns the name of the newest checkpoint of each job that is not marked as damaged, by virtual
+/// machine and job. Virtual machines number their jobs independently.
 fn newest_by_job(checkpoints: &[CheckpointInfo]) -> HashMap<(&str, Tid), CheckpointId> {
     let mut newest_ids: HashMap<(&str, Tid), CheckpointId> = HashMap::new();
-    for checkpoint in checkpoints {
+    for checkpoint in checkpoints.iter().filter(|c| c.damage.is_none()) {
         let latest_id = newest_ids
             .entry((&checkpoint.vm, checkpoint.job))
             .or_insert(checkpoint.id);
@@ -122,7 +122,26 @@ mod tests {
             bytes,
             parts: vec![],
             job_ended_at: None,
+            damage: None,
         }
+    }
+
+    /// A damaged checkpoint is not the newest of its job: the intact one before it stays.
+    #[test]
+    fn damaged_checkpoint_is_not_the_newest_of_its_job() {
+        let checkpoints = [
+            checkpoint_info("a", 1, 1, 1),
+            checkpoint_info("a", 1, 2, 1),
+            CheckpointInfo {
+                damage: Some("a byte was changed".into()),
+                ..checkpoint_info("a", 1, 3, 1)
+            },
+        ];
+        let removable_seconds: Vec<u64> = select_removable(&checkpoints, |_| false)
+            .iter()
+            .map(|checkpoint| checkpoint.started_at.0 / 1_000_000)
+            .collect();
+        assert_eq!(removable_seconds, [1, 3]);
     }
 
     /// The newest checkpoint of a job without an end mark is never removable. Of the other

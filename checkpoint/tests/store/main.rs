@@ -1,6 +1,8 @@
 //! Tests the checkpoint store through its public interface.
 
+mod claims;
 mod copies;
+mod damage;
 mod removal;
 
 use checkpoint::store::{CheckpointId, CheckpointInfo, CheckpointStore, StoreError, StoreLimits};
@@ -620,7 +622,7 @@ fn threads_add_tasks_concurrently() {
 /// the process is killed.
 #[test]
 #[ignore = "child process of another test"]
-fn child_that_writes_checkpoints() {
+fn subprocess_that_writes_checkpoints() {
     let Some(scratch_dir) = std::env::var_os(CHILD_DIR_VARIABLE).map(PathBuf::from) else {
         return;
     };
@@ -655,7 +657,7 @@ fn start_child(scratch_dir: &ScratchDir) -> (Child, Receiver<String>) {
     command
         .args([
             "--exact",
-            "child_that_writes_checkpoints",
+            "subprocess_that_writes_checkpoints",
             "--ignored",
             "--nocapture",
         ])

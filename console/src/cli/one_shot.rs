@@ -82,7 +82,8 @@ fn exit_code(succeeded: bool) -> ExitCode {
 }
 
 /// Executes `command`, whose name is `name`. If the command starts a job whose output this process
-/// collects, waits for the end of the job.
+/// collects, waits for the end of the job. The exit status is a failure if a task of the job was
+/// lost with its host.
 ///
 /// # Errors
 /// Fails if standard output cannot be written.
@@ -116,5 +117,5 @@ fn run_on_vm(
     }
     // The virtual machine removes this task when its connection closes, even if `exit` fails.
     let _ = vm.exit();
-    Ok(exit_code(!outcome.failed))
+    Ok(exit_code(!outcome.failed && !session.has_lost_tasks))
 }

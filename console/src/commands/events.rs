@@ -7,6 +7,7 @@ use crate::output::terminal::Terminal;
 use crate::output::time::format_utc;
 use crate::parse_error::ParseError;
 use crate::session::Session;
+use crate::session::job_output::TAG_EVENTS;
 use libpvm::{Error, Match, Vm};
 use sempa_proto::HostId;
 use sempa_proto::event::{Event, EventKind};
@@ -16,8 +17,6 @@ use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::io;
 
-/// Tag of messages that carry events.
-const TAG_EVENTS: i32 = 2;
 /// Maximum number of events in the reply to one request.
 const EVENTS_BATCH_MAX: u32 = 1000;
 

@@ -24,7 +24,9 @@ pub(crate) const SPEC: CommandSpec = CommandSpec {
                  PID     process id on its host\n  FLAG    state\n  COMMAND program, or - when started by hand\n\
                  FLAG values:\n  f   started by the virtual machine\n  c   connected to its daemon\n  \
                  a   waiting for authorization\n  o   connection is being closed\n  s   deadlocked\n  \
-                 H   hoster\n  R   resource manager\n  T   tasker\n",
+                 H   hoster\n  R   resource manager\n  T   tasker\n\
+                 A task that has ended is listed while processes are left that it has started.\n\
+                 They stay guests of their host; 'kill' with the task's tid ends them.\n",
     parse: |args| parse(args).map(ParsedCommand::vm_command),
     completion: Completion::WordDependent(|_, word| match word.get(..2) {
         Some("-n") => (2, WordKind::Host),
@@ -99,7 +101,7 @@ impl VmCommand for PsCommand {
             },
         };
         let console = session.vm.tid();
-        let mut tasks = session.vm.tasks(selector)?;
+        let mut tasks = session.vm.tasks_and_leftovers(selector)?;
         // If no task is found and the birth host in the tid has left the virtual machine, an error
         // explains the empty table. A task may still run on another host after its birth host has
         // left.
@@ -140,11 +142,14 @@ fn tasks_json(table: &HostTable, tasks: &[TaskInfo]) -> Value {
             "host_index": task.host.index(),
             "flags": task.flags,
             "name": task.name,
-            "pid": task.pid,
+            "pid": task.namespace_pid,
+            "host_pid": task.pid,
             "uid": task.uid,
             "moving": task.migrating,
             "stopped": task.paused,
             "suspended": task.suspended,
+            "stopping": task.stopping,
+            "left_processes": task.leftover_processes,
         })
     };
     json!({ "tasks": tasks.iter().map(task).collect::<Vec<_>>() })
@@ -201,6 +206,45 @@ mod tests {
                      ha3    c0003    40004  16854   104/c,R rm          
 ";
         assert_eq!(tasks_text(&table(), &tasks, console, true), expected);
+    }
+
+    /// The long table has both process ids of a task in a PID namespace, and the states.
+    #[test]
+    fn long_table_has_pid_on_the_host() {
+        let mut tasks = [task(0x40004, 0x40001, 3_211_264, 6, "worker")];
+        tasks[0].pid = 4711;
+        let text = |tasks: &[TaskInfo], is_long| {
+            tasks_text(&table(), tasks, Tid::from_raw(0x40001), is_long)
+        };
+        assert!(
+            text(&tasks, true)
+                .ends_with(" 3211264     6/c,f worker       (on the host: process 4711)\n")
+        );
+        assert!(text(&tasks, false).ends_with("6/c,f worker      \n"));
+        (tasks[0].paused, tasks[0].suspended) = (true, true);
+        assert!(text(&tasks, true).ends_with("(stopped, suspended, on the host: process 4711)\n"));
+        assert!(text(&tasks, false).ends_with("(stopped, suspended)\n"));
+        let task = &tasks_json(&table(), &tasks)["tasks"][0];
+        assert_eq!(
+            (&task["pid"], &task["host_pid"]),
+            (&json!(3_211_264), &json!(4711))
+        );
+    }
+
+    /// An ended task is listed with the number of processes that it has left behind.
+    #[test]
+    fn row_of_ended_task_counts_left_processes() {
+        let mut left = task(0x40004, 0, 16853, 2, "sleeper");
+        (left.leftover_processes, left.paused) = (2, true);
+        let text = tasks_text(&table(), &[left.clone()], Tid::NONE, false);
+        assert!(
+            text.ends_with("sleeper      (ended, left 2 processes, stopped)\n"),
+            "{text}"
+        );
+        assert_eq!(
+            tasks_json(&table(), &[left])["tasks"][0]["left_processes"],
+            2
+        );
     }
 
     #[test]

@@ -4,19 +4,22 @@ use crate::arguments::{parse_option_value, unknown_option_error};
 use crate::command::{CommandSpec, Completion, ParsedCommand, VmCommand, WordKind};
 use crate::outcome::Outcome;
 use crate::output::tables::host_name;
+use crate::output::time::format_utc;
 use crate::parse_error::ParseError;
 use crate::session::Session;
 use crate::virtual_machine::unexpected_reply_error;
 use libpvm::Error;
+use sempa_proto::checkpoint::RestartFailure;
 use sempa_proto::task::{Reply, Request};
 use serde_json::{Value, json};
 
 pub(crate) const SPEC: CommandSpec = CommandSpec {
     name: "restart",
     summary: "Restart the tasks of a checkpoint",
-    detail: "Syntax:  restart checkpoint [ --on host[,host ...] ]\n\
+    detail: "Syntax:  restart checkpoint [ --on host[,host ...] ] [ --force ]\n\
              They keep their tids and continue from the checkpoint, also in a new virtual machine.\n\
-             All of them are restarted, or none.\n",
+             All of them are restarted, or none. A job that runs in another virtual machine is not restarted;\n\
+             --force restarts it if that virtual machine has not renewed its claim in the store for a minute.\n",
     parse: |args| parse(args).map(ParsedCommand::vm_command),
     completion: Completion::WordDependent(|args, _| {
         let kind = if args.last() == Some(&"--on") {
@@ -36,12 +39,14 @@ struct RestartCommand {
     checkpoint: String,
     /// Names of the hosts that may be used. If empty, any host may be used.
     host_names: Vec<String>,
+    /// True to restart a job that, according to the store, runs in another virtual machine.
+    force: bool,
 }
 
 /// Parses the words after `restart`.
 fn parse(args: &[String]) -> Result<RestartCommand, ParseError> {
     let wrong_args_error = || ParseError::WrongArgs("restart");
-    let (mut checkpoint_name, mut host_names) = (None, Vec::new());
+    let (mut checkpoint_name, mut host_names, mut force) = (None, Vec::new(), false);
     let mut rest = args.iter();
     while let Some(arg) = rest.next() {
         match parse_option_value("restart", "--on", arg, &mut rest)? {
@@ -51,6 +56,7 @@ fn parse(args: &[String]) -> Result<RestartCommand, ParseError> {
                     .filter(|name| !name.is_empty())
                     .map(String::from),
             ),
+            None if arg == "--force" => force = true,
             None if arg.starts_with('-') => {
                 return Err(unknown_option_error(arg));
             }
@@ -61,6 +67,7 @@ fn parse(args: &[String]) -> Result<RestartCommand, ParseError> {
     Ok(RestartCommand {
         checkpoint: checkpoint_name.ok_or_else(wrong_args_error)?,
         host_names,
+        force,
     })
 }
 
@@ -71,6 +78,7 @@ impl VmCommand for RestartCommand {
             checkpoint: checkpoint_name.clone(),
             host_names: self.host_names.clone(),
             wait_for_end: true,
+            force: self.force,
         })? {
             Reply::Restarted(Ok(report)) => {
                 let table = session.vm.hosts()?;
@@ -92,10 +100,16 @@ impl VmCommand for RestartCommand {
             }
             Reply::Restarted(Err(failure)) => {
                 let json_output = json!({ "set": checkpoint_name, "failed": failure.to_string() });
+                let since = match &failure {
+                    RestartFailure::RunsElsewhere { holder, .. } => {
+                        format!(" (it runs there since {})", format_utc(holder.since))
+                    }
+                    _ => String::new(),
+                };
                 Ok(Outcome {
                     json_values: vec![json_output],
                     ..Outcome::from_error(format!(
-                        "{checkpoint_name} was not restarted: {failure}; none of its tasks is running"
+                        "{checkpoint_name} was not restarted: {failure}{since}; none of its tasks is running in this virtual machine"
                     ))
                 })
             }
@@ -117,11 +131,14 @@ mod tests {
             Ok(RestartCommand {
                 checkpoint: "s".into(),
                 host_names: host_names.iter().map(|h| h.to_string()).collect(),
+                force: false,
             })
         };
         assert_eq!(parse_line("s"), restart_on(&[]));
         assert_eq!(parse_line("--on h1,h2 s"), restart_on(&["h1", "h2"]));
         assert_eq!(parse_line("s --on=h1 --on h2"), restart_on(&["h1", "h2"]));
+        let forced = parse_line("--force s").map(|command| command.force);
+        assert_eq!(forced, Ok(true));
         for line in ["", "s t", "s --on"] {
             assert_eq!(
                 parse_line(line),

@@ -9,17 +9,22 @@ use crate::session::Session;
 use crate::virtual_machine::VirtualMachine;
 use libpvm::Error;
 use nix::sys::signal::Signal;
-use sempa_proto::Tid;
 use sempa_proto::task::Request;
+use sempa_proto::{PvmError, Tid};
 use serde_json::{Value, json};
+use std::cell::OnceCell;
 use std::str::FromStr;
 
 const SIGTERM: i32 = 15;
+/// Signals that end what an ended task has left behind.
+const ENDING_SIGNALS: [i32; 2] = [9, SIGTERM];
 
 pub(crate) const KILL: CommandSpec = CommandSpec {
     name: "kill",
     summary: "End tasks (SIGTERM)",
-    detail: "Syntax:  kill [ -c ] tid ...\nOptions:  -c   the children of tid instead\n",
+    detail: "Syntax:  kill [ -c ] tid ...\nOptions:  -c   the children of tid instead\n\
+                 Processes that a task leaves behind run on, as in PVM; 'ps' lists the ended task.\n\
+                 A second 'kill' with its tid ends them.\n",
     parse: |args| parse_kill(args).map(ParsedCommand::vm_command),
     completion: Completion::EveryWord(WordKind::Tid),
     ..CommandSpec::DEFAULT
@@ -149,11 +154,12 @@ fn send_signal(
     include_self: bool,
 ) -> Outcome {
     let (mut outcome, mut values) = (Outcome::default(), Vec::new());
+    let leftovers = OnceCell::new();
     for tid in tids {
         if *tid == machine.tid() && !include_self {
             outcome.text.push_str(&format!("{tid}: that's me.\n"));
             values.push(signal_json(*tid, Some("that's me")));
-        } else if let Err(error) = machine.ask(Request::Signal { tid: *tid, signal }) {
+        } else if let Err(error) = send_signal_to(machine, *tid, signal, &leftovers) {
             outcome.failed = true;
             outcome.errors.push(format!("{tid}: {error}"));
             values.push(signal_json(*tid, Some(&error.reason)));
@@ -163,6 +169,40 @@ fn send_signal(
     }
     outcome.json_values = vec![results(values)];
     outcome
+}
+
+/// Sends a signal to a task, or ends the processes that it has left behind if it has ended.
+/// `leftovers` caches the ended tasks with such processes.
+fn send_signal_to(
+    machine: &dyn VirtualMachine,
+    tid: Tid,
+    signal: i32,
+    leftovers: &OnceCell<Vec<Tid>>,
+) -> Result<(), Error> {
+    // The list of leftovers needs all hosts. A host that does not answer must not delay the signal
+    // to a running task, so the task's own host is asked first.
+    let has_ended = || {
+        let status = machine.ask(Request::TaskStatus { tid });
+        status.is_err_and(|error| error.code == PvmError::NoTask)
+    };
+    let ends_leftovers = ENDING_SIGNALS.contains(&signal)
+        && has_ended()
+        && leftovers
+            .get_or_init(|| tids_with_leftovers(machine))
+            .contains(&tid);
+    let request = match ends_leftovers {
+        true => Request::KillLeftovers { tid },
+        false => Request::Signal { tid, signal },
+    };
+    machine.ask(request).map(|_| ())
+}
+
+/// Returns the tids of the ended tasks that have left processes behind. Empty if the tasks cannot
+/// be listed.
+fn tids_with_leftovers(machine: &dyn VirtualMachine) -> Vec<Tid> {
+    let tasks = machine.tasks_and_leftovers(Tid::NONE).unwrap_or_default();
+    let leftovers = tasks.iter().filter(|task| task.is_leftover());
+    leftovers.map(|task| task.tid).collect()
 }
 
 /// Returns the JSON result for one task. `failure_reason` is the reason why the signal was not

@@ -310,6 +310,7 @@ impl VmCommand for SpawnCommand {
             // Messages are handled only between commands. Therefore no output of the job has been
             // handled yet, and `session.jobs` has recorded no end of a task of the job.
             session.jobs.record_spawn(job, tids);
+            session.watch_tasks(job);
             if !session.jobs.contains(job) {
                 session.job_outputs.remove(&job);
             }

@@ -3,8 +3,9 @@
 use super::host_file;
 use super::process::{POLL_INTERVAL, StartError, start};
 use crate::output::terminal::Terminal;
+use libpvm::runtime::runtime_paths;
 use libpvm::{EnrollError, Vm};
-use sempa_proto::runtime_paths::{RuntimePaths, VmNameError};
+use sempa_proto::runtime_paths::VmNameError;
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::process::Child;
@@ -62,9 +63,8 @@ fn socket_path() -> Result<PathBuf, DaemonError> {
     if let Some(socket) = std::env::var_os("PVMSOCK").filter(|value| !value.is_empty()) {
         return Ok(socket.into());
     }
-    let paths = RuntimePaths::from_env(nix::unistd::geteuid().as_raw(), |name| {
-        std::env::var(name).ok()
-    })?;
+    let uid = nix::unistd::geteuid().as_raw();
+    let paths = runtime_paths(uid, |name| std::env::var(name).ok())?;
     Ok(paths.daemon_socket_path())
 }
 

@@ -5,6 +5,7 @@ use sempa_proto::rm::UsageTotals;
 use sempa_proto::table::{
     HostTable, TASK_CONNECTED, TASK_FORKED, TASK_HOSTER, TASK_RM, TASK_TASKER, TaskInfo,
 };
+pub(crate) use sempa_proto::text::process_count as process_count_text;
 use sempa_proto::{HostId, Tid};
 use serde_json::{Value, json};
 
@@ -79,7 +80,7 @@ pub(crate) fn ps_row(table: &HostTable, task: &TaskInfo, console: Tid, is_long: 
         } else {
             format!("{:x}", task.parent)
         };
-        out += &format!(" {parent:>8} {:>6}", task.pid);
+        out += &format!(" {parent:>8} {:>6}", task.namespace_pid);
     }
     let name = if task.name.is_empty() {
         "-"
@@ -87,14 +88,32 @@ pub(crate) fn ps_row(table: &HostTable, task: &TaskInfo, console: Tid, is_long: 
         &task.name
     };
     // This column does not exist in PVM. A task is paused while the owner of its host is present,
-    // and suspended until a user resumes it.
-    let state = match (task.paused, task.suspended) {
-        (false, false) => "",
-        (true, false) => " (stopped)",
-        (false, true) => " (suspended)",
-        (true, true) => " (stopped, suspended)",
+    // and suspended until a user resumes it. It is stopping until the tasker has confirmed that
+    // none of its processes runs. An ended task has a row while processes are left that it has
+    // started. Programs of the host, such as a debugger, need the process id outside the task's PID
+    // namespace.
+    let has_host_pid = is_long && task.pid > 0 && task.pid != task.namespace_pid;
+    let pause_note = if task.stopping { "stopping" } else { "stopped" };
+    let left_note = || {
+        format!(
+            "ended, left {}",
+            process_count_text(task.leftover_processes)
+        )
     };
-    out += &format!(" {:>9} {name:<12}{state}\n", flags_text(task.flags));
+    let notes: Vec<String> = [
+        task.is_leftover().then(left_note),
+        (task.paused || task.stopping).then(|| pause_note.to_string()),
+        task.suspended.then(|| "suspended".to_string()),
+        has_host_pid.then(|| format!("on the host: process {}", task.pid)),
+    ]
+    .into_iter()
+    .flatten()
+    .collect();
+    let notes = match notes.is_empty() {
+        true => String::new(),
+        false => format!(" ({})", notes.join(", ")),
+    };
+    out += &format!(" {:>9} {name:<12}{notes}\n", flags_text(task.flags));
     out
 }
 
@@ -153,7 +172,7 @@ pub(crate) fn totals_json(totals: &UsageTotals) -> Value {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::fixtures::table;
+    use crate::fixtures::{table, task};
 
     #[test]
     fn new_hosts_layout_matches_pvm() {
@@ -165,5 +184,40 @@ Console: 2 new hosts added
                      ha3    c0000  LINUX64    1000
 ";
         assert_eq!(new_hosts_text(&table(), &two_hosts), expected);
+    }
+
+    /// A task is listed as stopped only when this is confirmed.
+    #[test]
+    fn unconfirmed_stop_is_listed_as_stopping() {
+        let row_end = |paused, suspended, stopping| {
+            let task = TaskInfo {
+                paused,
+                suspended,
+                stopping,
+                ..task(0x80001, 0, 7, 6, "worker")
+            };
+            let row = ps_row(&table(), &task, Tid::NONE, false);
+            row.rsplit_once("worker")
+                .expect("its name")
+                .1
+                .trim()
+                .to_string()
+        };
+        assert_eq!(row_end(false, false, false), "");
+        assert_eq!(row_end(false, false, true), "(stopping)");
+        assert_eq!(row_end(true, false, false), "(stopped)");
+        assert_eq!(row_end(false, true, true), "(stopping, suspended)");
+        assert_eq!(row_end(false, true, false), "(suspended)");
+        assert_eq!(row_end(true, true, false), "(stopped, suspended)");
+        let left = TaskInfo {
+            stopping: true,
+            leftover_processes: 1,
+            ..task(0x80001, 0, 7, 6, "worker")
+        };
+        let row = ps_row(&table(), &left, Tid::NONE, false);
+        assert!(
+            row.ends_with(" (ended, left 1 process, stopping)\n"),
+            "{row}"
+        );
     }
 }

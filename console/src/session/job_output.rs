@@ -1,16 +1,19 @@
 //! Output and trace records of the jobs of a session: shows them, or writes them to files.
 
-use super::jobs::{TaskEvent, read_output_message};
+use super::jobs::{JobUpdate, TaskEvent, TaskOutput, read_output_message};
 use super::options::{TRACE_BUFFER, TRACE_DETAIL};
 use super::records::{HostProperties, RecordFormatter, Timestamp, trace_header};
 use super::{Session, trace_events};
 use crate::clock::unix_micros;
 use crate::output::{tables, time};
-use libpvm::{Body, Error, Vm};
+use libpvm::{Error, Vm};
 use nix::errno::Errno;
+use sempa_proto::event::EventKind;
 use sempa_proto::message::CTX_BASE;
-use sempa_proto::task::Sink;
+use sempa_proto::output::LOST_TASK_LINE;
+use sempa_proto::task::{NotifyRequest, NotifySubjects, Reply, Request, Sink};
 use sempa_proto::{HostId, Message, Tid};
+use std::collections::BTreeSet;
 use std::fs::{File, OpenOptions};
 use std::io::Write;
 use std::os::unix::fs::OpenOptionsExt;
@@ -18,15 +21,25 @@ use std::os::unix::fs::OpenOptionsExt;
 /// Tag of messages that announce hosts.
 pub(crate) const TAG_HOSTS: i32 = 1;
 
+/// Tag of the events of the log that this console follows: for `events --follow`, or while tasks of
+/// its jobs wait for a restart.
+pub(crate) const TAG_EVENTS: i32 = 2;
+
 /// Base of the tags of output messages: output of tasks of job n has this tag plus n.
 pub(crate) const TAG_OUTPUT_BASE: i32 = 16;
 
 /// Base of the tags of trace messages: trace records of tasks of job n have this tag plus n.
 pub(crate) const TAG_TRACE_BASE: i32 = 1 << 24;
 
-/// Base of the tags of close messages. To close the traced job n after its last records, the
-/// console sends itself a message with this tag plus n.
+/// Base of the tags of the exit notifications that follow the last trace records: after the end of
+/// the output of a traced job n, the exit of each of its tasks has this tag plus n.
 pub(crate) const TAG_CLOSE_JOB_BASE: i32 = 1 << 25;
+
+/// Base of the tags of exit notifications: the exit of a task of job n has this tag plus n.
+pub(crate) const TAG_EXIT_BASE: i32 = 1 << 26;
+
+/// Line that is shown for each task of a job that rolls back.
+const ROLLBACK_LINE: &[u8] = b"waits for the restart of its job from the last checkpoint";
 
 /// Output files are readable only by their owner, because tasks may write confidential data.
 const FILE_MODE: u32 = 0o600;
@@ -80,6 +93,8 @@ struct JobTrace {
     /// File that receives the records instead of the console. `None` if the records do not go to a
     /// file, and after a write error.
     file: Option<File>,
+    /// Tasks whose last records may be missing.
+    open_tasks: BTreeSet<Tid>,
 }
 
 impl JobOutput {
@@ -125,41 +140,40 @@ impl JobOutput {
         self.trace.is_some()
     }
 
-    /// Handles an event of a task of this job. Returns the bytes that the console must show.
-    fn handle_event(&mut self, job: u32, tid: Tid, event: &TaskEvent) -> Vec<u8> {
+    /// Shows an event of a task of this job, or writes it to a file. Returns the bytes that the
+    /// console must show.
+    fn show_task_event(&mut self, job: u32, tid: Tid, event: &TaskEvent) -> Vec<u8> {
         let mut out = Vec::new();
         if let Some(JobTrace {
             formatter: record_formatter,
             file,
+            open_tasks,
         }) = &mut self.trace
         {
+            open_tasks.insert(tid);
+            let text = match event {
+                TaskEvent::Created => Some("CREATION".into()),
+                TaskEvent::Spawned => Some("GOTSPAWN".into()),
+                TaskEvent::Ended => Some("GOTEOF".into()),
+                TaskEvent::Line(line) => Some(String::from_utf8_lossy(line)),
+                TaskEvent::FirstSeen | TaskEvent::Lost | TaskEvent::RolledBack => None,
+            };
             if *event == TaskEvent::FirstSeen {
                 out.extend_from_slice(
                     format!("[{job}] libpvmtrc: Task TID=0x{tid:x} Connected to Console\n")
                         .as_bytes(),
                 );
-            } else {
-                let text = match event {
-                    TaskEvent::Created => "CREATION".into(),
-                    TaskEvent::Spawned => "GOTSPAWN".into(),
-                    TaskEvent::Ended => "GOTEOF".into(),
-                    TaskEvent::Line(line) => String::from_utf8_lossy(line),
-                    TaskEvent::FirstSeen => unreachable!("it was looked at above"),
-                };
-                out.extend(
-                    write_records(
-                        file,
-                        job,
-                        tid,
-                        &record_formatter.output_record(current_timestamp(), tid, &text),
-                    )
-                    .into_bytes(),
-                );
+            }
+            if let Some(text) = text {
+                let record = record_formatter.output_record(current_timestamp(), tid, &text);
+                out.extend(write_records(file, job, tid, &record).into_bytes());
             }
         }
         let line: &[u8] = match event {
             TaskEvent::Line(line) => line,
             TaskEvent::Ended => b"EOF",
+            TaskEvent::Lost => LOST_TASK_LINE.as_bytes(),
+            TaskEvent::RolledBack => ROLLBACK_LINE,
             TaskEvent::FirstSeen | TaskEvent::Created | TaskEvent::Spawned => return out,
         };
         let prefix = format!("[{job}:{tid}] ").into_bytes();
@@ -203,6 +217,7 @@ impl Session {
         let Some(JobTrace {
             formatter: record_formatter,
             file,
+            ..
         }) = self
             .job_outputs
             .get_mut(&job)
@@ -245,9 +260,16 @@ impl Session {
                 .checked_sub(base)
                 .and_then(|job_from_base| u32::try_from(job_from_base).ok())
         };
+        if let Some(job) = job_from_base(TAG_EXIT_BASE) {
+            return if message.src.is_daemon() {
+                self.handle_exit(job, message)
+            } else {
+                Vec::new()
+            };
+        }
         if let Some(job) = job_from_base(TAG_CLOSE_JOB_BASE) {
-            return if message.src == self.vm.tid() {
-                self.end_job_output(job)
+            return if message.src.is_daemon() {
+                self.handle_last_record(job, message)
             } else {
                 Vec::new()
             };
@@ -261,6 +283,10 @@ impl Session {
         if message.tag == TAG_HOSTS {
             return self.announce_hosts(message).into_bytes();
         }
+        if message.tag == TAG_EVENTS {
+            self.handle_log_event(message);
+            return Vec::new();
+        }
         job_from_base(TAG_OUTPUT_BASE)
             .map(|job| self.handle_output(job, message))
             .unwrap_or_default()
@@ -273,17 +299,150 @@ impl Session {
         let Some((tid, output)) = read_output_message(body) else {
             return Vec::new();
         };
+        let mut shown_bytes = Vec::new();
+        if output == TaskOutput::End && self.jobs.is_running(job, tid) {
+            // A process that was killed for a rollback ends its output like any other.
+            shown_bytes = self.await_restart_if_rolled_back(job, tid);
+        }
         let update = self.jobs.handle_output(job, tid, output);
+        self.watch_tasks(job);
+        shown_bytes.extend(self.show_update(job, tid, &update));
+        shown_bytes
+    }
+
+    /// Handles the exit of a task of a job. The end of the output precedes the exit, so usually the
+    /// task has ended already. Otherwise the task's host is lost, and the task is lost or waits for
+    /// the restart of its job, or has already been restarted if this console is late.
+    fn handle_exit(&mut self, job: u32, message: &Message) -> Vec<u8> {
+        let Ok(Ok(tid)) = Vm::unpack(message).map(|mut body| body.read_int()) else {
+            return Vec::new();
+        };
+        let tid = Tid::from_raw(tid);
+        if !self.jobs.is_running(job, tid) {
+            return Vec::new();
+        }
+        let mut shown_bytes = self.await_restart_if_rolled_back(job, tid);
+        if self.jobs.is_running(job, tid)
+            && matches!(self.vm.ask(Request::TaskStatus { tid }), Ok(Reply::Done))
+        {
+            let update = self.jobs.handle_late_exit(job, tid);
+            self.watch_tasks(job);
+            shown_bytes.extend(self.show_update(job, tid, &update));
+            return shown_bytes;
+        }
+        let update = self.jobs.handle_exit(job, tid);
+        self.has_lost_tasks |= update.events.contains(&TaskEvent::Lost);
+        shown_bytes.extend(self.show_update(job, tid, &update));
+        shown_bytes
+    }
+
+    /// If a task whose process has ended waits for a restart from a checkpoint, records that all
+    /// running tasks of its job do so. Returns the bytes that the console must show.
+    fn await_restart_if_rolled_back(&mut self, job: u32, ended_tid: Tid) -> Vec<u8> {
+        let mut shown_bytes = Vec::new();
+        for awaiting_task in self.find_rolled_back_tasks(job, ended_tid) {
+            let update = self.jobs.handle_rollback(job, awaiting_task);
+            shown_bytes.extend(self.show_update(job, awaiting_task, &update));
+        }
+        shown_bytes
+    }
+
+    /// If the task `ended_tid` waits for a restart from a checkpoint, returns all running tasks of
+    /// its job of this console that do so. The events that end the wait follow; without them no
+    /// task is returned.
+    fn find_rolled_back_tasks(&mut self, job: u32, ended_tid: Tid) -> Vec<Tid> {
+        let ended_tasks = vec![ended_tid];
+        if self.ask_awaiting_restart(ended_tasks.clone()).as_ref() != Some(&ended_tasks) {
+            return Vec::new();
+        }
+        if !self.follows_events {
+            let subscription = Request::Subscribe {
+                ctx: CTX_BASE,
+                tag: TAG_EVENTS,
+            };
+            self.follows_events = self.vm.ask(subscription).is_ok();
+        }
+        if !self.follows_events {
+            return Vec::new();
+        }
+        // The wait may have ended before the subscription, so this question follows it.
+        self.ask_awaiting_restart(self.jobs.running_tasks(job))
+            .unwrap_or_default()
+    }
+
+    /// Returns which of the tasks wait for a restart; `None` if the daemon does not answer.
+    fn ask_awaiting_restart(&self, tids: Vec<Tid>) -> Option<Vec<Tid>> {
+        match self.vm.ask(Request::FindAwaitingRestart { tids }) {
+            Ok(Reply::AwaitingRestart(awaiting_tasks)) => Some(awaiting_tasks),
+            _ => None,
+        }
+    }
+
+    /// Handles an event of the log. If it may end the wait of tasks for a restart, requests the
+    /// notifications of their exits again.
+    fn handle_log_event(&mut self, message: &Message) {
+        let mut changed_jobs = BTreeSet::new();
+        match Vm::decode_event(message).map(|event| event.kind) {
+            Some(EventKind::Restarted { tasks, .. }) => {
+                for (tid, _) in tasks {
+                    changed_jobs.extend(self.jobs.handle_restart(tid));
+                }
+            }
+            Some(
+                EventKind::RestartFailed { .. }
+                | EventKind::CheckpointDamaged { .. }
+                | EventKind::JobTakenOver { .. },
+            ) => {}
+            _ => return,
+        }
+        let waiting_tasks = self.jobs.tasks_awaiting_restart();
+        if !waiting_tasks.is_empty() {
+            let tids = waiting_tasks.iter().map(|(_, tid)| *tid).collect();
+            let still_waiting = self.ask_awaiting_restart(tids).unwrap_or_default();
+            for (job, tid) in waiting_tasks {
+                if !still_waiting.contains(&tid) {
+                    self.jobs.stop_awaiting_restart(job, tid);
+                    changed_jobs.insert(job);
+                }
+            }
+        }
+        changed_jobs
+            .into_iter()
+            .for_each(|job| self.watch_tasks(job));
+    }
+
+    /// Requests a notification of the exit of each task of the job, because a task that is lost
+    /// with its host does not end its output.
+    pub(crate) fn watch_tasks(&mut self, job: u32) {
+        let unwatched_tasks = self.jobs.take_unwatched(job);
+        if unwatched_tasks.is_empty() {
+            return;
+        }
+        // An error means that the console is waiting for too many notifications, or that the
+        // daemon has ended, which ends all waits.
+        let _ = self.vm.ask(Request::Notify(NotifyRequest {
+            subjects: NotifySubjects::TaskExit(unwatched_tasks),
+            ctx: CTX_BASE,
+            tag: TAG_EXIT_BASE + job.cast_signed(),
+            is_cancellation: false,
+        }));
+    }
+
+    /// Applies an update to the output of its job. Returns the bytes that the console must show.
+    fn show_update(&mut self, job: u32, tid: Tid, update: &JobUpdate) -> Vec<u8> {
         let mut shown_bytes = Vec::new();
         if let Some(job_output) = self.job_outputs.get_mut(&job) {
             for event in &update.events {
-                shown_bytes.extend(job_output.handle_event(job, tid, event));
+                shown_bytes.extend(job_output.show_task_event(job, tid, event));
             }
-            if update.is_finished && job_output.trace.is_some() {
+            if update.is_finished
+                && let Some(trace) = &job_output.trace
+            {
                 shown_bytes.extend_from_slice(
                     format!("[{job}] libpvmtrc: Trace File Complete\n").as_bytes(),
                 );
-                if self.schedule_job_end(job).is_ok() {
+                let tids = trace.open_tasks.iter().copied().collect();
+                if self.await_last_records(job, tids).is_ok() {
                     return shown_bytes;
                 }
             }
@@ -294,24 +453,36 @@ impl Session {
         shown_bytes
     }
 
-    /// Called when all tasks of a traced job have ended. Sends this console a message; the console
-    /// ends the output of the job when the message arrives. The last trace records of a task follow
-    /// the end of its output and must arrive before the message. All records have arrived when
-    /// every daemon has replied to a query of the task list. Therefore the message is sent after
-    /// such a query.
-    fn schedule_job_end(&self, job: u32) -> Result<(), Error> {
-        self.vm.tasks(Tid::NONE)?;
-        let (console, Body { enc, bytes }) = (self.vm.tid(), Body::empty());
-        let tag = TAG_CLOSE_JOB_BASE + job.cast_signed();
-        self.vm.send(Message {
-            src: console,
-            dst: console,
+    /// Called when all tasks of a traced job have ended. The last trace records of a task follow
+    /// the end of its output, and precede the notification of its exit, which is requested here.
+    fn await_last_records(&self, job: u32, tids: Vec<Tid>) -> Result<(), Error> {
+        self.vm.ask(Request::Notify(NotifyRequest {
+            subjects: NotifySubjects::TaskExit(tids),
             ctx: CTX_BASE,
-            tag,
-            wid: 0,
-            enc,
-            body: bytes,
-        })
+            tag: TAG_CLOSE_JOB_BASE + job.cast_signed(),
+            is_cancellation: false,
+        }))?;
+        Ok(())
+    }
+
+    /// Handles the exit of a task of a traced job whose output has ended. After the last exit, no
+    /// record is missing.
+    fn handle_last_record(&mut self, job: u32, message: &Message) -> Vec<u8> {
+        let trace = self
+            .job_outputs
+            .get_mut(&job)
+            .and_then(|job| job.trace.as_mut());
+        let Some(trace) = trace else {
+            return Vec::new();
+        };
+        if let Ok(Ok(tid)) = Vm::unpack(message).map(|mut body| body.read_int()) {
+            trace.open_tasks.remove(&Tid::from_raw(tid));
+        }
+        if trace.open_tasks.is_empty() {
+            self.end_job_output(job)
+        } else {
+            Vec::new()
+        }
     }
 
     fn end_job_output(&mut self, job: u32) -> Vec<u8> {
@@ -323,6 +494,7 @@ impl Session {
         let Some(JobTrace {
             formatter: record_formatter,
             file,
+            ..
         }) = self
             .job_outputs
             .get_mut(&job)

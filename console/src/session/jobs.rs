@@ -6,8 +6,9 @@
 
 use sempa_proto::Tid;
 use sempa_proto::body::Unpacker;
-use std::collections::BTreeMap;
+use sempa_proto::output::{OUTPUT_EOF, OUTPUT_REQUESTED, OUTPUT_STARTED};
 use std::collections::btree_map::Entry;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// Maximum length of a line in bytes. A longer line is broken into several.
 pub(crate) const OUTPUT_LINE_BYTES_MAX: usize = 64 << 10;
@@ -30,9 +31,9 @@ pub(crate) enum TaskOutput {
 pub(crate) fn read_output_message(mut body: Unpacker) -> Option<(Tid, TaskOutput)> {
     let tid = Tid::from_raw(body.read_int().ok()?);
     let output = match body.read_int().ok()? {
-        0 => TaskOutput::End,
-        -1 => TaskOutput::Spawned,
-        -2 => TaskOutput::Created,
+        OUTPUT_EOF => TaskOutput::End,
+        OUTPUT_REQUESTED => TaskOutput::Spawned,
+        OUTPUT_STARTED => TaskOutput::Created,
         length => TaskOutput::Data(
             body.read_bytes(usize::try_from(length).ok()?)
                 .ok()?
@@ -42,10 +43,23 @@ pub(crate) fn read_output_message(mut body: Unpacker) -> Option<(Tid, TaskOutput
     tid.is_task().then_some((tid, output))
 }
 
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+enum TaskState {
+    /// More output may follow.
+    #[default]
+    Running,
+    /// The task's job rolls back. The task ends only if it is not restarted.
+    AwaitingRestart,
+    Ended,
+}
+
 #[derive(Debug, Default)]
 struct JobTask {
     was_seen: bool,
-    has_ended: bool,
+    state: TaskState,
+    /// Set by the end of a process that was killed for the rollback, or of a restarted process if
+    /// the console has not yet received the event of the restart. Cleared by later output.
+    has_ended_early: bool,
     partial_line: Vec<u8>,
 }
 
@@ -64,6 +78,13 @@ impl JobTask {
             }
         }
     }
+
+    /// Appends the last line to `out` if it is unfinished.
+    fn end_line(&mut self, out: &mut Vec<TaskEvent>) {
+        if !self.partial_line.is_empty() {
+            out.push(TaskEvent::Line(std::mem::take(&mut self.partial_line)));
+        }
+    }
 }
 
 #[derive(Debug, Default)]
@@ -72,6 +93,38 @@ struct Job {
     /// spawn.
     spawn_replied: bool,
     tasks: BTreeMap<Tid, JobTask>,
+    /// Number of tasks that have not ended.
+    unended_count: usize,
+    /// Running tasks for whose exit no notification was requested.
+    unwatched: BTreeSet<Tid>,
+}
+
+impl Job {
+    /// Returns a task of the job, and adds the task if it is new.
+    fn task(&mut self, tid: Tid) -> &mut JobTask {
+        self.tasks.entry(tid).or_insert_with(|| {
+            self.unended_count += 1;
+            self.unwatched.insert(tid);
+            JobTask::default()
+        })
+    }
+
+    /// Records that the output of a task that has not ended ends.
+    fn end_task(&mut self, tid: Tid) {
+        self.task(tid).state = TaskState::Ended;
+        self.unended_count -= 1;
+        self.unwatched.remove(&tid);
+    }
+
+    /// Records that a task runs, as far as is known. The notification of its exit is requested
+    /// again.
+    fn continue_task(&mut self, tid: Tid) {
+        let task = self.task(tid);
+        if std::mem::take(&mut task.state) == TaskState::Ended {
+            self.unended_count += 1;
+        }
+        self.unwatched.insert(tid);
+    }
 }
 
 #[derive(Debug, Default)]
@@ -91,6 +144,10 @@ pub(crate) enum TaskEvent {
     Created,
     /// A line of output, without its newline.
     Line(Vec<u8>),
+    /// The task's job rolls back to a checkpoint.
+    RolledBack,
+    /// The task has exited without the end of its output.
+    Lost,
     /// The task writes no more output.
     Ended,
 }
@@ -124,7 +181,7 @@ impl Jobs {
         };
         job.spawn_replied = true;
         for tid in tids {
-            job.tasks.entry(tid).or_default();
+            job.task(tid);
         }
         if job.tasks.is_empty() {
             self.jobs.remove(&job_number);
@@ -150,10 +207,10 @@ impl Jobs {
             Entry::Vacant(_) if output == TaskOutput::End => return JobUpdate::default(),
             Entry::Vacant(vacant_entry) => vacant_entry.insert(Job {
                 spawn_replied: true,
-                tasks: BTreeMap::new(),
+                ..Job::default()
             }),
         };
-        let task = job.tasks.entry(tid).or_default();
+        let task = job.task(tid);
         let mut events = Vec::new();
         if !task.was_seen {
             task.was_seen = true;
@@ -162,15 +219,16 @@ impl Jobs {
         match output {
             TaskOutput::Spawned => events.push(TaskEvent::Spawned),
             TaskOutput::Created => events.push(TaskEvent::Created),
-            TaskOutput::Data(bytes) => task.add_output(&bytes, &mut events),
-            TaskOutput::End if !task.has_ended => {
-                if !task.partial_line.is_empty() {
-                    events.push(TaskEvent::Line(std::mem::take(&mut task.partial_line)));
-                }
-                task.has_ended = true;
-                events.push(TaskEvent::Ended);
+            TaskOutput::Data(bytes) => {
+                task.has_ended_early = false;
+                task.add_output(&bytes, &mut events);
             }
-            TaskOutput::End => {}
+            TaskOutput::End if task.state == TaskState::Running => {
+                task.end_line(&mut events);
+                events.push(TaskEvent::Ended);
+                job.end_task(tid);
+            }
+            TaskOutput::End => task.has_ended_early = task.state == TaskState::AwaitingRestart,
         }
         JobUpdate {
             events,
@@ -178,10 +236,127 @@ impl Jobs {
         }
     }
 
+    /// True if the task belongs to the job and runs, as far as is known.
+    pub(crate) fn is_running(&self, job_number: u32, tid: Tid) -> bool {
+        let job = self.jobs.get(&job_number);
+        job.and_then(|job| job.tasks.get(&tid))
+            .is_some_and(|task| task.state == TaskState::Running)
+    }
+
+    /// Returns the running tasks of a job.
+    pub(crate) fn running_tasks(&self, job_number: u32) -> Vec<Tid> {
+        let tasks = self.jobs.get(&job_number).map(|job| &job.tasks);
+        let running_tasks = { tasks }
+            .into_iter()
+            .flatten()
+            .filter(|(_, task)| task.state == TaskState::Running);
+        running_tasks.map(|(tid, _)| *tid).collect()
+    }
+
+    /// Ends the output of a running task of a job that has exited. Without the end of its output it
+    /// was lost with its host. Does nothing if the task does not run.
+    pub(crate) fn handle_exit(&mut self, job_number: u32, tid: Tid) -> JobUpdate {
+        let mut events = Vec::new();
+        let Some(job) = self.jobs.get_mut(&job_number) else {
+            return JobUpdate::default();
+        };
+        let Some(task) = job
+            .tasks
+            .get_mut(&tid)
+            .filter(|task| task.state == TaskState::Running)
+        else {
+            return JobUpdate::default();
+        };
+        task.end_line(&mut events);
+        if !task.has_ended_early {
+            events.push(TaskEvent::Lost);
+        }
+        events.push(TaskEvent::Ended);
+        job.end_task(tid);
+        JobUpdate {
+            events,
+            is_finished: self.remove_if_finished(job_number),
+        }
+    }
+
+    /// Handles the rollback of a running task of a job: the task waits for its restart.
+    pub(crate) fn handle_rollback(&mut self, job_number: u32, tid: Tid) -> JobUpdate {
+        let mut events = Vec::new();
+        if let Some(job) = self.jobs.get_mut(&job_number)
+            && let Some(task) = job.tasks.get_mut(&tid)
+        {
+            task.end_line(&mut events);
+            task.state = TaskState::AwaitingRestart;
+            job.unwatched.remove(&tid);
+            events.push(TaskEvent::RolledBack);
+        }
+        JobUpdate {
+            events,
+            is_finished: false,
+        }
+    }
+
+    /// Handles the exit of an earlier process of a running task: the task was restarted before this
+    /// console handled the exit.
+    pub(crate) fn handle_late_exit(&mut self, job_number: u32, tid: Tid) -> JobUpdate {
+        let mut events = Vec::new();
+        if let Some(job) = self.jobs.get_mut(&job_number)
+            && let Some(task) = job.tasks.get_mut(&tid)
+        {
+            task.end_line(&mut events);
+            job.continue_task(tid);
+        }
+        JobUpdate {
+            events,
+            is_finished: false,
+        }
+    }
+
+    /// Returns the tasks that wait for a restart, each with its job.
+    pub(crate) fn tasks_awaiting_restart(&self) -> Vec<(u32, Tid)> {
+        let tasks = self.jobs.iter().flat_map(|(job_number, job)| {
+            job.tasks
+                .iter()
+                .map(|(tid, task)| (*job_number, *tid, task.state))
+        });
+        tasks
+            .filter(|(_, _, state)| *state == TaskState::AwaitingRestart)
+            .map(|(job_number, tid, _)| (job_number, tid))
+            .collect()
+    }
+
+    /// Ends the wait of a task for a restart. The notification of its exit, which is requested
+    /// again, arrives at once if the task was not restarted.
+    pub(crate) fn stop_awaiting_restart(&mut self, job_number: u32, tid: Tid) {
+        if let Some(job) = self.jobs.get_mut(&job_number) {
+            job.continue_task(tid);
+        }
+    }
+
+    /// Handles the restart of a task, which may have ended since the checkpoint. Returns its jobs.
+    pub(crate) fn handle_restart(&mut self, tid: Tid) -> Vec<u32> {
+        let jobs = self
+            .jobs
+            .iter_mut()
+            .filter(|(_, job)| job.tasks.contains_key(&tid));
+        jobs.map(|(job_number, job)| {
+            job.continue_task(tid);
+            *job_number
+        })
+        .collect()
+    }
+
+    /// Returns the running tasks of a job for whose exit a notification must be requested. Each
+    /// task is returned once.
+    pub(crate) fn take_unwatched(&mut self, job_number: u32) -> Vec<Tid> {
+        let unwatched = self.jobs.get_mut(&job_number).map(|job| &mut job.unwatched);
+        let unwatched = unwatched.map(std::mem::take).unwrap_or_default();
+        unwatched.into_iter().collect()
+    }
+
     /// If all tasks of the job have ended, removes the job and returns true.
     fn remove_if_finished(&mut self, job_number: u32) -> bool {
-        let has_ended =
-            |job: &Job| job.spawn_replied && job.tasks.values().all(|task| task.has_ended);
+        let has_ended = |job: &Job| job.spawn_replied && job.unended_count == 0;
         let is_finished = self.jobs.get(&job_number).is_some_and(has_ended);
         if is_finished {
             self.jobs.remove(&job_number);
@@ -205,7 +380,7 @@ impl Jobs {
                 *job_number,
                 job.tasks
                     .iter()
-                    .filter(|(_, task)| !task.has_ended)
+                    .filter(|(_, task)| task.state != TaskState::Ended)
                     .map(|(tid, _)| *tid)
                     .collect(),
             )
@@ -277,6 +452,93 @@ mod tests {
             jobs.handle_output(job, TASK_B, data("late\n")).events,
             [TaskEvent::FirstSeen, line("late")]
         );
+    }
+
+    /// A task that exits without the end of its output ends as lost, and so does its job. A later
+    /// end, or an exit after the end, changes nothing.
+    #[test]
+    fn exit_without_end_of_output_ends_the_job() {
+        let mut jobs = Jobs::default();
+        let job = jobs.create_job();
+        jobs.record_spawn(job, [TASK_A, TASK_B].into_iter());
+        assert_eq!(jobs.take_unwatched(job), [TASK_A, TASK_B]);
+        assert!(jobs.take_unwatched(job).is_empty());
+        jobs.handle_output(job, TASK_B, TaskOutput::End);
+        assert_eq!(jobs.handle_exit(job, TASK_B), JobUpdate::default());
+        jobs.handle_output(job, TASK_A, data("half"));
+        assert_eq!(
+            jobs.handle_exit(job, TASK_A),
+            JobUpdate {
+                events: vec![line("half"), TaskEvent::Lost, TaskEvent::Ended],
+                is_finished: true
+            }
+        );
+        assert_eq!(jobs.handle_exit(job, TASK_A), JobUpdate::default());
+        assert!(jobs.is_empty());
+    }
+
+    /// A job that rolls back runs until the restarted tasks end. The end of a killed task is no end
+    /// of the job, but if the task is not restarted, it is not lost.
+    #[test]
+    fn job_that_rolls_back_continues() {
+        let mut jobs = Jobs::default();
+        let job = jobs.create_job();
+        jobs.record_spawn(job, [TASK_A, TASK_B].into_iter());
+        jobs.take_unwatched(job);
+        jobs.handle_output(job, TASK_A, data("half"));
+        assert_eq!(jobs.running_tasks(job), [TASK_A, TASK_B]);
+        assert_eq!(
+            jobs.handle_rollback(job, TASK_A).events,
+            [line("half"), TaskEvent::RolledBack]
+        );
+        jobs.handle_rollback(job, TASK_B);
+        assert_eq!(
+            jobs.tasks_awaiting_restart(),
+            [(job, TASK_A), (job, TASK_B)]
+        );
+        assert_eq!(jobs.handle_exit(job, TASK_A), JobUpdate::default());
+        let end_update = jobs.handle_output(job, TASK_B, TaskOutput::End);
+        assert_eq!(end_update.events, [TaskEvent::FirstSeen]);
+        assert!(!end_update.is_finished && jobs.take_unwatched(job).is_empty());
+        assert_eq!(jobs.handle_restart(TASK_A), [job]);
+        jobs.stop_awaiting_restart(job, TASK_B);
+        assert!(jobs.tasks_awaiting_restart().is_empty());
+        assert_eq!(jobs.take_unwatched(job), [TASK_A, TASK_B]);
+        jobs.handle_output(job, TASK_A, TaskOutput::End);
+        let exit_update = jobs.handle_exit(job, TASK_B);
+        assert_eq!(exit_update.events, [TaskEvent::Ended]);
+        assert!(exit_update.is_finished);
+    }
+
+    /// A task that was lost with its host and is not restarted ends as lost, also if it was
+    /// restarted before and has written since.
+    #[test]
+    fn task_that_is_not_restarted_is_lost() {
+        let mut jobs = Jobs::default();
+        let job = jobs.create_job();
+        jobs.record_spawn(job, [TASK_A].into_iter());
+        jobs.handle_rollback(job, TASK_A);
+        jobs.handle_output(job, TASK_A, TaskOutput::End);
+        jobs.handle_restart(TASK_A);
+        jobs.handle_output(job, TASK_A, data("x\n"));
+        assert_eq!(
+            jobs.handle_exit(job, TASK_A).events,
+            [TaskEvent::Lost, TaskEvent::Ended]
+        );
+    }
+
+    /// A task that had ended before its job rolled back runs again after the restart.
+    #[test]
+    fn ended_task_runs_again_after_restart() {
+        let mut jobs = Jobs::default();
+        let job = jobs.create_job();
+        jobs.record_spawn(job, [TASK_A, TASK_B].into_iter());
+        jobs.handle_output(job, TASK_A, TaskOutput::End);
+        jobs.handle_rollback(job, TASK_B);
+        assert_eq!(jobs.handle_restart(TASK_A), [job]);
+        assert_eq!(jobs.handle_restart(TASK_B), [job]);
+        assert!(!jobs.handle_output(job, TASK_B, TaskOutput::End).is_finished);
+        assert!(jobs.handle_output(job, TASK_A, TaskOutput::End).is_finished);
     }
 
     /// A job whose tasks end before the reply to the spawn finishes with the reply.

@@ -45,6 +45,10 @@ pub(crate) struct Session<M: ?Sized = dyn VirtualMachine> {
     pub(crate) env: BTreeMap<String, String>,
     pub(crate) jobs: Jobs,
     pub(crate) job_outputs: BTreeMap<u32, JobOutput>,
+    /// True if a task of a job was lost with its host.
+    pub(crate) has_lost_tasks: bool,
+    /// True if the console receives the events of the log.
+    follows_events: bool,
     /// Hosts that need no announcement: they existed at the start, were announced, or were added by
     /// a command of this session.
     announced_hosts: BTreeSet<HostId>,
@@ -66,6 +70,8 @@ impl<M: VirtualMachine> Session<M> {
             env,
             jobs: Jobs::default(),
             job_outputs: BTreeMap::new(),
+            has_lost_tasks: false,
+            follows_events: false,
             announced_hosts: BTreeSet::new(),
             is_interactive: false,
             prints_json: false,

@@ -95,8 +95,9 @@ enum Body {
 pub(crate) struct Buffer {
     pub(crate) enc: Enc,
     body: Body,
-    /// True from the arrival of the message until a receive call returns the message.
-    pub(crate) awaits_receive: bool,
+    /// Number of the message in the list of messages that can be received; `None` if the list does
+    /// not contain the message.
+    pub(crate) list_seq: Option<u64>,
     /// Offset in the body at which the next unpack call reads.
     pub(crate) read_offset: usize,
     pub(crate) ctx: i32,
@@ -125,7 +126,7 @@ impl Buffer {
         Self {
             enc,
             body,
-            awaits_receive: false,
+            list_seq: None,
             read_offset: 0,
             ctx: 0,
             tag: 0,
@@ -140,7 +141,7 @@ impl Buffer {
         Self {
             enc: Enc::from_header_field(message.enc),
             body: Body::Sealed(message.body),
-            awaits_receive: false,
+            list_seq: None,
             read_offset: 0,
             ctx: message.ctx,
             tag: message.tag,

@@ -9,7 +9,7 @@ use crate::session;
 use libpvm::Runtime;
 use sempa_proto::body::{Encoding, Packer, Unpacker};
 use sempa_proto::message::{CTX_TASK_CONTROL, ENC_XDR};
-use sempa_proto::task::{Request, Sink};
+use sempa_proto::task::{NotifyRequest, NotifySubjects, Request, Sink};
 use sempa_proto::{Message, PvmResult, Tid};
 use std::sync::atomic::Ordering::Relaxed;
 
@@ -27,6 +27,11 @@ pub(crate) const TC_SETTRCOPT: i32 = TC_BASE + 8;
 /// List of the tids of all tasks of one spawn, sent to each of these tasks.
 pub(crate) const TC_SIBLINGS: i32 = TC_BASE + 11;
 
+/// Notification of the exit of a child whose output this task prints. Not a tag of PVM.
+pub(crate) const TC_WRITER_EXIT: i32 = TC_BASE + 100;
+/// Notification of the exit of the parent, which has sent no list of siblings. Not a tag of PVM.
+pub(crate) const TC_PARENT_EXIT: i32 = TC_BASE + 101;
+
 /// Tags that the library handles itself, in the order of their handler numbers. The length of the
 /// array is the number of the program's first handler.
 pub(crate) const LIBRARY_HANDLED_TAGS: [i32; 9] = [
@@ -41,12 +46,20 @@ pub(crate) const LIBRARY_HANDLED_TAGS: [i32; 9] = [
     TC_SIBLINGS,
 ];
 
+/// True for the library's own notifications, which PVM does not have. A program must not notice
+/// that a call takes them in.
+pub(crate) fn is_unknown_to_pvm(message: &Message) -> bool {
+    message.ctx == CTX_TASK_CONTROL && [TC_WRITER_EXIT, TC_PARENT_EXIT].contains(&message.tag)
+}
+
 /// Handles a control message. A malformed message is dropped, since no sender waits for a reply.
 pub(crate) fn handle_control_message(rt: &Runtime, message: &Message) {
     let body = Unpacker::new_xdr(message.body.clone());
     match message.tag {
         TC_OUTPUT => output::handle_output_message(body),
+        TC_WRITER_EXIT if message.src.is_daemon() => output::handle_child_exit(body),
         TC_SIBLINGS => drop(set_siblings(body)),
+        TC_PARENT_EXIT if message.src.is_daemon() => session::lock().has_parent_exited = true,
         TC_SETTRACE => drop(set_trace(rt, body)),
         TC_SETTMASK => drop(set_mask(body)),
         TC_SETTRCBUF => drop(set_tracer_int(body, |tracer, value| {
@@ -119,6 +132,19 @@ fn set_trace(rt: &Runtime, mut body: Unpacker) -> PvmResult<()> {
         let _ = rt.request_and_wait(Request::SetOutput(output_sink));
     }
     Ok(())
+}
+
+/// Requests a notification with a tag of this module for the exit of each of these tasks.
+///
+/// An error means that the connection to the daemon is lost, or that the task has requested too
+/// many notifications; the caller then waits without this notification.
+pub(crate) fn watch_exits(rt: &Runtime, tag: i32, tids: Vec<Tid>) {
+    let _ = rt.request_and_wait(Request::Notify(NotifyRequest {
+        subjects: NotifySubjects::TaskExit(tids),
+        ctx: CTX_TASK_CONTROL,
+        tag,
+        is_cancellation: false,
+    }));
 }
 
 /// Sends the tids of a spawn to each of its tasks.

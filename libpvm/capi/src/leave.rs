@@ -1,5 +1,6 @@
 //! Leaves the virtual machine (`pvm_exit`).
 
+use crate::control;
 use crate::data::pvmmyctx;
 use crate::memory::flush_stdio;
 use crate::receive;
@@ -7,7 +8,6 @@ use crate::requests;
 use crate::session::{self, Session};
 use crate::trace;
 use libpvm::Runtime;
-use sempa_proto::PvmResult;
 use std::sync::atomic::Ordering::Relaxed;
 
 /// Leaves the virtual machine. The process continues to run, and its next call enrols the process
@@ -17,7 +17,7 @@ pub(crate) fn leave_vm() {
     if let Some(rt) = runtime {
         wait_for_child_output(&rt);
         deliver_own_exit_notices(&rt);
-        receive::poll_incoming(&rt);
+        receive::take_in_all(&rt);
         let mut session = session::lock();
         discard_queued_messages(&mut session);
         drop(session);
@@ -33,20 +33,33 @@ pub(crate) fn disconnect() {
     if let Some(rt) = runtime {
         // An error means that the daemon has already ended, so the task is already disconnected.
         let _ = rt.exit();
+        receive::forget_arrivals();
     }
 }
 
 /// Waits until the output of all children has ended, if this task prints that output.
 fn wait_for_child_output(rt: &Runtime) {
-    receive::poll_incoming(rt);
+    receive::take_in_all(rt);
     if !session::lock().output_catcher.has_running_children() {
         return;
     }
     session::log_stderr("child task(s) still running.  waiting...\n", false);
-    // An error means that the daemon has ended, so no more output can arrive.
-    let _: PvmResult<()> = receive::wait_until(rt, |session| {
-        (!session.output_catcher.has_running_children()).then_some(())
-    });
+    loop {
+        let unwatched_children = session::lock().output_catcher.take_unwatched();
+        if !unwatched_children.is_empty() {
+            // A child that is lost with its host does not end its output.
+            control::watch_exits(rt, control::TC_WRITER_EXIT, unwatched_children);
+        }
+        let wait_result = receive::wait_until(rt, |session| {
+            let catcher = &session.output_catcher;
+            let has_ended = !catcher.has_running_children();
+            (has_ended || catcher.has_unwatched()).then_some(has_ended)
+        });
+        // An error means that the daemon has ended, so no more output can arrive.
+        if wait_result != Ok(false) {
+            return;
+        }
+    }
 }
 
 /// Delivers the exit notices that this task requested about itself.
@@ -61,7 +74,7 @@ fn deliver_own_exit_notices(rt: &Runtime) {
 /// is −1.
 fn discard_queued_messages(session: &mut Session) {
     let ctx = pvmmyctx.load(Relaxed);
-    let queued_mids: Vec<i32> = session.receivable_mids.iter().copied().collect();
+    let queued_mids: Vec<i32> = session.receivable.mids_since(0).collect();
     for mid in queued_mids {
         if session
             .buffers

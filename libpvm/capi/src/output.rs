@@ -1,25 +1,21 @@
 //! Prints the output of child tasks (`pvm_catchout`).
 //!
-//! Each output message contains the child's tid and a mark. A mark is the number of bytes that
-//! follow, or one of the `MARK_*` constants. Output is collected separately for each task and
-//! printed in whole lines.
+//! The module [`sempa_proto::output`] describes the messages with the output. Output is collected
+//! separately for each task and printed in whole lines.
 
 use crate::control::TC_OUTPUT;
+#[cfg(doc)]
+use crate::control::TC_WRITER_EXIT;
 use crate::data::{pvmctrc, pvmmytid, pvmshowtaskid, pvmtrc};
 use crate::memory::Stream;
 use crate::session::{self, Session};
 use sempa_proto::body::Unpacker;
 use sempa_proto::message::CTX_TASK_CONTROL;
+use sempa_proto::output::{LOST_TASK_LINE, OUTPUT_EOF, OUTPUT_REQUESTED, OUTPUT_STARTED};
 use sempa_proto::{PvmResult, Tid};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::Ordering::Relaxed;
 
-/// Mark of a message that states that the task's output has ended.
-const MARK_EOF: i32 = 0;
-/// Mark of a message that states that a spawn of the task was requested.
-const MARK_SPAWN: i32 = -1;
-/// Mark of a message that states that the task has been created.
-const MARK_NEW: i32 = -2;
 /// Maximum length of an unfinished line of a task in bytes; a longer line is printed in pieces.
 pub(crate) const LINE_BYTES_MAX: usize = 64 << 10;
 
@@ -38,13 +34,74 @@ struct ChildOutput {
 pub(crate) struct OutputCatcher {
     stream: Option<Stream>,
     children: BTreeMap<i32, ChildOutput>,
+    /// Number of children whose output has not ended.
+    running_count: usize,
+    /// Children whose output has not ended and for whose exit no notification was requested.
+    unwatched: BTreeSet<i32>,
 }
 
 impl OutputCatcher {
     /// True if this task prints the output of children, and at least one of these children may
     /// still write.
     pub(crate) fn has_running_children(&self) -> bool {
-        self.stream.is_some() && self.children.values().any(|child| !child.has_ended)
+        self.stream.is_some() && self.running_count > 0
+    }
+
+    /// Returns the children that may still write and for whose exit [`TC_WRITER_EXIT`] must be
+    /// requested. Each child is returned once.
+    pub(crate) fn take_unwatched(&mut self) -> Vec<Tid> {
+        let unwatched = std::mem::take(&mut self.unwatched);
+        unwatched.into_iter().map(Tid::from_raw).collect()
+    }
+
+    /// True if [`OutputCatcher::take_unwatched`] would return a child.
+    pub(crate) fn has_unwatched(&self) -> bool {
+        !self.unwatched.is_empty()
+    }
+
+    /// Returns the child, and adds it if it is new.
+    fn child(&mut self, tid: i32) -> &mut ChildOutput {
+        self.children.entry(tid).or_insert_with(|| {
+            self.running_count += 1;
+            self.unwatched.insert(tid);
+            ChildOutput::default()
+        })
+    }
+
+    /// Records the end of a child's output. Returns false if the output has ended before.
+    fn end_child(&mut self, tid: i32) -> bool {
+        let child = self.child(tid);
+        if std::mem::replace(&mut child.has_ended, true) {
+            return false;
+        }
+        self.running_count -= 1;
+        self.unwatched.remove(&tid);
+        true
+    }
+
+    /// True if the output of this child has not ended.
+    fn may_write(&self, tid: i32) -> bool {
+        let child = self.children.get(&tid);
+        child.is_some_and(|child| !child.has_ended)
+    }
+
+    /// Handles the exit of a child, and returns the text to print. The end of the output precedes
+    /// the exit, so if the end is missing, the child's host is lost.
+    fn process_exit(&mut self, tid: i32, shows_tids: bool) -> Vec<u8> {
+        let mut text = Vec::new();
+        let Some(child) = self.children.get_mut(&tid).filter(|c| !c.has_ended) else {
+            return text;
+        };
+        let last_line = std::mem::take(&mut child.partial_line);
+        self.end_child(tid);
+        if !last_line.is_empty() {
+            append_line(&mut text, tid, shows_tids, &last_line);
+        }
+        if shows_tids {
+            append_line(&mut text, tid, true, LOST_TASK_LINE.as_bytes());
+            append_line(&mut text, tid, true, b"EOF");
+        }
+        text
     }
 
     /// True if this task prints the output of other tasks.
@@ -57,7 +114,7 @@ impl OutputCatcher {
     /// ended.
     pub(crate) fn register(&mut self, tids: &[Tid]) {
         for tid in tids {
-            self.children.entry(tid.raw()).or_default();
+            self.child(tid.raw());
         }
     }
 
@@ -67,30 +124,23 @@ impl OutputCatcher {
     fn process_message(&mut self, mut body: Unpacker, shows_tids: bool) -> PvmResult<Vec<u8>> {
         let (tid, mark) = (body.read_int()?, body.read_int()?);
         let mut text = Vec::new();
-        let mut append_line = |content: &[u8]| {
-            if shows_tids {
-                text.extend_from_slice(format!("[t{tid:x}] ").as_bytes());
-            }
-            text.extend_from_slice(content);
-            text.push(b'\n');
-        };
-        let child = self.children.entry(tid).or_default();
-        if !child.has_begun && mark != MARK_EOF && mark != MARK_SPAWN {
+        let mut append = |content: &[u8]| append_line(&mut text, tid, shows_tids, content);
+        let child = self.child(tid);
+        if !child.has_begun && ![OUTPUT_EOF, OUTPUT_REQUESTED].contains(&mark) {
             child.has_begun = true;
             if shows_tids {
-                append_line(b"BEGIN");
+                append(b"BEGIN");
             }
         }
         match mark {
-            MARK_SPAWN | MARK_NEW => (),
-            MARK_EOF => {
+            OUTPUT_REQUESTED | OUTPUT_STARTED => (),
+            OUTPUT_EOF => {
                 if !child.partial_line.is_empty() {
-                    append_line(&std::mem::take(&mut child.partial_line));
+                    append(&std::mem::take(&mut child.partial_line));
                 }
-                if shows_tids && !child.has_ended {
-                    append_line(b"EOF");
+                if self.end_child(tid) && shows_tids {
+                    append(b"EOF");
                 }
-                child.has_ended = true;
             }
             count => {
                 let bytes = body.read_bytes(
@@ -98,7 +148,7 @@ impl OutputCatcher {
                 )?;
                 for byte in bytes {
                     if byte == b'\n' || child.partial_line.len() >= LINE_BYTES_MAX {
-                        append_line(&std::mem::take(&mut child.partial_line));
+                        append(&std::mem::take(&mut child.partial_line));
                     }
                     if byte != b'\n' {
                         child.partial_line.push(byte);
@@ -110,35 +160,66 @@ impl OutputCatcher {
     }
 }
 
+/// Appends a line of the task's output to `text`. With `shows_tid`, the line begins with the tid.
+fn append_line(text: &mut Vec<u8>, tid: i32, shows_tid: bool, content: &[u8]) {
+    if shows_tid {
+        text.extend_from_slice(format!("[t{tid:x}] ").as_bytes());
+    }
+    text.extend_from_slice(content);
+    text.push(b'\n');
+}
+
 /// Handles an output message that has arrived: prints the lines that the message completes.
 pub(crate) fn handle_output_message(body: Unpacker) {
+    print_text(|catcher, shows_tids| {
+        // The marks of a task are also registered while nothing is printed, so that a later call
+        // that waits for the end of the output notices the end. A malformed message has no text.
+        catcher
+            .process_message(body, shows_tids)
+            .unwrap_or_default()
+    });
+}
+
+/// Handles the notification that a child has exited. Without `PvmShowTids` the stream contains only
+/// the children's bytes, so the loss of a child is reported on standard error.
+pub(crate) fn handle_child_exit(mut body: Unpacker) {
+    let Ok(tid) = body.read_int() else { return };
+    let is_lost = {
+        let catcher = &session::lock().output_catcher;
+        catcher.is_active() && catcher.may_write(tid)
+    };
+    print_text(|catcher, shows_tids| catcher.process_exit(tid, shows_tids));
+    if is_lost && pvmshowtaskid.load(Relaxed) == 0 {
+        session::log_stderr(&format!("t{tid:x} was {LOST_TASK_LINE}\n"), false);
+    }
+}
+
+/// Prints the text that `process` returns. The session is unlocked while the text is written.
+fn print_text(process: impl FnOnce(&mut OutputCatcher, bool) -> Vec<u8>) {
     let mut session = session::lock();
     let shows_tids = pvmshowtaskid.load(Relaxed) != 0;
-    if let (Some(stream), Ok(text)) = (
-        session.output_catcher.stream,
-        session.output_catcher.process_message(body, shows_tids),
-    ) && !text.is_empty()
+    let text = process(&mut session.output_catcher, shows_tids);
+    if let Some(stream) = session.output_catcher.stream
+        && !text.is_empty()
     {
         drop(session);
         stream.write(&text);
     }
 }
 
-/// Sets the stream on which the output of tasks that are spawned later is printed. With `None`, the
-/// output of these tasks is sent to the destination of this task's own output.
+/// Sets the stream on which the output of children is printed. With `None` nothing is printed any
+/// more, so that the program may close the stream, and the output of tasks that are spawned later
+/// is sent to the destination of this task's own output.
 pub(crate) fn set_stream(session: &mut Session, stream: Option<Stream>) {
-    match stream {
-        Some(_) => {
-            pvmctrc.out_tid.store(pvmmytid.load(Relaxed), Relaxed);
-            pvmctrc.out_ctx.store(CTX_TASK_CONTROL, Relaxed);
-            pvmctrc.out_tag.store(TC_OUTPUT, Relaxed);
-            session.output_catcher.stream = stream;
-        }
-        None => {
-            pvmctrc.out_tid.store(pvmtrc.out_tid.load(Relaxed), Relaxed);
-            pvmctrc.out_ctx.store(pvmtrc.out_ctx.load(Relaxed), Relaxed);
-            pvmctrc.out_tag.store(pvmtrc.out_tag.load(Relaxed), Relaxed);
-        }
+    session.output_catcher.stream = stream;
+    if stream.is_some() {
+        pvmctrc.out_tid.store(pvmmytid.load(Relaxed), Relaxed);
+        pvmctrc.out_ctx.store(CTX_TASK_CONTROL, Relaxed);
+        pvmctrc.out_tag.store(TC_OUTPUT, Relaxed);
+    } else {
+        pvmctrc.out_tid.store(pvmtrc.out_tid.load(Relaxed), Relaxed);
+        pvmctrc.out_ctx.store(pvmtrc.out_ctx.load(Relaxed), Relaxed);
+        pvmctrc.out_tag.store(pvmtrc.out_tag.load(Relaxed), Relaxed);
     }
 }
 
@@ -197,7 +278,7 @@ mod tests {
             printed_text(&mut catcher, &[0x800c2, 0], b"", true),
             "[t800c2] cd\n[t800c2] EOF\n"
         );
-        assert!(catcher.children.values().all(|child| child.has_ended));
+        assert_eq!(catcher.running_count, 0);
     }
 
     /// Without `PvmShowTids` only the text is printed.
@@ -215,6 +296,43 @@ mod tests {
         assert_eq!(printed_text(&mut catcher, &[0x800c2, 0], b"", false), "b\n");
     }
 
+    /// A child that exits without the end of its output ends with a line that says so, and its
+    /// bytes are printed unchanged; the exit of any other child prints nothing.
+    #[test]
+    fn exit_ends_output_that_has_no_end() {
+        let mut catcher = OutputCatcher::default();
+        let (lost_tid, other_tid) = (0x800c2, 0x40002);
+        catcher.register(&[Tid::from_raw(lost_tid), Tid::from_raw(other_tid)]);
+        assert_eq!(catcher.take_unwatched().len(), 2);
+        assert!(!catcher.has_unwatched());
+        printed_text(&mut catcher, &[lost_tid, -1, 0x40001], b"", true);
+        assert!(!catcher.has_unwatched(), "each child is watched once");
+        printed_text(&mut catcher, &[lost_tid, 4], b"\xffalf", true);
+        printed_text(&mut catcher, &[other_tid, 0], b"", true);
+        assert_eq!(catcher.running_count, 1);
+        assert!(catcher.process_exit(other_tid, true).is_empty());
+        let expected_text: &[&[u8]] = &[
+            b"[t800c2] \xffalf\n[t800c2] ",
+            LOST_TASK_LINE.as_bytes(),
+            b"\n[t800c2] EOF\n",
+        ];
+        assert_eq!(catcher.process_exit(lost_tid, true), expected_text.concat());
+        assert!(catcher.process_exit(lost_tid, true).is_empty());
+        assert!(catcher.process_exit(0x40003, true).is_empty(), "unknown");
+        assert_eq!(catcher.running_count, 0);
+    }
+
+    /// A child whose output has ended needs no notification of its exit.
+    #[test]
+    fn ended_output_needs_no_notification() {
+        let mut catcher = OutputCatcher::default();
+        catcher.register(&[Tid::from_raw(0x800c2), Tid::from_raw(0x800c3)]);
+        printed_text(&mut catcher, &[0x800c2, 0], b"", true);
+        printed_text(&mut catcher, &[0x800c2, 0], b"", true);
+        assert_eq!(catcher.take_unwatched(), [Tid::from_raw(0x800c3)]);
+        assert_eq!(catcher.running_count, 1);
+    }
+
     /// The marks of a task may arrive in any order; a malformed message is an error.
     #[test]
     fn output_marks_may_arrive_in_any_order() {
@@ -223,10 +341,7 @@ mod tests {
         printed_text(&mut catcher, &[0x800c2, 0], b"", true);
         catcher.register(&[Tid::from_raw(0x800c2)]);
         printed_text(&mut catcher, &[0x800c2, -1, 0x40001], b"", true);
-        assert!(
-            catcher.children.values().all(|writer| writer.has_ended),
-            "the end has been seen"
-        );
+        assert_eq!(catcher.running_count, 0, "the end has been seen");
         assert!(
             catcher
                 .process_message(output_message(&[0x800c2, i32::MAX], b""), true)

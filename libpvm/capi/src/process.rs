@@ -3,7 +3,7 @@
 // `getuid` and `pthread_atfork` are calls of the C library.
 #![allow(unsafe_code)]
 
-use crate::receive::{self, DispatchGuard};
+use crate::receive::{self, ArrivalsGuard};
 use crate::session::{self, Session};
 use std::cell::RefCell;
 use std::io::Write;
@@ -50,7 +50,7 @@ pub(crate) fn prepare_for_fork() {
     });
 }
 
-type ForkLocks = (Option<DispatchGuard>, MutexGuard<'static, Session>);
+type ForkLocks = (Option<ArrivalsGuard>, MutexGuard<'static, Session>);
 
 thread_local! {
     static FORK_LOCKS: RefCell<Option<ForkLocks>> = const { RefCell::new(None) };
@@ -59,9 +59,9 @@ thread_local! {
 /// Acquires the locks before a fork. A lock that another thread holds at the fork would stay locked
 /// in the child forever.
 extern "C" fn acquire_fork_locks() {
-    // In a message handler this thread already has the right to dispatch messages, so this thread
+    // In a message handler this thread already has the right to take in messages, so this thread
     // must not wait for that right. The session is never locked while code of the program runs.
-    let dispatch_guard = (!receive::is_in_handler()).then(receive::lock_dispatch);
+    let arrivals = (!receive::is_in_handler()).then(receive::lock_arrivals);
     // `try_with` below fails only on a thread that is exiting, whose thread-local storage is
     // already destroyed. The locks are then released immediately.
     let session = session::lock();
@@ -70,7 +70,7 @@ extern "C" fn acquire_fork_locks() {
         // locks were acquired, and the child has copies of these messages.
         runtime.prepare_for_fork();
     }
-    let _ = FORK_LOCKS.try_with(|slot| *slot.borrow_mut() = Some((dispatch_guard, session)));
+    let _ = FORK_LOCKS.try_with(|slot| *slot.borrow_mut() = Some((arrivals, session)));
 }
 
 extern "C" fn release_fork_locks() {

@@ -1,13 +1,19 @@
 //! Receives messages.
 //!
-//! 1. [`poll_incoming`] removes all messages that have arrived from the runtime's inbox.
-//! 2. Each message is dispatched in the order of arrival: a control message to the library, a
-//!    message that matches a handler to this handler, any other message to the list of messages
-//!    that can be received.
-//! 3. A receive call searches this list, and waits for further messages if none matches.
+//! 1. Messages that have arrived wait in [`ARRIVALS`]. No call can see them there.
+//! 2. Messages are taken in one at a time, in the order of arrival: a control message goes to the
+//!    library, a message that matches a handler to this handler, any other message to the list of
+//!    messages that can be received.
+//! 3. A receive call searches this list. If no message matches, the call takes in the next message,
+//!    and examines only this message.
 //!
-//! Only one thread at a time performs steps 1 and 2, so that the messages stay in order. No handler
-//! runs inside another handler.
+//! Programs observe how many messages a call takes in, by the results of later calls with other
+//! tags, by matching functions and by handlers. Therefore the numbers are PVM's: `pvm_nrecv` and
+//! `pvm_probe` take in at most one message, other receive calls continue until a message matches,
+//! and a request to the daemon takes in all messages that arrived before its reply.
+//!
+//! Only one thread at a time takes messages in, so that the messages stay in order. No handler runs
+//! inside another handler.
 
 use crate::buffers::Buffer;
 use crate::control;
@@ -21,21 +27,49 @@ use sempa_proto::trace::int_item;
 use sempa_proto::{Message, PvmError, PvmResult};
 use std::cell::Cell;
 use std::collections::VecDeque;
-use std::sync::atomic::Ordering::Relaxed;
+use std::os::fd::RawFd;
+use std::sync::atomic::Ordering::{Relaxed, SeqCst};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize};
 use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
-use std::time::Instant;
+use std::thread;
+use std::time::{Duration, Instant};
 
 /// A matching function of the program. Its arguments are the buffer number, the requested tid and
 /// the requested tag; see `pvm_recvf`.
 pub(crate) type Matcher = extern "C" fn(i32, i32, i32) -> i32;
 
-/// Time for which a receive call waits for a message.
+/// Time for which a receive call takes in messages until one matches.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum WaitMode {
+    /// The call takes in at most one message, which must have arrived.
+    OneMessage,
+    /// The call takes in messages that have arrived, and does not wait for others.
     NoWait,
     Deadline(Instant),
     Forever,
 }
+
+impl WaitMode {
+    fn waits(self) -> bool {
+        matches!(self, Self::Deadline(_) | Self::Forever)
+    }
+
+    /// True if a call that has taken in a message without a match ends.
+    fn ends_after_intake(self) -> bool {
+        self == Self::OneMessage || self.is_over()
+    }
+
+    /// True if the time for which the call waits is over.
+    fn is_over(self) -> bool {
+        matches!(self, Self::Deadline(deadline) if Instant::now() >= deadline)
+    }
+}
+
+/// Time between two attempts of a thread to get the right to take in messages.
+const RIGHT_POLL_INTERVAL: Duration = Duration::from_micros(500);
+/// Number of attempts before a thread sleeps between them. Without handlers, another thread has the
+/// right for microseconds.
+const RIGHT_YIELDS_MAX: u32 = 50;
 
 thread_local! {
     /// True while this thread runs a message handler.
@@ -46,60 +80,221 @@ pub(crate) fn is_in_handler() -> bool {
     IN_HANDLER.get()
 }
 
-/// The right to dispatch messages, with the queue of messages that were removed from the inbox but
-/// are not dispatched yet. Only one thread at a time has this right, so that messages stay in
-/// order.
-pub(crate) type DispatchGuard = MutexGuard<'static, VecDeque<Message>>;
+/// Messages that were removed from the runtime's inbox but are not taken in yet. The guard is the
+/// right to take in messages, which only one thread at a time has.
+pub(crate) type ArrivalsGuard = MutexGuard<'static, VecDeque<Message>>;
 
-static DISPATCH_QUEUE: Mutex<VecDeque<Message>> = Mutex::new(VecDeque::new());
+static ARRIVALS: Mutex<VecDeque<Message>> = Mutex::new(VecDeque::new());
+/// Number of messages in [`ARRIVALS`]. A call reads it without the lock.
+static ARRIVALS_LEN: AtomicUsize = AtomicUsize::new(0);
+/// True if the messages in [`ARRIVALS`] must be forgotten by the thread that has the right to take
+/// in messages: it runs a handler, in which the process stops being the task that got them.
+static MUST_FORGET_ARRIVALS: AtomicBool = AtomicBool::new(false);
+/// True while a thread runs a message handler.
+static HANDLER_RUNS: AtomicBool = AtomicBool::new(false);
+/// Number of messages that were taken in.
+static INTAKE_COUNT: AtomicU64 = AtomicU64::new(0);
+/// Number of threads that wait until a message is taken in.
+static WAITING_THREADS: AtomicU32 = AtomicU32::new(0);
 
-/// Waits for the right to dispatch messages.
-pub(crate) fn lock_dispatch() -> DispatchGuard {
-    DISPATCH_QUEUE
-        .lock()
-        .unwrap_or_else(PoisonError::into_inner)
+/// Waits for the right to take in messages.
+pub(crate) fn lock_arrivals() -> ArrivalsGuard {
+    let mut arrivals = ARRIVALS.lock().unwrap_or_else(PoisonError::into_inner);
+    clear_if_forgotten(&mut arrivals);
+    arrivals
 }
 
-/// Returns the right to dispatch messages; `None` if another thread has this right.
-fn try_lock_dispatch() -> Option<DispatchGuard> {
-    match DISPATCH_QUEUE.try_lock() {
-        Ok(dispatch_guard) => Some(dispatch_guard),
-        Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
-        Err(TryLockError::WouldBlock) => None,
+/// Returns the right to take in messages; `None` if another thread has this right.
+fn try_lock_arrivals() -> Option<ArrivalsGuard> {
+    let mut arrivals = match ARRIVALS.try_lock() {
+        Ok(arrivals) => arrivals,
+        Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+        Err(TryLockError::WouldBlock) => return None,
+    };
+    clear_if_forgotten(&mut arrivals);
+    Some(arrivals)
+}
+
+/// As [`lock_arrivals`], but returns `None` if the call must not wait any longer: after the
+/// deadline of `wait_mode`, or, for a call that does not wait for messages, while a handler of the
+/// program runs in another thread. That handler may itself wait for the calling thread.
+fn lock_arrivals_in_time(wait_mode: WaitMode) -> Option<ArrivalsGuard> {
+    if wait_mode == WaitMode::Forever {
+        return Some(lock_arrivals());
     }
-}
-
-/// Removes all messages from the runtime's inbox and dispatches them. Does nothing inside a
-/// handler.
-pub(crate) fn poll_incoming(rt: &Runtime) {
-    if is_in_handler() {
-        return;
-    }
-    let mut queue = lock_dispatch();
-    rt.drain_inbox_into(&mut queue);
-    drop(dispatch_all(rt, queue));
-}
-
-/// Dispatches all messages of the queue, and returns the session locked.
-fn dispatch_all(rt: &Runtime, mut dispatch_guard: DispatchGuard) -> MutexGuard<'static, Session> {
-    let mut session = session::lock();
-    while let Some(message) = dispatch_guard.pop_front() {
-        if message.ctx == CTX_TASK_CONTROL || !session.handlers.is_empty() {
-            drop(session);
-            dispatch_message(rt, message);
-            session = session::lock();
-        } else {
-            // An error means that the program has the maximum number of buffers (millions of
-            // messages). The message is lost, because there is no call that could report the error.
-            let _ = session.queue_message(message);
+    let mut yield_count = 0;
+    loop {
+        if let Some(arrivals) = try_lock_arrivals() {
+            return Some(arrivals);
         }
+        if wait_mode.is_over() || !wait_mode.waits() && HANDLER_RUNS.load(Relaxed) {
+            return None;
+        }
+        if yield_count < RIGHT_YIELDS_MAX {
+            yield_count += 1;
+            thread::yield_now();
+        } else {
+            thread::sleep(RIGHT_POLL_INTERVAL);
+        }
+    }
+}
+
+/// Removes and returns the oldest message.
+fn pop_arrival(arrivals: &mut ArrivalsGuard) -> Option<Message> {
+    clear_if_forgotten(arrivals);
+    let message = arrivals.pop_front();
+    ARRIVALS_LEN.store(arrivals.len(), Relaxed);
+    message
+}
+
+/// Forgets the messages that have arrived: this process is no longer the task that got them.
+pub(crate) fn forget_arrivals() {
+    MUST_FORGET_ARRIVALS.store(true, SeqCst);
+    // Without the right, the thread that has it forgets the messages before it takes in another.
+    drop(try_lock_arrivals());
+}
+
+/// Completes a call of [`forget_arrivals`].
+fn clear_if_forgotten(arrivals: &mut ArrivalsGuard) {
+    if MUST_FORGET_ARRIVALS.load(Relaxed) && MUST_FORGET_ARRIVALS.swap(false, SeqCst) {
+        arrivals.clear();
+        ARRIVALS_LEN.store(0, Relaxed);
+    }
+}
+
+/// Returns the descriptor that is readable while messages have arrived that were not taken in.
+pub(crate) fn ready_fd(rt: &Runtime) -> Option<RawFd> {
+    let ready_fd = rt.ready_fd();
+    if !is_in_handler() {
+        put_back_if_watched(rt, &mut lock_arrivals());
+    }
+    ready_fd
+}
+
+/// Puts the messages back into the inbox if a descriptor of the program shows whether there are
+/// messages in the inbox.
+fn put_back_if_watched(rt: &Runtime, arrivals: &mut ArrivalsGuard) {
+    rt.put_back_if_watched(arrivals);
+    ARRIVALS_LEN.store(arrivals.len(), Relaxed);
+}
+
+/// Takes in all messages that have arrived, and returns true. Does nothing and returns false inside
+/// a handler, and while another thread runs a handler: the messages stay where they are.
+pub(crate) fn take_in_all(rt: &Runtime) -> bool {
+    if is_in_handler() {
+        return false;
+    }
+    let Some(mut arrivals) = lock_arrivals_in_time(WaitMode::NoWait) else {
+        return false;
+    };
+    rt.drain_inbox_into(&mut arrivals);
+    let mut session = session::lock();
+    while let Some(message) = pop_arrival(&mut arrivals) {
+        session = take_in(rt, session, message);
+    }
+    true
+}
+
+/// Takes in the next message, after the call has sent messages. PVM does the same if it finds the
+/// message while it writes. Without handlers the call only considers messages that an earlier call
+/// has removed from the inbox, because the check for others would make each send slower.
+#[inline]
+pub(crate) fn take_in_after_send(session: MutexGuard<'static, Session>) {
+    let takes_in = session.has_intake_effects() || ARRIVALS_LEN.load(Relaxed) != 0;
+    if takes_in && let Some(rt) = session.runtime.clone() {
+        drop(take_in_next(&rt, session, WaitMode::OneMessage));
+    }
+}
+
+/// What a call has taken in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Intake {
+    OneMessage,
+    /// Nothing that counts, but the list may have changed: another thread has taken in a message,
+    /// or this thread a message that PVM does not have.
+    Uncounted,
+    /// Nothing: no message has arrived, and the time for which the call waits is over.
+    Nothing,
+}
+
+/// Takes in the next message if one has arrived. Does nothing inside a handler, or if
+/// [`lock_arrivals_in_time`] does not give this thread the right to take in messages.
+fn take_in_next(
+    rt: &Runtime,
+    session: MutexGuard<'static, Session>,
+    wait_mode: WaitMode,
+) -> (MutexGuard<'static, Session>, Intake) {
+    if is_in_handler() {
+        return (session, Intake::Nothing);
+    }
+    // With the session locked, this thread must not wait for the right: another thread that has
+    // the right may wait for the session.
+    if ARRIVALS_LEN.load(Relaxed) != 0
+        && let Some(mut arrivals) = try_lock_arrivals()
+        && let Some(message) = pop_arrival(&mut arrivals)
+    {
+        return take_in_and_unlock(rt, session, arrivals, message);
+    }
+    drop(session);
+    let Some(mut arrivals) = lock_arrivals_in_time(wait_mode) else {
+        return (session::lock(), Intake::Nothing);
+    };
+    if arrivals.is_empty() {
+        rt.take_arrivals(&mut arrivals);
+    }
+    match pop_arrival(&mut arrivals) {
+        Some(message) => take_in_and_unlock(rt, session::lock(), arrivals, message),
+        None => (session::lock(), Intake::Nothing),
+    }
+}
+
+/// Takes in a message and gives up the right to take in messages.
+fn take_in_and_unlock(
+    rt: &Runtime,
+    session: MutexGuard<'static, Session>,
+    mut arrivals: ArrivalsGuard,
+    message: Message,
+) -> (MutexGuard<'static, Session>, Intake) {
+    let intake = if control::is_unknown_to_pvm(&message) {
+        Intake::Uncounted
+    } else {
+        Intake::OneMessage
+    };
+    let session = take_in(rt, session, message);
+    if !arrivals.is_empty() {
+        // The program may have requested the descriptor since these messages arrived.
+        put_back_if_watched(rt, &mut arrivals);
+    }
+    (session, intake)
+}
+
+/// Takes in a message and wakes the threads that wait. The session is unlocked while a handler
+/// runs.
+fn take_in(
+    rt: &Runtime,
+    mut session: MutexGuard<'static, Session>,
+    message: Message,
+) -> MutexGuard<'static, Session> {
+    if message.ctx == CTX_TASK_CONTROL || !session.handlers.is_empty() {
+        drop(session);
+        dispatch_message(rt, message);
+        session = session::lock();
+    } else {
+        // An error means that the program has the maximum number of buffers (millions of
+        // messages). The message is lost, because there is no call that could report the error.
+        let _ = session.queue_message(message);
+    }
+    // A thread that waits has increased `WAITING_THREADS` before it reads `INTAKE_COUNT`.
+    INTAKE_COUNT.fetch_add(1, SeqCst);
+    if WAITING_THREADS.load(SeqCst) != 0 {
+        rt.wake_waiting_threads();
     }
     session
 }
 
 /// Dispatches one message: to the library, to a handler, or to the list of messages that can be
 /// received.
-pub(crate) fn dispatch_message(rt: &Runtime, message: Message) {
+fn dispatch_message(rt: &Runtime, message: Message) {
     if message.ctx == CTX_TASK_CONTROL {
         return control::handle_control_message(rt, &message);
     }
@@ -153,7 +348,9 @@ fn run_handler(handler: HandlerFn, mid: i32, ctx: i32) {
         ]
     });
     IN_HANDLER.set(true);
+    HANDLER_RUNS.store(true, Relaxed);
     trace::run_program_code(|| handler(mid));
+    HANDLER_RUNS.store(false, Relaxed);
     IN_HANDLER.set(false);
     pvmmyctx.store(ctx, Relaxed);
     let mut session = session::lock();
@@ -184,57 +381,70 @@ pub(crate) fn default_matcher(mid: i32, tid: i32, tag: i32) -> i32 {
         .map_or(0, |buffer| i32::from(matches(buffer, tid, tag)))
 }
 
-/// Returns the queued message that the program's matching function ranks highest; of several
-/// messages with the same rank, the first one. `None` if no message matches. Rank 1 ends the
-/// search.
-///
-/// # Errors
-/// A negative result of the matching function.
-fn find_ranked(matcher: Matcher, tid: i32, tag: i32) -> Result<Option<i32>, i32> {
-    let queued_mids: Vec<i32> = session::lock().receivable_mids.iter().copied().collect();
-    let mut best_match: Option<(i32, i32)> = None;
-    for mid in queued_mids {
-        match matcher(mid, tid, tag) {
-            error @ ..0 => return Err(error),
-            0 => (),
-            1 => return Ok(Some(mid)),
-            rank if best_match.is_none_or(|(best_rank, _)| rank > best_rank) => {
-                best_match = Some((rank, mid))
-            }
-            _ => (),
-        }
-    }
-    Ok(best_match.map(|(_, mid)| mid))
-}
-
-/// Returns the locked session and the number of the message that the next receive call would
-/// return; `None` if no message matches. The message stays in the list.
-///
-/// # Errors
-/// A negative result of the program's matching function.
-fn find_match(
-    mut session: MutexGuard<'static, Session>,
+/// The search of a receive call for its message. Each message of the list is examined once.
+struct Search {
     tid: i32,
     tag: i32,
-) -> Result<MatchResult, i32> {
-    let matching_mid = match session.matcher {
-        Some(matcher) => {
-            drop(session);
-            let ranked_mid = find_ranked(matcher, tid, tag)?;
-            session = session::lock();
-            ranked_mid
+    /// Messages before this number of the list were examined.
+    examined_seq: u64,
+}
+
+impl Search {
+    fn new(tid: i32, tag: i32) -> Self {
+        Self {
+            tid,
+            tag,
+            examined_seq: 0,
         }
-        None => {
-            let is_match = |mid: &&i32| {
-                session
-                    .buffers
-                    .get(**mid)
-                    .is_ok_and(|buffer| matches(buffer, tid, tag))
-            };
-            session.receivable_mids.iter().find(is_match).copied()
+    }
+
+    /// Examines the messages that were not examined yet. Returns the locked session and the number
+    /// of the message that the receive call returns; `None` if no message matches. The message
+    /// stays in the list.
+    ///
+    /// # Errors
+    /// A negative result of the program's matching function.
+    fn examine_list(&mut self, session: MutexGuard<'static, Session>) -> Result<MatchResult, i32> {
+        let unexamined_mids = session.receivable.mids_since(self.examined_seq);
+        match session.matcher {
+            Some(matcher) => {
+                let mids: Vec<i32> = unexamined_mids.collect();
+                self.examined_seq = session.receivable.next_seq();
+                drop(session);
+                let matching_mid = self.find_ranked(matcher, &mids)?;
+                Ok((session::lock(), matching_mid))
+            }
+            None => {
+                let is_match = |mid: &i32| {
+                    session
+                        .buffers
+                        .get(*mid)
+                        .is_ok_and(|buffer| matches(buffer, self.tid, self.tag))
+                };
+                let matching_mid = { unexamined_mids }.find(is_match);
+                self.examined_seq = session.receivable.next_seq();
+                Ok((session, matching_mid))
+            }
         }
-    };
-    Ok((session, matching_mid))
+    }
+
+    /// Returns the message that the program's matching function ranks highest; of several messages
+    /// with the same rank, the first one. `None` if no message matches. Rank 1 ends the search.
+    fn find_ranked(&self, matcher: Matcher, mids: &[i32]) -> Result<Option<i32>, i32> {
+        let mut best_match: Option<(i32, i32)> = None;
+        for mid in mids {
+            match matcher(*mid, self.tid, self.tag) {
+                error @ ..0 => return Err(error),
+                0 => (),
+                1 => return Ok(Some(*mid)),
+                rank if best_match.is_none_or(|(best_rank, _)| rank > best_rank) => {
+                    best_match = Some((rank, *mid))
+                }
+                _ => (),
+            }
+        }
+        Ok(best_match.map(|(_, mid)| mid))
+    }
 }
 
 /// The locked session, and the number of the matching message; `None` if no message matches.
@@ -274,60 +484,98 @@ fn wait_for_message(
     if !is_valid_request(tid, tag) {
         return Err(PvmError::BadParam.into());
     }
-    if is_in_handler() && wait_mode != WaitMode::NoWait {
+    if is_in_handler() && wait_mode.waits() {
         return Err(PvmError::NotImpl.into());
     }
     on_valid_arguments(&mut session);
-    let mut match_result = (session, None);
-    if !match_result.0.needs_prompt_dispatch() {
-        // Without handlers and printed output of children, newer messages need not be dispatched
-        // first. Therefore the list is searched before the runtime is polled.
-        match_result = find_match(match_result.0, tid, tag).map_err(ReceiveError::Matcher)?;
-    }
-    if match_result.1.is_none() {
-        drop(match_result);
-        poll_incoming(&rt);
-        match_result = find_match(session::lock(), tid, tag).map_err(ReceiveError::Matcher)?;
-    }
-    while match_result.1.is_none() {
-        let deadline = match wait_mode {
-            WaitMode::NoWait => return Ok(match_result),
-            WaitMode::Deadline(deadline) => Some(deadline),
-            WaitMode::Forever => None,
+    let mut search = Search::new(tid, tag);
+    let mut is_last_search = false;
+    loop {
+        let intake_count = INTAKE_COUNT.load(SeqCst);
+        let matching_mid;
+        (session, matching_mid) = search
+            .examine_list(session)
+            .map_err(ReceiveError::Matcher)?;
+        if matching_mid.is_some() || is_last_search {
+            return Ok((session, matching_mid));
+        }
+        let intake;
+        (session, intake) = take_in_or_wait(&rt, session, wait_mode, intake_count)?;
+        is_last_search = match intake {
+            Intake::OneMessage => wait_mode.ends_after_intake(),
+            Intake::Uncounted => wait_mode.is_over(),
+            Intake::Nothing => return Ok((session, None)),
         };
-        drop(match_result);
-        let Some(queue) = wait_for_arrivals(&rt, deadline)? else {
-            return Ok((session::lock(), None));
-        };
-        match_result =
-            find_match(dispatch_all(&rt, queue), tid, tag).map_err(ReceiveError::Matcher)?;
     }
-    Ok(match_result)
 }
 
-/// Waits until messages arrive. Then acquires the right to dispatch messages, and moves the
-/// messages from the inbox to the dispatch queue. Returns `None` at the deadline.
-fn wait_for_arrivals(rt: &Runtime, deadline: Option<Instant>) -> PvmResult<Option<DispatchGuard>> {
-    let mut take_messages = |inbox: &mut Inbox| {
+/// Takes in the next message, and waits for it as `wait_mode` states. `intake_count` is the number
+/// of messages that had been taken in before the caller examined the list: if the number has
+/// changed, the wait ends.
+fn take_in_or_wait(
+    rt: &Runtime,
+    session: MutexGuard<'static, Session>,
+    wait_mode: WaitMode,
+    intake_count: u64,
+) -> PvmResult<(MutexGuard<'static, Session>, Intake)> {
+    let deadline = match wait_mode {
+        // The wait also finds messages that have arrived already.
+        WaitMode::Deadline(deadline) if ARRIVALS_LEN.load(Relaxed) == 0 => Some(deadline),
+        WaitMode::Forever if ARRIVALS_LEN.load(Relaxed) == 0 => None,
+        _ => {
+            return Ok(match take_in_next(rt, session, wait_mode) {
+                // Another thread has taken in what had arrived.
+                (session, Intake::Nothing) if wait_mode.waits() => (session, Intake::Uncounted),
+                other => other,
+            });
+        }
+    };
+    drop(session);
+    let mut take_arrivals = |inbox: &mut Inbox| {
+        if INTAKE_COUNT.load(SeqCst) != intake_count {
+            return Some(WaitEnd::OtherThreadHasTakenIn);
+        }
         if inbox.is_empty() {
             return None;
         }
-        let mut dispatch_guard = try_lock_dispatch();
-        if let Some(dispatch_guard) = &mut dispatch_guard {
-            inbox.drain_into(dispatch_guard);
+        let Some(mut arrivals) = try_lock_arrivals() else {
+            return Some(WaitEnd::OtherThreadTakesIn);
+        };
+        inbox.take_arrivals(&mut arrivals);
+        Some(WaitEnd::Arrivals(arrivals))
+    };
+    WAITING_THREADS.fetch_add(1, SeqCst);
+    let wait_result = rt.wait_for_inbox(deadline, &mut take_arrivals);
+    WAITING_THREADS.fetch_sub(1, SeqCst);
+    let mut arrivals = match wait_result? {
+        None => return Ok((session::lock(), Intake::Nothing)),
+        Some(WaitEnd::OtherThreadHasTakenIn) => {
+            return Ok((session::lock(), Intake::Uncounted));
         }
-        Some(dispatch_guard)
+        Some(WaitEnd::Arrivals(arrivals)) => arrivals,
+        Some(WaitEnd::OtherThreadTakesIn) => {
+            let Some(mut arrivals) = lock_arrivals_in_time(wait_mode) else {
+                // The other thread may have taken in the message that this call waits for.
+                return Ok((session::lock(), Intake::Uncounted));
+            };
+            if arrivals.is_empty() {
+                rt.take_arrivals(&mut arrivals);
+            }
+            arrivals
+        }
     };
-    let Some(dispatch_guard_result) = rt.wait_for_inbox(deadline, &mut take_messages)? else {
-        return Ok(None);
-    };
-    // Another thread is dispatching messages, possibly the message for which this thread waits.
-    // Therefore this thread waits until the dispatch has finished.
-    Ok(Some(dispatch_guard_result.unwrap_or_else(|| {
-        let mut dispatch_guard = lock_dispatch();
-        rt.drain_inbox_into(&mut dispatch_guard);
-        dispatch_guard
-    })))
+    Ok(match pop_arrival(&mut arrivals) {
+        Some(message) => take_in_and_unlock(rt, session::lock(), arrivals, message),
+        None => (session::lock(), Intake::Uncounted),
+    })
+}
+
+/// Event that ends the wait of a receive call.
+enum WaitEnd {
+    Arrivals(ArrivalsGuard),
+    /// Messages have arrived while another thread has the right to take in messages.
+    OtherThreadTakesIn,
+    OtherThreadHasTakenIn,
 }
 
 /// Receives a message, makes its buffer the active receive buffer and returns the buffer's number;
@@ -355,7 +603,7 @@ pub(crate) fn receive(
 /// Returns the number of the message that a receive call would return. The message stays in the
 /// list.
 pub(crate) fn probe(tid: i32, tag: i32) -> Result<Option<i32>, ReceiveError> {
-    Ok(wait_for_message(tid, tag, WaitMode::NoWait, |_| ())?.1)
+    Ok(wait_for_message(tid, tag, WaitMode::OneMessage, |_| ())?.1)
 }
 
 /// Waits for a message and returns its buffer, without making it the active receive buffer
@@ -367,7 +615,7 @@ pub(crate) fn receive_detached(tid: i32, tag: i32) -> Result<Buffer, ReceiveErro
     Ok(session.buffers.remove(mid)?)
 }
 
-/// Dispatches messages until `check` returns a value; returns that value.
+/// Takes in messages until `check` returns a value; returns that value.
 ///
 /// # Errors
 /// `SysErr` if the connection to the daemon is lost, `NotImpl` inside a handler.
@@ -375,15 +623,15 @@ pub(crate) fn wait_until<R>(
     rt: &Runtime,
     mut check: impl FnMut(&mut Session) -> Option<R>,
 ) -> PvmResult<R> {
+    let mut session = session::lock();
     loop {
-        poll_incoming(rt);
-        if let Some(value) = check(&mut session::lock()) {
+        let intake_count = INTAKE_COUNT.load(SeqCst);
+        if let Some(value) = check(&mut session) {
             return Ok(value);
         }
         if is_in_handler() {
             return Err(PvmError::NotImpl);
         }
-        let mut has_messages = |inbox: &mut Inbox| (!inbox.is_empty()).then_some(());
-        rt.wait_for_inbox(None, &mut has_messages)?;
+        (session, _) = take_in_or_wait(rt, session, WaitMode::Forever, intake_count)?;
     }
 }

@@ -5,15 +5,16 @@ use crate::data::{pvmctrc, pvmmyctx, pvmrescode};
 use crate::session;
 use crate::{control, env, output, process, receive};
 use libpvm::Runtime;
+use libpvm::runtime::{IntakeFn, runtime_paths};
 use sempa_proto::body::{Encoding, Packer};
 use sempa_proto::message::{CTX_BASE, ENC_XDR};
-use sempa_proto::runtime_paths::RuntimePaths;
 use sempa_proto::table::{AddedHost, HostEntry, HostTable, TaskInfo};
 use sempa_proto::task::{
     MailboxClass, MailboxRequest, NotifyRequest, NotifySubjects, Reply, Request, RmServices,
     SPAWN_ARCH, SPAWN_HOST, Service, Sink, SpawnRequest, TracerSettings,
 };
 use sempa_proto::{Message, PvmError, PvmResult, Tid};
+use std::ops::Deref;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
 use std::{fs, thread};
@@ -25,7 +26,6 @@ pub(crate) const HOSTS_PER_CALL_MAX: usize = 4095;
 const NOTIFY_CANCEL: i32 = 256;
 const MBOX_PERSISTENT: i32 = 1;
 pub(crate) const MBOX_MULTI_INSTANCE: i32 = 2;
-const MBOX_FIRST_AVAIL: i32 = 8;
 /// Bit position of a direct index in mailbox flags (`PvmMboxDirectIndexShift`).
 const MBOX_INDEX_SHIFT: u32 = 10;
 /// Exclusive upper bound of direct mailbox indices (`PvmMboxMaxDirectIndex`).
@@ -53,6 +53,39 @@ fn reply_error(reply: &Reply) -> PvmError {
     }
 }
 
+/// The connection to the daemon during a call that waits for a reply. When the call ends, the
+/// messages that arrived before the reply are taken in, as in PVM.
+///
+/// A call that is refused sends no request and takes in no message, so it must check its arguments
+/// before it creates this value.
+struct RequestConnection(Runtime);
+
+impl Deref for RequestConnection {
+    type Target = Runtime;
+
+    fn deref(&self) -> &Runtime {
+        &self.0
+    }
+}
+
+impl Drop for RequestConnection {
+    fn drop(&mut self) {
+        receive::take_in_all(&self.0.with_intake(None));
+    }
+}
+
+/// Returns the connection for a request. Enrols the process first if it is not a task. If taking in
+/// messages may have an effect, messages are also taken in while the request waits for its reply.
+///
+/// # Errors
+/// As [`session::runtime`].
+fn request_connection() -> PvmResult<RequestConnection> {
+    let rt = session::runtime()?;
+    let takes_in = session::lock().has_intake_effects() && !receive::is_in_handler();
+    let intake: Option<IntakeFn> = takes_in.then_some(receive::take_in_all);
+    Ok(RequestConnection(rt.with_intake(intake)))
+}
+
 fn checked_task_tid(tid: i32) -> PvmResult<Tid> {
     Some(Tid::from_raw(tid))
         .filter(|tid| tid.is_task())
@@ -70,7 +103,7 @@ pub(crate) fn spawn(
     selection: String,
     count: i32,
 ) -> PvmResult<Vec<PvmResult<Tid>>> {
-    let rt = session::runtime()?;
+    session::runtime()?;
     // The error code alone does not say what is wrong with the job file.
     libpvm::job::from_process_env().map_err(|error| {
         session::log_stderr(&format!("{}\n", error.reason), false);
@@ -115,6 +148,7 @@ pub(crate) fn spawn(
         output_sink: output,
         trace_sink: trace,
     };
+    let rt = request_connection()?;
     let mut results = rt.spawn(request).map_err(|error| error.code)?;
     // The sort is stable: the tids stay in order, and the errors follow the tids.
     results.sort_by_key(Result::is_err);
@@ -130,13 +164,23 @@ pub(crate) fn spawn(
 /// this task. For a task that was not spawned, returns only its own tid.
 ///
 /// # Errors
-/// `SysErr` if the connection to the daemon is lost.
+/// `NoParent` if the parent has exited, or was lost, without sending the list; `SysErr` if the
+/// connection to the daemon is lost.
 pub(crate) fn wait_for_siblings() -> PvmResult<Vec<Tid>> {
     let rt = session::runtime()?;
-    if rt.parent_tid() == Tid::NONE {
+    let parent = rt.parent_tid();
+    if parent == Tid::NONE {
         return Ok(vec![rt.tid()]);
     }
-    receive::wait_until(&rt, |session| session.siblings.clone())
+    if parent.is_task() && session::lock().siblings.is_none() {
+        control::watch_exits(&rt, control::TC_PARENT_EXIT, vec![parent]);
+    }
+    receive::wait_until(&rt, |session| match &session.siblings {
+        Some(siblings) => Some(Ok(siblings.clone())),
+        // The notification comes after everything that the parent has sent.
+        None if session.has_parent_exited => Some(Err(PvmError::NoParent)),
+        None => None,
+    })?
 }
 
 /// Requests the host table from the daemon or from the resource manager.
@@ -144,7 +188,7 @@ pub(crate) fn wait_for_siblings() -> PvmResult<Vec<Tid>> {
 /// # Errors
 /// An error of the daemon or of the resource manager.
 pub(crate) fn config() -> PvmResult<HostTable> {
-    session::runtime()?.config().map_err(|error| error.code)
+    request_connection()?.config().map_err(|error| error.code)
 }
 
 /// Returns the data signature of the first host with this architecture.
@@ -166,7 +210,7 @@ pub(crate) fn arch_code(arch: &str) -> PvmResult<i32> {
 /// # Errors
 /// `NoHost` for an unknown host.
 pub(crate) fn tasks(selector: i32) -> PvmResult<Vec<TaskInfo>> {
-    session::runtime()?
+    request_connection()?
         .tasks(Tid::from_raw(selector))
         .map_err(|error| error.code)
 }
@@ -183,7 +227,7 @@ fn lossy_strings(names: Vec<Vec<u8>>) -> Vec<String> {
 /// # Errors
 /// The whole request failed.
 pub(crate) fn add_hosts(names: Vec<Vec<u8>>) -> PvmResult<Vec<AddedHost>> {
-    let rt = session::runtime()?;
+    let rt = request_connection()?;
     rt.add_hosts(lossy_strings(names))
         .map_err(|error| error.code)
 }
@@ -193,7 +237,7 @@ pub(crate) fn add_hosts(names: Vec<Vec<u8>>) -> PvmResult<Vec<AddedHost>> {
 /// # Errors
 /// The whole request failed.
 pub(crate) fn delete_hosts(names: Vec<Vec<u8>>) -> PvmResult<Vec<PvmResult<()>>> {
-    let rt = session::runtime()?;
+    let rt = request_connection()?;
     rt.delete_hosts(lossy_strings(names))
         .map_err(|error| error.code)
 }
@@ -203,11 +247,11 @@ pub(crate) fn delete_hosts(names: Vec<Vec<u8>>) -> PvmResult<Vec<PvmResult<()>>>
 /// # Errors
 /// `NoHost`, `HostFail`; `BadParam` for an empty name.
 pub(crate) fn host_status(name: String) -> PvmResult<()> {
-    let rt = session::runtime()?;
+    session::runtime()?;
     if name.is_empty() {
         return Err(PvmError::BadParam);
     }
-    expect_done(rt.request_and_wait(Request::HostStatus { name }))
+    expect_done(request_connection()?.request_and_wait(Request::HostStatus { name }))
 }
 
 /// Checks that a task exists.
@@ -215,10 +259,9 @@ pub(crate) fn host_status(name: String) -> PvmResult<()> {
 /// # Errors
 /// `NoTask`; `BadParam` if `tid` cannot be a task.
 pub(crate) fn task_status(tid: i32) -> PvmResult<()> {
-    let rt = session::runtime()?;
-    expect_done(rt.request_and_wait(Request::TaskStatus {
-        tid: checked_task_tid(tid)?,
-    }))
+    session::runtime()?;
+    let tid = checked_task_tid(tid)?;
+    expect_done(request_connection()?.request_and_wait(Request::TaskStatus { tid }))
 }
 
 /// Sends a signal to a task. If the task has already exited, the call succeeds without effect.
@@ -226,11 +269,9 @@ pub(crate) fn task_status(tid: i32) -> PvmResult<()> {
 /// # Errors
 /// `BadParam` if `tid` cannot be a task.
 pub(crate) fn send_signal(tid: i32, signal: i32) -> PvmResult<()> {
-    let rt = session::runtime()?;
-    match expect_done(rt.request_and_wait(Request::Signal {
-        tid: checked_task_tid(tid)?,
-        signal,
-    })) {
+    session::runtime()?;
+    let tid = checked_task_tid(tid)?;
+    match expect_done(request_connection()?.request_and_wait(Request::Signal { tid, signal })) {
         Err(PvmError::NoTask) => Ok(()),
         other => other,
     }
@@ -241,7 +282,7 @@ pub(crate) fn send_signal(tid: i32, signal: i32) -> PvmResult<()> {
 /// # Errors
 /// `NoHost`, `HostFail`.
 pub(crate) fn host_clock(host: i32) -> PvmResult<u64> {
-    let rt = session::runtime()?;
+    let rt = request_connection()?;
     match rt.request_and_wait(Request::HostSync {
         host: Tid::from_raw(host),
     }) {
@@ -259,8 +300,8 @@ pub(crate) fn host_clock(host: i32) -> PvmResult<u64> {
 /// # Errors
 /// An error of the daemon. The loss of the connection is the expected result, not an error.
 pub(crate) fn halt() -> PvmResult<()> {
-    let rt = session::runtime()?;
-    let paths = RuntimePaths::from_env(process::real_uid() as u32, env::read_var)
+    let rt = request_connection()?;
+    let paths = runtime_paths(process::real_uid() as u32, env::read_var)
         .ok()
         .filter(|_| rt.parent_tid() == Tid::NONE);
     // The lock file contains the daemon's pid and is the last file that the daemon removes.
@@ -282,7 +323,7 @@ pub(crate) fn halt() -> PvmResult<()> {
 /// # Errors
 /// `OutOfRes` if no context is available.
 pub(crate) fn new_context() -> PvmResult<i32> {
-    match session::runtime()?.request_and_wait(Request::NewContext) {
+    match request_connection()?.request_and_wait(Request::NewContext) {
         Reply::Context(ctx) => Ok(ctx),
         other => Err(reply_error(&other)),
     }
@@ -293,7 +334,7 @@ pub(crate) fn new_context() -> PvmResult<i32> {
 /// # Errors
 /// `NotFound` if the context does not belong to this task.
 pub(crate) fn free_context(ctx: i32) -> PvmResult<()> {
-    expect_done(session::runtime()?.request_and_wait(Request::FreeContext { ctx }))
+    expect_done(request_connection()?.request_and_wait(Request::FreeContext { ctx }))
 }
 
 /// Sets the destination of this task's own output.
@@ -301,7 +342,7 @@ pub(crate) fn free_context(ctx: i32) -> PvmResult<()> {
 /// # Errors
 /// An error of the daemon.
 pub(crate) fn set_output(sink: Sink) -> PvmResult<()> {
-    expect_done(session::runtime()?.request_and_wait(Request::SetOutput(sink)))
+    expect_done(request_connection()?.request_and_wait(Request::SetOutput(sink)))
 }
 
 /// Sets the destination of this task's own trace records.
@@ -309,7 +350,7 @@ pub(crate) fn set_output(sink: Sink) -> PvmResult<()> {
 /// # Errors
 /// An error of the daemon.
 pub(crate) fn set_trace(sink: Sink) -> PvmResult<()> {
-    expect_done(session::runtime()?.request_and_wait(Request::SetTrace(sink)))
+    expect_done(request_connection()?.request_and_wait(Request::SetTrace(sink)))
 }
 
 /// Removes mailbox entries without an owner: all entries, the entries of the class `name`, or the
@@ -326,7 +367,7 @@ pub(crate) fn reset(kills_tasks: bool, name: String, index: Option<i32>) -> PvmR
     } else {
         Request::Mailbox(MailboxRequest::Clean { name, index })
     };
-    expect_done(session::runtime()?.request_and_wait(request))
+    expect_done(request_connection()?.request_and_wait(request))
 }
 
 /// Requests messages about an event. `vals` contains the tids of the watched tasks or hosts. For
@@ -351,7 +392,7 @@ pub(crate) fn notify(event: i32, tag: i32, count: i32, vals: &[i32]) -> PvmResul
         })
         .map_err(|error| error.code)
     };
-    match event & !NOTIFY_CANCEL {
+    let result = match event & !NOTIFY_CANCEL {
         1 if count < 1 || !tids.iter().all(|tid| tid.is_task()) => Err(PvmError::BadParam),
         1 => {
             let (own_tids, other_tids): (Vec<Tid>, Vec<Tid>) =
@@ -374,12 +415,15 @@ pub(crate) fn notify(event: i32, tag: i32, count: i32, vals: &[i32]) -> PvmResul
             .iter()
             .try_for_each(|tid| rt.notify_route_end(*tid, ctx, tag, is_cancellation)),
         _ => Err(PvmError::BadParam),
-    }
+    };
+    // In PVM the request is a message to the daemon, without an answer.
+    receive::take_in_after_send(session::lock());
+    result
 }
 
 /// Adds `request_count` requests for notices about this task's own exit, or cancels `request_count`
 /// requests. This library sends these notices, not the daemon. For a cancelled request the notice
-/// is delivered immediately.
+/// is sent immediately.
 fn update_own_exit_notices(
     request_count: usize,
     ctx: i32,
@@ -403,23 +447,20 @@ fn update_own_exit_notices(
     }
 }
 
-/// Delivers the notice about this task's own exit to this task, with its daemon as the sender.
+/// Delivers the notice about this task's own exit to this task, with its daemon as the sender. The
+/// notice waits for a call that takes it in, like the messages of other senders.
 pub(crate) fn notify_own_exit(rt: &Runtime, ctx: i32, tag: i32) {
     let mut body = Packer::new(Encoding::Xdr);
     body.pack_int(rt.tid().raw());
-    let (src, dst) = (Tid::MY_DAEMON, rt.tid());
-    receive::dispatch_message(
-        rt,
-        Message {
-            src,
-            dst,
-            ctx,
-            tag,
-            wid: 0,
-            enc: ENC_XDR,
-            body: body.finish(),
-        },
-    );
+    rt.deliver_notice(Message {
+        src: Tid::MY_DAEMON,
+        dst: rt.tid(),
+        ctx,
+        tag,
+        wid: 0,
+        enc: ENC_XDR,
+        body: body.finish(),
+    });
 }
 
 /// Checks the name of a mailbox class, which must not be empty.
@@ -436,9 +477,9 @@ fn check_class_name(name: String) -> PvmResult<String> {
 /// # Errors
 /// `Denied`, `Exists`; `BadParam` for an empty name.
 pub(crate) fn mailbox_put(name: String, message: Message, flags: i32) -> PvmResult<i32> {
-    let rt = session::runtime()?;
+    session::runtime()?;
     let name = check_class_name(name)?;
-    match rt.request_and_wait(Request::Mailbox(MailboxRequest::Put {
+    match request_connection()?.request_and_wait(Request::Mailbox(MailboxRequest::Put {
         name,
         flags,
         message,
@@ -453,12 +494,12 @@ pub(crate) fn mailbox_put(name: String, message: Message, flags: i32) -> PvmResu
 /// # Errors
 /// `NotFound`, `Denied`; `BadParam` for an empty name or a negative index.
 pub(crate) fn mailbox_take(name: String, index: i32, flags: i32) -> PvmResult<Message> {
-    let rt = session::runtime()?;
+    session::runtime()?;
     let name = check_class_name(name)?;
     if index < 0 {
         return Err(PvmError::BadParam);
     }
-    match rt.request_and_wait(Request::Mailbox(MailboxRequest::Take {
+    match request_connection()?.request_and_wait(Request::Mailbox(MailboxRequest::Take {
         name,
         index,
         flags,
@@ -473,12 +514,13 @@ pub(crate) fn mailbox_take(name: String, index: i32, flags: i32) -> PvmResult<Me
 /// # Errors
 /// As [`mailbox_take`].
 pub(crate) fn mailbox_delete(name: String, index: i32) -> PvmResult<()> {
-    let rt = session::runtime()?;
+    session::runtime()?;
     let name = check_class_name(name)?;
     if index < 0 {
         return Err(PvmError::BadParam);
     }
-    expect_done(rt.request_and_wait(Request::Mailbox(MailboxRequest::Delete { name, index })))
+    let request = Request::Mailbox(MailboxRequest::Delete { name, index });
+    expect_done(request_connection()?.request_and_wait(request))
 }
 
 /// Lists the mailbox classes whose names match `pattern`. The empty pattern matches all classes.
@@ -486,7 +528,7 @@ pub(crate) fn mailbox_delete(name: String, index: i32) -> PvmResult<()> {
 /// # Errors
 /// An error of the daemon.
 pub(crate) fn mailbox_list(pattern: String) -> PvmResult<Vec<MailboxClass>> {
-    let rt = session::runtime()?;
+    let rt = request_connection()?;
     match rt.request_and_wait(Request::Mailbox(MailboxRequest::List { pattern })) {
         Reply::MailboxClasses(classes) => Ok(classes),
         other => Err(reply_error(&other)),
@@ -513,10 +555,10 @@ fn int_message(rt: &Runtime, value: i32) -> Message {
 /// otherwise the given index.
 ///
 /// # Errors
-/// `Denied` if the index is not free, `BadParam` if the index is out of range.
+/// `Denied` if the index is not free, `BadParam` for an empty name or an index out of range.
 pub(crate) fn mailbox_insert(name: String, index: i32, value: i32) -> PvmResult<i32> {
-    let rt = session::runtime()?;
-    let message = int_message(&rt, value);
+    let name = check_class_name(name)?;
+    let message = int_message(&session::runtime()?, value);
     if index == -1 {
         return mailbox_put(name, message, MBOX_PERSISTENT | MBOX_MULTI_INSTANCE);
     }
@@ -537,20 +579,34 @@ pub(crate) fn mailbox_insert(name: String, index: i32, value: i32) -> PvmResult<
     }
 }
 
-/// Reads one int (`pvm_lookup`); −1 selects the first entry.
+/// Reads one int (`pvm_lookup`) and returns it after its index; −1 selects the first entry.
 ///
 /// # Errors
 /// `NotFound`; `BadMsg` if the entry is not an int.
-pub(crate) fn mailbox_lookup(name: String, index: i32) -> PvmResult<i32> {
-    let (index, flags) = if index == -1 {
-        (0, MBOX_FIRST_AVAIL)
-    } else {
-        (index, 0)
+pub(crate) fn mailbox_lookup(name: String, index: i32) -> PvmResult<(i32, i32)> {
+    let lookup_at = |index: i32| {
+        let message = mailbox_take(name.clone(), index, 0)?;
+        let value = libpvm::Vm::unpack(&message)
+            .and_then(|mut body| Ok(body.read_int()?))
+            .map_err(|_| PvmError::BadMsg)?;
+        Ok((index, value))
     };
-    let message = mailbox_take(name, index, flags)?;
-    libpvm::Vm::unpack(&message)
-        .and_then(|mut body| Ok(body.read_int()?))
-        .map_err(|_| PvmError::BadMsg)
+    if index != -1 {
+        return lookup_at(index);
+    }
+    let classes = mailbox_list(check_class_name(name.clone())?)?;
+    let entries = classes
+        .into_iter()
+        .filter(|class| class.name == name)
+        .flat_map(|class| class.entries);
+    for (index, _, _) in entries {
+        match lookup_at(index) {
+            // The entry was removed between the two requests.
+            Err(PvmError::NotFound) => (),
+            result => return result,
+        }
+    }
+    Err(PvmError::NotFound)
 }
 
 /// Stores this task's tid in a mailbox class and returns the index of the new entry.
@@ -578,7 +634,7 @@ pub(crate) fn no_reset_tasks() -> PvmResult<Vec<i32>> {
     let mut tids = Vec::new();
     for (index, _, _) in entries.flat_map(|c| c.entries) {
         match mailbox_lookup(sempa_proto::sm::NO_RESET_CLASS.to_string(), index) {
-            Ok(tid) => tids.push(tid),
+            Ok((_, tid)) => tids.push(tid),
             // The task exited between the two requests.
             Err(PvmError::NotFound) => (),
             Err(error) => return Err(error),
@@ -592,7 +648,7 @@ pub(crate) fn no_reset_tasks() -> PvmResult<Vec<i32>> {
 /// # Errors
 /// `BadParam` if `query` is empty or too long.
 pub(crate) fn query_daemon_counters(query: Vec<i32>) -> PvmResult<Vec<i32>> {
-    match session::runtime()?.request_and_wait(Request::DebugQuery(query)) {
+    match request_connection()?.request_and_wait(Request::DebugQuery(query)) {
         Reply::DebugValues(counters) => Ok(counters),
         other => Err(reply_error(&other)),
     }
@@ -605,7 +661,7 @@ pub(crate) fn query_daemon_counters(query: Vec<i32>) -> PvmResult<Vec<i32>> {
 /// # Errors
 /// `Already` or `Denied` if another task is the resource manager.
 pub(crate) fn register_rm() -> PvmResult<(i32, Option<HostEntry>)> {
-    let rt = session::runtime()?;
+    let rt = request_connection()?;
     let (previous_rm, master) = rt
         .register_rm(RmServices {
             placement: true,
@@ -624,7 +680,7 @@ pub(crate) fn register_rm() -> PvmResult<(i32, Option<HostEntry>)> {
 /// `Already` if another task serves, `HosterNotMaster` for a hoster on another host than the
 /// master's.
 pub(crate) fn toggle_service(service: Service) -> PvmResult<()> {
-    let rt = session::runtime()?;
+    let rt = request_connection()?;
     let class = match service {
         Service::Hoster => sempa_proto::sm::HOSTER_CLASS,
         Service::Tasker => sempa_proto::sm::TASKER_CLASS,
@@ -645,7 +701,7 @@ pub(crate) fn toggle_service(service: Service) -> PvmResult<()> {
 /// # Errors
 /// `Already` if another task is the tracer.
 pub(crate) fn toggle_tracer(settings: TracerSettings) -> PvmResult<()> {
-    let rt = session::runtime()?;
+    let rt = request_connection()?;
     let TracerSettings {
         trace_ctx,
         trace_tag,

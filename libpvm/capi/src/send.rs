@@ -43,14 +43,7 @@ pub(crate) fn send_active_buffer(tid: i32, tag: i32) -> PvmResult<()> {
     let mut session = session::lock();
     session.runtime_or_enrol()?;
     if try_send_inline(&mut session, tid, tag) {
-        let dispatch_runtime = session
-            .needs_prompt_dispatch()
-            .then(|| session.runtime_or_enrol().cloned())
-            .transpose()?;
-        drop(session);
-        if let Some(rt) = dispatch_runtime {
-            receive::poll_incoming(&rt);
-        }
+        receive::take_in_after_send(session);
         return Ok(());
     }
     drop(session);
@@ -131,16 +124,8 @@ fn enqueue_message(rt: &Runtime, message: Message) -> PvmResult<()> {
         rt.open_route_and_wait(message.dst);
     }
     rt.send(message)?;
-    poll_if_prompt(rt);
+    receive::take_in_after_send(session::lock());
     Ok(())
-}
-
-/// Dispatches incoming messages after a send if [`Session::needs_prompt_dispatch`] is true.
-fn poll_if_prompt(rt: &Runtime) {
-    let needs_dispatch = session::lock().needs_prompt_dispatch();
-    if needs_dispatch {
-        receive::poll_incoming(rt);
-    }
 }
 
 /// Sends the active send buffer to each of several tasks once, never to the calling task
@@ -172,7 +157,9 @@ pub(crate) fn multicast(tids: &[i32], tag: i32) -> PvmResult<()> {
         buffer.make_message(rt.tid(), *last_receiver, ctx, tag)?
     };
     rt.send_to_many(&message, &receivers)?;
-    poll_if_prompt(&rt);
+    // In PVM a multicast consists of two messages to the daemon.
+    receive::take_in_after_send(session::lock());
+    receive::take_in_after_send(session::lock());
     Ok(())
 }
 
@@ -197,7 +184,7 @@ pub(crate) fn send_array(tid: i32, tag: i32, items: &Strided<u8>) -> PvmResult<(
             small_body,
             pvmrouteopt.load(Relaxed) == ROUTE_DIRECT,
         ) {
-            poll_if_prompt(&rt);
+            receive::take_in_after_send(session::lock());
             return Ok(());
         }
     }

@@ -17,7 +17,7 @@ use crate::handlers::Handlers;
 use crate::options::ROUTE_NONE;
 use crate::output::OutputCatcher;
 use crate::process;
-use crate::receive::Matcher;
+use crate::receive::{self, Matcher};
 use libpvm::{EnrollError, Runtime};
 use sempa_proto::task::OnDaemonExit;
 use sempa_proto::{Message, PvmError, PvmResult, Tid};
@@ -36,8 +36,8 @@ pub(crate) struct Session {
     pub(crate) send_buffer_id: i32,
     /// Number of the active receive buffer; 0 if there is none.
     pub(crate) receive_buffer_id: i32,
-    /// Buffer numbers of the messages that can be received, in the order of arrival.
-    pub(crate) receivable_mids: VecDeque<i32>,
+    /// The messages that can be received.
+    pub(crate) receivable: ReceivableList,
     pub(crate) handlers: Handlers,
     /// Matching function that the program set with `pvm_recvf`.
     pub(crate) matcher: Option<Matcher>,
@@ -45,8 +45,47 @@ pub(crate) struct Session {
     pub(crate) output_catcher: OutputCatcher,
     /// Tids of all tasks of the spawn that started this task; `None` while the tids are unknown.
     pub(crate) siblings: Option<Vec<Tid>>,
+    /// True after the notification of the parent's exit.
+    pub(crate) has_parent_exited: bool,
     /// Context and tag of each notice that this task requested about its own exit.
     pub(crate) own_exit_notices: Vec<(i32, i32)>,
+}
+
+/// The messages that can be received, in the order in which they were taken in.
+#[derive(Default)]
+pub(crate) struct ReceivableList {
+    /// Pairs of list number and buffer number, with ascending list numbers.
+    messages: VecDeque<(u64, i32)>,
+    next_seq: u64,
+}
+
+impl ReceivableList {
+    /// Number of the next message. All messages that were ever in the list have lower numbers.
+    pub(crate) fn next_seq(&self) -> u64 {
+        self.next_seq
+    }
+
+    /// Iterates over the buffer numbers of the messages from the number `seq` on.
+    pub(crate) fn mids_since(&self, seq: u64) -> impl Iterator<Item = i32> {
+        let start = self
+            .messages
+            .partition_point(|(list_seq, _)| *list_seq < seq);
+        self.messages.range(start..).map(|(_, mid)| *mid)
+    }
+
+    fn push(&mut self, mid: i32) {
+        self.messages.push_back((self.next_seq, mid));
+        self.next_seq += 1;
+    }
+
+    fn remove(&mut self, seq: u64) {
+        if let Ok(index) = self
+            .messages
+            .binary_search_by_key(&seq, |(list_seq, _)| *list_seq)
+        {
+            self.messages.remove(index);
+        }
+    }
 }
 
 static SESSION: LazyLock<Mutex<Session>> = LazyLock::new(|| {
@@ -109,24 +148,18 @@ impl Session {
     /// As [`Buffers::add`].
     pub(crate) fn queue_message(&mut self, message: Message) -> PvmResult<()> {
         let mut buffer = Buffer::from_message(message);
-        buffer.awaits_receive = true;
+        buffer.list_seq = Some(self.receivable.next_seq());
         let mid = self.buffers.add(buffer)?;
-        self.receivable_mids.push_back(mid);
+        self.receivable.push(mid);
         Ok(())
     }
 
     /// Removes a message from the list of messages that can be received, if the list contains it.
     pub(crate) fn unqueue_message(&mut self, mid: i32) {
-        let Ok(buffer) = self.buffers.get_mut(mid) else {
-            return;
-        };
-        if std::mem::take(&mut buffer.awaits_receive)
-            && let Some(index) = self
-                .receivable_mids
-                .iter()
-                .position(|queued_mid| *queued_mid == mid)
+        if let Ok(buffer) = self.buffers.get_mut(mid)
+            && let Some(list_seq) = buffer.list_seq.take()
         {
-            self.receivable_mids.remove(index);
+            self.receivable.remove(list_seq);
         }
     }
 
@@ -148,9 +181,9 @@ impl Session {
         self.buffers.create(enc, src)
     }
 
-    /// True if incoming messages must be dispatched promptly, because the program has handlers or
-    /// prints the output of children.
-    pub(crate) fn needs_prompt_dispatch(&self) -> bool {
+    /// True if taking in a message may have an effect that the program sees at once: the program
+    /// has handlers or prints the output of children.
+    pub(crate) fn has_intake_effects(&self) -> bool {
         !self.handlers.is_empty() || self.output_catcher.is_active()
     }
 
@@ -202,6 +235,7 @@ impl Session {
                 log_stderr(&format!("{}\n", lost_runtime.lost_reason()), true);
             }
             self.reset_after_exit();
+            receive::forget_arrivals();
             if !is_forked {
                 return Err(PvmError::SysErr);
             }
@@ -267,6 +301,7 @@ impl Session {
         self.handlers.clear();
         self.own_exit_notices.clear();
         self.siblings = None;
+        self.has_parent_exited = false;
         self.output_catcher = OutputCatcher::default();
         self.runtime.take()
     }

@@ -5,7 +5,7 @@
 #![allow(unsafe_code)]
 
 use crate::{env, process, session};
-use sempa_proto::runtime_paths::RuntimePaths;
+use libpvm::runtime::runtime_paths;
 use sempa_proto::{PvmError, PvmResult};
 use std::ffi::{CStr, OsStr, OsString};
 use std::io::Read;
@@ -31,18 +31,22 @@ const RETRY_INTERVAL: Duration = Duration::from_millis(10);
 /// `DupHost` if a daemon is already running, `CantStart` if the new daemon does not start, `SysErr`
 /// if the new daemon does not accept this task.
 pub(crate) fn start_daemon(args: &[Vec<u8>], waits_for_hosts: bool) -> PvmResult<()> {
-    let paths =
-        RuntimePaths::from_env(process::real_uid() as u32, env::read_var).map_err(|error| {
-            session::log_stderr(&format!("{error}\n"), true);
-            PvmError::CantStart
-        })?;
-    let accepts_connections = || UnixStream::connect(paths.daemon_socket_path()).is_ok();
+    let socket_path = || {
+        let paths = runtime_paths(process::real_uid() as u32, env::read_var);
+        paths.map(|paths| paths.daemon_socket_path())
+    };
+    let initial_socket_path = socket_path().map_err(|error| {
+        session::log_stderr(&format!("{error}\n"), true);
+        PvmError::CantStart
+    })?;
+    // The new daemon may use another directory if another user has taken the usual one.
+    let accepts_connections = || socket_path().is_ok_and(|path| UnixStream::connect(path).is_ok());
     let deadline = Instant::now() + EXIT_TIMEOUT;
     // A halted daemon may accept connections for a short time.
     while accepts_connections() {
         let remaining_time = deadline.saturating_duration_since(Instant::now());
         if remaining_time < RETRY_INTERVAL
-            || libpvm::runtime::wait_for_daemon_answer(&paths.daemon_socket_path(), remaining_time)
+            || libpvm::runtime::wait_for_daemon_answer(&initial_socket_path, remaining_time)
         {
             return Err(PvmError::DupHost);
         }

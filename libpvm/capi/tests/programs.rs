@@ -132,6 +132,55 @@ fn output_of_children_is_printed_by_line() {
     assert_eq!(String::from_utf8_lossy(&output.stdout), "one\ntwo\n");
 }
 
+/// The output of a child that exits without the end of its output ends with a line that says so,
+/// and `pvm_exit` returns. Without tids the line is written to standard error.
+#[test]
+#[ignore = "system tier: needs gcc"]
+fn output_of_a_lost_child_ends() {
+    let daemon = FakeDaemon::start();
+    let program = Program::compile("alone", &include_dir());
+    let output = program
+        .command(daemon.tmp())
+        .args(["catch", "lost"])
+        .output()
+        .expect("runs");
+    assert_success(&output);
+    assert_eq!(
+        String::from_utf8_lossy(&output.stdout),
+        "[t40002] BEGIN\n[t40002] one\n[t40002] half\n\
+         [t40002] lost with its host: the last lines may be missing\n[t40002] EOF\n"
+    );
+    let output = program
+        .command(daemon.tmp())
+        .args(["catch", "lost", "bare"])
+        .stderr(Stdio::piped())
+        .output()
+        .expect("runs");
+    assert_success(&output);
+    assert_eq!(String::from_utf8_lossy(&output.stdout), "one\nhalf\n");
+    let stderr_text = String::from_utf8_lossy(&output.stderr);
+    assert!(
+        stderr_text.ends_with("t40002 was lost with its host: the last lines may be missing\n"),
+        "{stderr_text}"
+    );
+}
+
+/// A task whose parent has exited before it sent the list of siblings does not wait for this list.
+#[test]
+#[ignore = "system tier: needs gcc"]
+fn siblings_are_not_awaited_from_an_exited_parent() {
+    let parent = sempa_proto::Tid::from_raw(common::EXITED_PARENT_TID);
+    let daemon = FakeDaemon::with_parent(parent);
+    let program = Program::compile("alone", &include_dir());
+    assert_success(
+        &program
+            .command(daemon.tmp())
+            .arg("orphan")
+            .output()
+            .expect("runs"),
+    );
+}
+
 /// The parent's library sends a spawned task the tids of its siblings.
 #[test]
 #[ignore = "system tier: needs gcc"]

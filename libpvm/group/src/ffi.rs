@@ -124,8 +124,8 @@ pub unsafe extern "C" fn pvm_barrier(group: *const c_char, count: c_int) -> c_in
     unsafe { request_number(GroupCall::Barrier, TracedGroupCall::Barrier, group, count) }
 }
 
-/// Waits until `count` members have called this function; afterwards the group accepts no new
-/// members.
+/// Waits until `count` members have called this function; −1 means the number of current members.
+/// Afterwards the group accepts no new members.
 ///
 /// # Safety
 /// `group` is null or a string.

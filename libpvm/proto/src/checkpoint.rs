@@ -1,6 +1,8 @@
 //! Records and errors of checkpoints of jobs. A checkpoint contains all tasks of a job as they were
 //! at one moment; the job can be restarted from the checkpoint.
 
+use crate::WIRE_VERSION;
+use crate::frame::{FrameError, decode_start, from_bytes};
 use crate::group::GroupState;
 use crate::ids::{HostId, Micros, Tid};
 use crate::message::Message;
@@ -13,8 +15,8 @@ pub const CHECKPOINT_TASKS_MAX: usize = 1024;
 /// Maximum total size, in bytes, of the mailbox entries that belong to the tasks of one checkpoint.
 pub const SAVED_MAILBOX_BYTES_MAX: usize = 16 << 20;
 /// Version of [`CheckpointMeta`], [`SavedTask`](crate::host::SavedTask) and the other files that
-/// are stored next to the images.
-pub const CHECKPOINT_VERSION: u16 = 5;
+/// are stored next to the images. Each begins with its version, whatever follows.
+pub const CHECKPOINT_VERSION: u16 = 6;
 
 /// The reason why a checkpoint store did not do what was asked. Complete checkpoints are unchanged,
 /// except that a checkpoint whose removal failed may be gone. A checkpoint that was being written
@@ -259,6 +261,106 @@ pub enum RestartFailure {
     HostLost(HostId),
     /// The restart took longer than the time limit.
     Deadline { time_limit: Micros },
+    /// The job runs in another virtual machine, according to the claim in the store.
+    RunsElsewhere {
+        holder: JobHolder,
+        /// Time after which the restart is accepted by force.
+        time_until_force: Micros,
+    },
+    /// The checkpoint was written by another version.
+    OtherVersion(WriterVersion),
+}
+
+/// The versions of the programs that wrote a checkpoint.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct WriterVersion {
+    /// The [`CHECKPOINT_VERSION`] of the daemon that wrote the description.
+    pub format: u16,
+    /// Value of [`WIRE_VERSION`] in the libraries of the tasks.
+    pub wire: u16,
+}
+
+impl WriterVersion {
+    /// The version of this program.
+    pub const OWN: Self = Self {
+        format: CHECKPOINT_VERSION,
+        wire: WIRE_VERSION,
+    };
+}
+
+impl fmt::Display for WriterVersion {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { format, wire } = self;
+        write!(f, "checkpoint format {format} and protocol version {wire}")
+    }
+}
+
+/// The reason why the metadata of a checkpoint cannot be used.
+#[derive(Debug, PartialEq, Eq, thiserror::Error)]
+pub enum MetaError {
+    /// Another version wrote it, so the rest of it may have another format.
+    #[error("it was written with {0}, and this version uses {own}", own = WriterVersion::OWN)]
+    OtherVersion(WriterVersion),
+    /// It has the format of this version, and cannot be decoded.
+    #[error(transparent)]
+    Decode(FrameError),
+}
+
+/// Identifies a job in a store: its first task, and the start time of the virtual machine in which
+/// the job was first checkpointed. Task ids alone are not unique, because virtual machines number
+/// their tasks independently.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct ClaimKey {
+    pub job: Tid,
+    /// In microseconds since 1970.
+    pub origin: Micros,
+}
+
+/// Where a job runs, according to the claim in the store.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct JobHolder {
+    /// Name of the virtual machine.
+    pub vm: String,
+    /// The master's host and user, and the process number of its daemon.
+    pub host: String,
+    pub user: String,
+    pub pid: u32,
+    /// Time at which the virtual machine began to run the job, in microseconds since 1970.
+    pub since: Micros,
+}
+
+impl fmt::Display for JobHolder {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self {
+            vm,
+            host,
+            user,
+            pid,
+            ..
+        } = self;
+        write!(
+            f,
+            "virtual machine {vm} of user {user} (master on {host}, process {pid})"
+        )
+    }
+}
+
+/// The claim of a job in a checkpoint store: which virtual machine runs the job.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct JobClaim {
+    /// Increases whenever another virtual machine takes over the job.
+    pub term: u64,
+    /// Increases with each renewal by the holder.
+    pub renewal: u64,
+    /// Random number that the holder's daemon has chosen at its start.
+    pub instance: u64,
+    /// True if the job does not run any more, as the holder has recorded.
+    pub is_released: bool,
+    /// Time after the end of the holder's daemon within which its tasks on other hosts end.
+    pub lease: Micros,
+    pub holder: JobHolder,
+    /// Identity of the holder's daemon as a process of its machine.
+    pub process: String,
 }
 
 /// Formats the first ten items of a list, and the number of the items that are not shown.
@@ -321,6 +423,29 @@ impl fmt::Display for RestartFailure {
             Self::Deadline { time_limit: limit } => {
                 write!(f, "not done within {} s", limit.0 / 1_000_000)
             }
+            Self::OtherVersion(version) => write!(
+                f,
+                "the checkpoint was written with {version}; this virtual machine uses {own}. The checkpoint is \
+                 unchanged: restart it with the version that wrote it",
+                own = WriterVersion::OWN
+            ),
+            Self::RunsElsewhere {
+                holder,
+                time_until_force,
+            } => {
+                write!(
+                    f,
+                    "its job runs in {holder}, according to the store: end it there first. If that virtual machine is \
+                     lost for good, use --force"
+                )?;
+                match time_until_force.0.div_ceil(1_000_000) {
+                    0 => Ok(()),
+                    seconds => write!(
+                        f,
+                        ", which is accepted when the job's claim has not been renewed for another {seconds} s"
+                    ),
+                }
+            }
         }
     }
 }
@@ -348,6 +473,33 @@ pub struct CheckpointMeta {
     pub contexts: Vec<(i32, Tid)>,
     /// The job's schedule of automatic checkpoints.
     pub schedule: Option<CheckpointSchedule>,
+    /// Start time of the virtual machine in which the job was first checkpointed. Together with
+    /// the job's tid it identifies the job in a store, also after restarts elsewhere.
+    pub origin: Micros,
+}
+
+impl CheckpointMeta {
+    /// Decodes the metadata of a checkpoint.
+    ///
+    /// # Errors
+    /// Another version wrote the metadata, or they cannot be decoded.
+    pub fn decode(bytes: &[u8]) -> Result<Self, MetaError> {
+        let (format, wire) = decode_start(bytes).map_err(MetaError::Decode)?;
+        let writer = WriterVersion { format, wire };
+        if writer != WriterVersion::OWN {
+            return Err(MetaError::OtherVersion(writer));
+        }
+        from_bytes(bytes).map_err(MetaError::Decode)
+    }
+
+    /// Returns the key of the job in the claims of the store.
+    #[must_use]
+    pub fn claim_key(&self) -> ClaimKey {
+        ClaimKey {
+            job: self.job,
+            origin: self.origin,
+        }
+    }
 }
 
 /// A mailbox entry at the time of the checkpoint.
@@ -384,4 +536,52 @@ pub struct SavedGroup {
     /// Members by instance number; [`Tid::NONE`] for a free instance and for a member outside the
     /// checkpoint.
     pub members: Vec<Tid>,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::frame::to_bytes;
+
+    fn meta() -> CheckpointMeta {
+        CheckpointMeta {
+            version: CHECKPOINT_VERSION,
+            wire_version: WIRE_VERSION,
+            vm_start_time: Micros(1),
+            job: Tid::from_raw(0x40001),
+            latest_incarnation: 0,
+            tasks: Vec::new(),
+            groups: Vec::new(),
+            mailbox_entries: Vec::new(),
+            contexts: Vec::new(),
+            schedule: None,
+            origin: Micros(7),
+        }
+    }
+
+    /// The metadata of another version are refused with that version, whatever their format is.
+    #[test]
+    fn other_version_is_named_whatever_follows() {
+        let bytes = to_bytes(&meta()).expect("short");
+        assert_eq!(CheckpointMeta::decode(&bytes), Ok(meta()));
+        for (format, wire) in [
+            (CHECKPOINT_VERSION - 1, WIRE_VERSION),
+            (CHECKPOINT_VERSION, WIRE_VERSION + 1),
+        ] {
+            let mut bytes = to_bytes(&(format, wire)).expect("short");
+            bytes.extend([0xff; 20]);
+            let error = CheckpointMeta::decode(&bytes);
+            let writer = WriterVersion { format, wire };
+            assert_eq!(error, Err(MetaError::OtherVersion(writer)));
+            let text = RestartFailure::OtherVersion(writer).to_string();
+            assert!(
+                text.contains(&format!("format {format} and")) && text.contains("unchanged"),
+                "{text}"
+            );
+        }
+        assert!(matches!(
+            CheckpointMeta::decode(&[]),
+            Err(MetaError::Decode(_))
+        ));
+    }
 }

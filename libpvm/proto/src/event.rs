@@ -5,6 +5,7 @@ use crate::engine::Engine;
 use crate::ids::{HostId, Micros, MigrationId, Tid};
 use crate::migration::{Failure, MigrationCause, Step, Usage};
 use crate::suspend;
+use crate::text;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
@@ -166,6 +167,8 @@ pub enum EventKind {
         duration: Micros,
         /// The load watcher's reason, in one sentence.
         why: String,
+        /// Ended tasks whose leftover processes were stopped.
+        leftovers: Vec<LeftoverCount>,
     },
     /// The guests of a host were resumed.
     #[serde(rename = "GuestsContinued")]
@@ -317,6 +320,71 @@ pub enum EventKind {
     HostOpened {
         host: HostId,
     },
+    /// A checkpoint is damaged and is not used any more.
+    #[serde(rename = "SetDamaged")]
+    CheckpointDamaged {
+        /// Name of the checkpoint.
+        #[serde(rename = "set")]
+        checkpoint: String,
+        /// First task of the job; [`Tid::NONE`] if the damage hides it.
+        job: Tid,
+        /// How the damage was detected.
+        why: String,
+        /// True if the job was rolling back to this checkpoint.
+        rolls_back: bool,
+        /// Name of the earlier checkpoint to which the job rolls back instead; `None` if there is
+        /// no other one, or if the job was not rolling back.
+        #[serde(rename = "instead")]
+        replacement: Option<String>,
+    },
+    /// Another virtual machine has taken over a job. The tasks of this virtual machine's copy of
+    /// the job are ended.
+    JobTakenOver {
+        /// First task of the job.
+        job: Tid,
+        /// The other virtual machine.
+        by: String,
+    },
+    /// Guests of a host must stop for its owner, and it was not confirmed in time that they have
+    /// stopped.
+    #[serde(rename = "GuestsNotStopped")]
+    GuestsNotPaused {
+        host: HostId,
+        guests: Vec<Tid>,
+        why: String,
+    },
+    /// A task has ended and has left processes behind. These processes remain guests of the host.
+    ProcessesLeft {
+        host: HostId,
+        left: LeftoverCount,
+    },
+    /// The last process that a task had left behind has ended.
+    LeftProcessesEnded {
+        host: HostId,
+        tid: Tid,
+    },
+    /// Processes of guests still run, although they were ordered to stop some time ago.
+    GuestsStillRun {
+        host: HostId,
+        /// The task, which may have ended, to which the processes belong.
+        tid: Tid,
+        /// Process ids on the host.
+        pids: Vec<i32>,
+    },
+}
+
+/// Number of processes that an ended task has left behind on one host.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LeftoverCount {
+    pub tid: Tid,
+    pub processes: u32,
+}
+
+impl fmt::Display for LeftoverCount {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let count_text = text::process_count(self.processes);
+        write!(f, "{count_text} left by {} (ended)", self.tid)
+    }
 }
 
 impl EventKind {
@@ -413,12 +481,32 @@ impl fmt::Display for EventKind {
                 guests,
                 duration,
                 why,
+                leftovers,
             } => {
                 write!(
                     f,
                     "guests of {host} paused: {} within {:.1} ms: {why}",
-                    join_tids(guests),
+                    join_guests(guests, leftovers),
                     as_millis(*duration)
+                )
+            }
+            Self::ProcessesLeft { host, left } => {
+                let LeftoverCount { tid, processes } = left;
+                let count_text = text::process_count(*processes);
+                write!(
+                    f,
+                    "{tid} (ended) left {count_text} on {host}, which remain guests"
+                )
+            }
+            Self::LeftProcessesEnded { host, tid } => {
+                write!(f, "the processes that {tid} left on {host} have ended")
+            }
+            Self::GuestsStillRun { host, tid, pids } => {
+                let pids: Vec<String> = pids.iter().map(i32::to_string).collect();
+                write!(
+                    f,
+                    "guests of {host} still run: processes {} of {tid} have not stopped yet",
+                    pids.join(" ")
                 )
             }
             Self::GuestsResumed { host, guests, why } => {
@@ -585,6 +673,38 @@ impl fmt::Display for EventKind {
             }
             Self::HostClosed { host, why } => write!(f, "{host} accepts no guests: {why}"),
             Self::HostOpened { host } => write!(f, "{host} accepts guests again"),
+            Self::CheckpointDamaged {
+                checkpoint,
+                job,
+                why,
+                rolls_back,
+                replacement,
+            } => {
+                write!(f, "checkpoint {checkpoint}")?;
+                if job.is_task() {
+                    write!(f, " of job {job}")?;
+                }
+                write!(f, " is damaged ({why})")?;
+                match (rolls_back, replacement) {
+                    (false, _) => Ok(()),
+                    (true, Some(replacement)) => write!(f, "; the job rolls back to {replacement}"),
+                    (true, None) => f.write_str(
+                        "; there is no earlier one that is intact, and the job has ended; a copy on another host may \
+                         be intact",
+                    ),
+                }
+            }
+            Self::JobTakenOver { job, by } => write!(
+                f,
+                "job {job} was restarted in {by}: its tasks here are ended, so that it does not run twice"
+            ),
+            Self::GuestsNotPaused { host, guests, why } => {
+                write!(
+                    f,
+                    "guests of {host} not stopped: {}: {why}",
+                    join_tids(guests)
+                )
+            }
         }
     }
 }
@@ -657,10 +777,20 @@ fn as_millis(time: Micros) -> f64 {
 /// Joins the tids with spaces; "no guests" for an empty list.
 fn join_tids(tids: &[Tid]) -> String {
     let names: Vec<String> = tids.iter().map(Tid::to_string).collect();
-    if names.is_empty() {
-        "no guests".into()
-    } else {
-        names.join(" ")
+    match tids {
+        [] => "no guests".into(),
+        _ => names.join(" "),
+    }
+}
+
+/// Joins the tids of paused guests and what ended tasks have left behind; "no guests" if both lists
+/// are empty.
+fn join_guests(guests: &[Tid], leftovers: &[LeftoverCount]) -> String {
+    let texts: Vec<String> = leftovers.iter().map(LeftoverCount::to_string).collect();
+    match (guests, leftovers) {
+        (_, []) => join_tids(guests),
+        ([], _) => texts.join(", "),
+        _ => format!("{}, {}", join_tids(guests), texts.join(", ")),
     }
 }
 
@@ -761,6 +891,46 @@ mod tests {
         assert_eq!(
             unnamed_host.with_host_names(host_name),
             "host 1 is clean: no guest is left on it"
+        );
+    }
+
+    /// The event that guests are paused also names ended tasks whose processes were stopped.
+    #[test]
+    fn pause_event_names_leftover_processes() {
+        let (live, ended) = (Tid::from_raw(0x40002), Tid::from_raw(0x40003));
+        let pause_text = |guests: &[Tid], leftovers: &[LeftoverCount]| {
+            let event = EventKind::GuestsPaused {
+                host: host(2),
+                guests: guests.to_vec(),
+                duration: Micros(5200),
+                why: "olga is there".into(),
+                leftovers: leftovers.to_vec(),
+            };
+            event.with_host_names(host_name)
+        };
+        let left = |processes| LeftoverCount {
+            tid: ended,
+            processes,
+        };
+        assert_eq!(
+            pause_text(&[], &[]),
+            "guests of leo paused: no guests within 5.2 ms: olga is there"
+        );
+        assert_eq!(
+            pause_text(&[], &[left(1)]),
+            "guests of leo paused: 1 process left by t40003 (ended) within 5.2 ms: olga is there"
+        );
+        assert_eq!(
+            pause_text(&[live], &[left(2)]),
+            "guests of leo paused: t40002, 2 processes left by t40003 (ended) within 5.2 ms: olga is there"
+        );
+        let left_event = EventKind::ProcessesLeft {
+            host: host(2),
+            left: left(2),
+        };
+        assert_eq!(
+            left_event.with_host_names(host_name),
+            "t40003 (ended) left 2 processes on leo, which remain guests"
         );
     }
 

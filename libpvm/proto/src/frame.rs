@@ -128,6 +128,15 @@ pub fn from_bytes<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, FrameError> {
     postcard::from_bytes(bytes).map_err(|e| FrameError::BadBody(e.to_string()))
 }
 
+/// Deserializes a value from the start of `bytes`, whatever follows.
+///
+/// # Errors
+/// [`FrameError::BadBody`] if `bytes` do not begin with a `T`.
+pub fn decode_start<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, FrameError> {
+    let start = postcard::take_from_bytes(bytes).map(|(value, _)| value);
+    start.map_err(|e| FrameError::BadBody(e.to_string()))
+}
+
 /// Encodes a control message as a complete frame.
 ///
 /// # Errors

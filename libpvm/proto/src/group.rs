@@ -5,8 +5,12 @@ use crate::error::PvmError;
 use crate::ids::Tid;
 use serde::{Deserialize, Serialize};
 
-/// Value of a barrier count that stands for all current members.
+/// Value of the count of a barrier or a freeze that stands for all current members.
 pub const ALL_MEMBERS: i32 = -1;
+
+/// Value in place of a tid for which [`GroupRequest::Instance`] returns the lowest free instance
+/// number, as PVM does for −1.
+pub const NO_MEMBER: Tid = Tid::from_raw(-1);
 
 /// A request of a task to the group service. Group names are bytes, as the program passes them.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -30,9 +34,12 @@ pub enum GroupRequest {
     /// accepts no new members. → [`GroupReply::Number`]
     Freeze {
         group: Vec<u8>,
+        /// Number of members that must request the freeze; [`ALL_MEMBERS`] means the current number
+        /// of members.
         required_members: i32,
     },
-    /// Look up the instance number of a task. → [`GroupReply::Number`]
+    /// Look up the instance number of a task, or for [`NO_MEMBER`] the lowest free instance number.
+    /// → [`GroupReply::Number`]
     Instance { group: Vec<u8>, tid: Tid },
     /// Look up the task with an instance number. → [`GroupReply::Number`]
     Member { group: Vec<u8>, instance: i32 },

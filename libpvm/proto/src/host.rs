@@ -5,9 +5,10 @@
 //! There is no order between the two channels. Items that must not overtake a task's own messages
 //! (its exit, replies, notifications) therefore travel as [`DataMsg`].
 
-use crate::checkpoint::CopyFailure;
+use crate::checkpoint::{CHECKPOINT_VERSION, CopyFailure};
 use crate::engine::{Engine, LaunchInfo};
 use crate::event::EventKind;
+use crate::frame::{FrameError, decode_start, from_bytes};
 use crate::ids::{Epoch, HostId, Micros, MigrationId, RequestId, Tid};
 use crate::message::Message;
 use crate::migration::{Migration, MigrationOrder, Refusal, StepReport, TaskFacts, Verdict};
@@ -54,8 +55,9 @@ pub enum HostRequest {
     Signal { tid: Tid, signal: i32 },
     /// Suspends or resumes a task. → [`Reply::Done`] or [`Reply::Failed`]
     Suspend(suspend::SuspendOrder),
-    /// Asks whether a task is alive. If the task has ended, the reply contains the position up to
-    /// which the task had sent to `watcher`. → [`HostReply::Watched`]
+    /// Asks whether a task is alive. If the task has ended, a [`DataMsg::TaskEnded`] follows all
+    /// that was sent for the task; only a reply within one host reports the end itself. →
+    /// [`HostReply::Watched`]
     Watch {
         tid: Tid,
         /// The task that requested the notification.
@@ -101,7 +103,7 @@ pub enum HostReply {
     MigratedTo(HostId),
     /// The reply to [`HostRequest::Watch`].
     Watched {
-        /// True if the task has ended or never existed.
+        /// True if the task has ended or never existed, and no [`DataMsg::TaskEnded`] reports it.
         has_ended: bool,
         /// Position up to which the task had sent to the watcher; `None` if the task sent nothing.
         watermark: Option<SendWatermark>,
@@ -252,6 +254,16 @@ pub enum HostMsg {
     /// To the master: the sender's host sends a task a signal that usually ends the task. This
     /// message precedes the notification of the task's exit.
     EndSignalSent { tid: Tid, signal: i32 },
+    /// To the master: the sender's loop runs. → [`HostMsg::HeartbeatAck`]
+    Heartbeat {
+        /// Number that the sender chose; ascending.
+        number: u64,
+    },
+    /// From the master: the heartbeat with this number has arrived. The tasks of the host may run
+    /// for a part of the lease, counted from the sending of the heartbeat ([`crate::lease`]).
+    HeartbeatAck { number: u64 },
+    /// Kill what this ended task has left behind on the receiver's host.
+    KillLeftovers { tid: Tid },
 }
 
 /// An item that a daemon retains until the item can be sent to its task.
@@ -324,18 +336,46 @@ pub struct TaskRecord {
     pub known_hosts: Vec<HostId>,
     /// Epoch of the host table that contains `known_hosts`.
     pub hosts_epoch: Epoch,
+    /// Process id of the task in its own PID namespace, which is the same on all hosts.
+    pub namespace_pid: i32,
 }
 
 /// State of a task that a daemon stores in a checkpoint, in addition to the task's images.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct SavedTask {
-    /// Value of [`CHECKPOINT_VERSION`](crate::checkpoint::CHECKPOINT_VERSION) in the program that
-    /// wrote the checkpoint.
+    /// Value of [`crate::checkpoint::CHECKPOINT_VERSION`] in the program that wrote the checkpoint.
     pub version: u16,
     pub record: TaskRecord,
     /// Items that were waiting for the task. For a task that wrote its own checkpoint, also the
     /// messages that its process had sent and the partial messages that it had received.
     pub waiting_items: Vec<PendingItem>,
+}
+
+impl SavedTask {
+    /// Decodes the state of a task.
+    ///
+    /// # Errors
+    /// Another version wrote the state, or it cannot be decoded.
+    pub fn decode(bytes: &[u8]) -> Result<Self, SavedTaskError> {
+        let version: u16 = decode_start(bytes).map_err(SavedTaskError::Decode)?;
+        if version != CHECKPOINT_VERSION {
+            return Err(SavedTaskError::OtherVersion(version));
+        }
+        from_bytes(bytes).map_err(SavedTaskError::Decode)
+    }
+}
+
+/// The reason why the stored state of a task cannot be used.
+#[derive(Debug, PartialEq, Eq, thiserror::Error)]
+pub enum SavedTaskError {
+    /// Another version wrote it, so the rest of it may have another format.
+    #[error(
+        "it was written with checkpoint format {0}, and this version uses {CHECKPOINT_VERSION}"
+    )]
+    OtherVersion(u16),
+    /// It has the format of this version, and cannot be decoded.
+    #[error(transparent)]
+    Decode(FrameError),
 }
 
 /// A message on the data channel, for a task on the receiving host or about a task.

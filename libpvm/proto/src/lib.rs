@@ -14,7 +14,7 @@
 //! * [`route`]: setup of a route between two tasks.
 //! * [`task`]: control messages between task and daemon. [`host`]: messages between daemons.
 //!   [`tasker`]: control messages between daemon and tasker.
-//! * [`group`]: requests to the group service.
+//! * [`group`]: requests to the group service. [`lease`]: times at which a silent host's tasks end.
 //! * [`job`]: job files, which describe the tasks to start. [`engine`]: migration engines and the
 //!   syntax to select them.
 //! * [`rm`]: queries to the resource manager about decisions, usage and jobs.
@@ -37,10 +37,12 @@ pub mod group;
 pub mod host;
 pub mod ids;
 pub mod job;
+pub mod lease;
 pub mod link;
 pub mod load;
 pub mod message;
 pub mod migration;
+pub mod output;
 pub mod owner;
 pub mod rm;
 pub mod route;

@@ -10,6 +10,7 @@ use crate::ids::{HostId, Micros, MigrationId, RequestId, Tid};
 use crate::suspend::Suspensions;
 use serde::{Deserialize, Serialize};
 use std::fmt;
+use std::net::IpAddr;
 use std::path::PathBuf;
 
 /// The steps of a migration, in order.
@@ -195,11 +196,15 @@ pub struct TaskFacts {
     pub engine_version: String,
     /// Number of threads in all processes of the task.
     pub thread_count: u32,
+    /// The highest process or thread id in the task's PID namespace; 0 if not known.
+    pub highest_pid: u32,
     /// Files that the target must have.
     pub files: Vec<RequiredFile>,
     /// How the task was started, and the engines permitted for it; `None` if only CRIU is
     /// permitted. The fields above are needed only for CRIU.
     pub launch: Option<Box<LaunchInfo>>,
+    /// Addresses of the source to which sockets of the task are bound.
+    pub addresses: Vec<IpAddr>,
 }
 
 impl TaskFacts {
@@ -382,6 +387,23 @@ pub enum Refusal {
         /// Maximum size of the list, in bytes.
         limit: u64,
     },
+    /// The target's kernel allows only lower process ids than those of the task, which a migration
+    /// does not change.
+    ProcessIds {
+        /// The highest process or thread id of the task.
+        highest: u32,
+        /// The target allows ids below this number.
+        limit: u32,
+    },
+    /// A property of the task or of a host cannot be read.
+    Unreadable {
+        /// The property, such as "its sockets" or "the target's processor features".
+        property: String,
+        /// The system's error, for example that no descriptors are left.
+        why: String,
+    },
+    /// A socket of the task is bound to an address that the target does not have.
+    Address { address: IpAddr },
 }
 
 impl fmt::Display for Refusal {
@@ -494,6 +516,18 @@ impl fmt::Display for Refusal {
                     "it has more than {files} files open or mapped, and their names exceed {limit} bytes"
                 )
             }
+            Self::ProcessIds { highest, limit } => {
+                write!(
+                    f,
+                    "it has the process id {highest}, but the target allows only ids below {limit}: set \
+                     kernel.pid_max on the target as on the source, with sysctl"
+                )
+            }
+            Self::Unreadable { property, why } => write!(f, "{property} cannot be read: {why}"),
+            Self::Address { address } => write!(
+                f,
+                "it has a socket that is bound to {address}, which is no address of the target"
+            ),
         }
     }
 }

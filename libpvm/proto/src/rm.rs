@@ -28,6 +28,9 @@ pub const RM_VERSION: u16 = 6;
 pub const CTX_RM: i32 = 0x7ffe0;
 pub const TAG_QUERY: i32 = 10;
 pub const TAG_REPLY: i32 = 11;
+/// Tag of an empty message of a daemon to a load watcher or resource manager of its host, which
+/// must answer with [`crate::sm::SM_ALIVE`] in the same context.
+pub const TAG_PING: i32 = 12;
 /// Maximum number of rejected hosts that a decision lists by name. For further rejected hosts the
 /// decision contains only their number.
 pub const REJECTED_HOSTS_MAX: usize = 64;

@@ -2,6 +2,8 @@
 //!
 //! Each user has one directory per virtual machine, with mode 0700: `/tmp/sempa-<uid>/<vm>`. The
 //! variable `PVM_TMP` replaces `/tmp`, and `PVM_VMID` names the virtual machine (`pvm` by default).
+//! If another user has taken the name of the user's directory, the directory has another name
+//! (`find_runtime_paths` in the crate `sempa-socket`).
 //! The user's runtime directory is not suitable: it is removed at the user's last logout, and a
 //! daemon outlives the login that started it. Task images contain process memory; if `/tmp` is on a
 //! disk, the daemon stores images in another directory.
@@ -67,6 +69,20 @@ impl RuntimePaths {
 
     pub fn dir(&self) -> &Path {
         &self.dir
+    }
+
+    /// Returns the directory of all virtual machines of the user.
+    pub fn root(&self) -> &Path {
+        self.dir.parent().unwrap_or(&self.dir)
+    }
+
+    /// Returns the paths with `root` as the directory of all virtual machines of the user.
+    #[must_use]
+    pub fn with_root(self, root: &Path) -> Self {
+        Self {
+            dir: root.join(&self.vm_name),
+            ..self
+        }
     }
 
     /// Path of the socket on which the daemon accepts tasks.

@@ -60,6 +60,9 @@ pub const SM_PLACEMENT_LEASE: i32 = SM_BASE + 0x101;
 /// Daemon to resource manager, not in PVM: tasks were started by a placement lease. The message has
 /// the wait id of the lease.
 pub const SM_PLACEMENT_LEASE_USED: i32 = SM_BASE + 0x102;
+/// Load watcher or resource manager to its daemon, not in PVM: the sender runs. The answer to
+/// [`crate::rm::TAG_PING`], and an announcement that the sender answers such questions.
+pub const SM_ALIVE: i32 = SM_BASE + 0x103;
 
 /// Well-known mailbox class of resource managers.
 pub const RM_CLASS: &str = "###_PVM_RM_###";

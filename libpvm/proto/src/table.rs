@@ -95,15 +95,32 @@ pub struct TaskInfo {
     pub flags: i32,
     /// Program name from the spawn request; empty for a task from a command line.
     pub name: String,
-    /// Process id of the task on its host, outside the task's PID namespace.
+    /// Process id of the task on its host, outside the task's PID namespace. Other processes of
+    /// the host use this number for the task.
     pub pid: i32,
     pub uid: u32,
     /// True while a migration of the task is in progress.
     pub migrating: bool,
-    /// True while the task is paused for the owner of its host.
+    /// True while the task is paused for the owner of its host: none of its processes runs.
     pub paused: bool,
     /// True while the task is suspended by a request.
     pub suspended: bool,
+    /// Process id that `getpid()` returns in the task, and that a migration does not change
+    /// (`ti_pid` of `pvm_tasks`).
+    pub namespace_pid: i32,
+    /// True while the task must stop, for the owner or because it is suspended, and the tasker has
+    /// not confirmed that it has stopped.
+    pub stopping: bool,
+    /// Number of processes that the task has left behind on `host` at its end; 0 for a task that
+    /// has not ended. While it is above 0, `pid` is the id of one of these processes.
+    pub leftover_processes: u32,
+}
+
+impl TaskInfo {
+    /// True if the entry describes the leftover processes of a task that has ended.
+    pub fn is_leftover(&self) -> bool {
+        self.leftover_processes > 0
+    }
 }
 
 /// Outcome of adding one host.

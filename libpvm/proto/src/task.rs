@@ -388,6 +388,9 @@ pub enum Request {
         /// True if the daemon must send the reply when the restart has ended. Otherwise the daemon
         /// sends [`Reply::Done`] immediately, and the event log reports the outcome.
         wait_for_end: bool,
+        /// True to restart the job although the store says that it runs in another virtual
+        /// machine, if the record of that has not been renewed for its validity.
+        force: bool,
     },
     /// Removes checkpoints from the store. → [`Reply::CheckpointsRemoved`]
     RemoveCheckpoints {
@@ -405,6 +408,11 @@ pub enum Request {
         request: SpawnRequest,
         lease: LeasedSpawn,
     },
+    /// Kills the processes that an ended task has left behind, on all hosts. → [`Reply::Done`]
+    KillLeftovers { tid: Tid },
+    /// Asks which of these tasks wait for the restart of their job from a checkpoint: the job rolls
+    /// back after the loss of a host. → [`Reply::AwaitingRestart`]
+    FindAwaitingRestart { tids: Vec<Tid> },
 }
 
 /// Results of a successful migration.
@@ -477,6 +485,8 @@ pub enum Reply {
     Freezer(Option<Result<(), FreezerUnavailable>>),
     /// The outcome for each checkpoint, or the reason why the store is not readable.
     CheckpointsRemoved(Result<RemovalResults, StoreFailure>),
+    /// The tasks whose job rolls back. The event log reports the end of each restart.
+    AwaitingRestart(Vec<Tid>),
 }
 
 /// Error of a failed migration; the task continues at the source.

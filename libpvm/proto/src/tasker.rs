@@ -3,7 +3,7 @@
 //!
 //! The tasker is the parent of all spawned tasks and the only privileged program. It executes
 //! requests and reports results; it makes no decisions. When the daemon's end of the socket closes,
-//! the tasker kills all its tasks and exits.
+//! or the daemon does not renew its lease, the tasker kills all its tasks and exits.
 
 use crate::engine::Engine;
 use crate::ids::{Micros, MigrationId, RequestId, Tid};
@@ -15,6 +15,8 @@ use std::path::PathBuf;
 /// Maximum size in bytes of the output in one [`FromTasker::Output`]. PVM's collectors expect
 /// chunks of at most this size.
 pub const OUTPUT_CHUNK_BYTES_MAX: usize = 3999;
+/// Maximum number of process ids in one [`FromTasker::LeftBehind`] or [`FromTasker::NotStopped`].
+pub const REPORTED_PIDS_MAX: usize = 16;
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TaskStart {
@@ -244,6 +246,24 @@ pub enum ToTasker {
     },
     /// Target: discard everything that belongs to this migration. → [`FromTasker::Discarded`]
     Discard { migration: MigrationId },
+    /// The tasks may run until these times ([`crate::lease`]). Without a later renewal the tasker
+    /// freezes all tasks, and then ends all tasks and itself. Before the first lease the tasks may
+    /// run without a time limit. → [`FromTasker::LeaseRenewed`]
+    RenewLease {
+        /// Time on CLOCK_BOOTTIME at which the tasks are frozen.
+        freeze_at: Micros,
+        /// Time on CLOCK_BOOTTIME at which the tasks are ended, or [`crate::lease::NEVER`].
+        kill_at: Micros,
+    },
+    /// Asks whether the tasker handles orders. → [`FromTasker::Pong`]
+    Ping,
+    /// Stop the leftover processes of a task that has ended. → [`FromTasker::LeftoversStopped`]
+    StopLeftovers { tid: Tid },
+    /// Let the leftover processes of a task that has ended run. No answer.
+    ResumeLeftovers { tid: Tid },
+    /// Kill the leftover processes of a task that has ended. → [`FromTasker::LeftBehind`] with a
+    /// count of 0, when they have ended
+    KillLeftovers { tid: Tid },
 }
 
 /// A report of the tasker to its daemon.
@@ -256,6 +276,8 @@ pub enum FromTasker {
         tid: Tid,
         /// Process id of the task in the tasker's PID namespace.
         pid: i32,
+        /// Process id of the task in its own PID namespace; the same number if it has none.
+        namespace_pid: i32,
     },
     /// The process could not be created; no [`FromTasker::Exited`] follows.
     StartFailed {
@@ -377,4 +399,35 @@ pub enum FromTasker {
     },
     /// Everything that belonged to the migration on this host has been discarded.
     Discarded { migration: MigrationId },
+    /// The lease is renewed.
+    LeaseRenewed {
+        /// Time for which the tasks were frozen until this renewal; 0 if they were not frozen.
+        frozen_time: Micros,
+    },
+    /// The lease has run out: the tasker ends all tasks and exits.
+    LeaseExpired {
+        /// The reason in one sentence.
+        reason: String,
+    },
+    /// The tasker handles orders.
+    Pong,
+    /// The number of processes that a task has left behind has changed. The first report of a task
+    /// precedes its [`FromTasker::Exited`]. Leftover processes stay stopped if the task was paused.
+    LeftBehind {
+        tid: Tid,
+        /// Number of processes; 0 when all have ended.
+        process_count: u32,
+        /// Process ids in the tasker's PID namespace, at most [`REPORTED_PIDS_MAX`].
+        pids: Vec<i32>,
+    },
+    /// The leftover processes of a task are stopped: none of them runs.
+    LeftoversStopped { tid: Tid },
+    /// Processes of a paused task, or leftover processes, still run some time after the order to
+    /// stop. [`FromTasker::Paused`] or [`FromTasker::LeftoversStopped`] follows when none of them
+    /// runs any more.
+    NotStopped {
+        tid: Tid,
+        /// Process ids in the tasker's PID namespace, at most [`REPORTED_PIDS_MAX`].
+        pids: Vec<i32>,
+    },
 }

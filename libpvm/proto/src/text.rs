@@ -9,6 +9,12 @@ pub fn truncate(text: &str, bytes_max: usize) -> &str {
     &text[..end]
 }
 
+/// Formats a number of processes, such as "2 processes".
+pub fn process_count(count: u32) -> String {
+    let ending = if count == 1 { "" } else { "es" };
+    format!("{count} process{ending}")
+}
+
 /// Returns the line number, from 1, of the byte at offset `offset`.
 pub fn line_number(text: &str, offset: usize) -> usize {
     text.bytes()

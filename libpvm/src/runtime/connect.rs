@@ -6,9 +6,9 @@ use bytes::Bytes;
 use nix::sys::socket::{MsgFlags, getsockopt, send, sockopt::PeerCredentials};
 use sempa_proto::WIRE_VERSION;
 use sempa_proto::frame::{FrameDecoder, encode_control};
-use sempa_proto::runtime_paths::RuntimePaths;
+use sempa_proto::runtime_paths::{RuntimePaths, VmNameError};
 use sempa_proto::task::{Claim, Hello, OnDaemonExit, TASK_MAGIC, ToDaemon, ToTask, Welcome};
-use sempa_socket::{PendingFds, ReadOutcome, receive};
+use sempa_socket::{PendingFds, ReadOutcome, find_runtime_paths, receive};
 use std::io;
 use std::os::fd::AsRawFd;
 use std::os::unix::net::UnixStream;
@@ -69,7 +69,7 @@ impl EnrollOptions {
         }
         let socket = match non_empty_variable("PVMSOCK") {
             Some(path) => PathBuf::from(path),
-            None => RuntimePaths::from_env(uid, &variable)?.daemon_socket_path(),
+            None => runtime_paths(uid, &variable)?.daemon_socket_path(),
         };
         let spawn_token = non_empty_variable("PVMEPID")
             .and_then(|text| text.trim().parse().ok())
@@ -84,6 +84,19 @@ impl EnrollOptions {
             on_daemon_exit: OnDaemonExit::FailCalls,
         })
     }
+}
+
+/// Returns the paths of the virtual machine that the environment variables select, in the directory
+/// that the daemon of the user `uid` uses. `variable` returns the value of a variable.
+///
+/// # Errors
+/// The value of `PVM_VMID` cannot be a directory name.
+pub fn runtime_paths(
+    uid: u32,
+    variable: impl Fn(&str) -> Option<String>,
+) -> Result<RuntimePaths, VmNameError> {
+    let usual_paths = RuntimePaths::from_env(uid, variable)?;
+    Ok(find_runtime_paths(usual_paths, uid))
 }
 
 /// Claims the spawn token of this process image. Returns false if the token was used before.

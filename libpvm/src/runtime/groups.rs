@@ -2,62 +2,31 @@
 //! reply. When the task exits, the client ends all memberships of the task.
 
 use super::Runtime;
-use sempa_proto::PvmError;
 use sempa_proto::group::GroupRequest;
 use sempa_proto::task::{Reply, Request};
 use std::sync::atomic::Ordering::Relaxed;
 
-/// Event that ended a wait for a reply of the group service.
-enum GroupWaitEvent {
-    ReplyArrived(Reply),
-    MessagesArrived,
-}
-
 impl Runtime {
     /// Sends a request to the group service and waits for the reply, which may depend on other
-    /// members. `on_messages` is called whenever messages arrive during the wait; `on_messages`
-    /// must remove all messages from the inbox. With `None` the messages stay in the inbox.
+    /// members. `on_messages` is called whenever messages arrive during the wait, and behaves as an
+    /// [`IntakeFn`](super::IntakeFn); with `None` the messages stay in the inbox.
     pub fn group_request_and_wait(
         &self,
         request: GroupRequest,
-        on_messages: Option<&mut dyn FnMut()>,
+        on_messages: Option<&mut dyn FnMut() -> bool>,
     ) -> Reply {
-        self.0.has_used_groups.store(true, Relaxed);
+        self.inner.has_used_groups.store(true, Relaxed);
         let daemon_request = Request::Group(request);
-        let Some(on_messages) = on_messages else {
-            return self.request_and_wait(daemon_request);
-        };
-        let connection_lost_reply = || Reply::Failed {
-            error: PvmError::SysErr,
-            reason: self.lost_reason(),
-        };
-        let Some(mut state) = self.lock() else {
-            return connection_lost_reply();
-        };
-        let id = match state.core.send_request(daemon_request) {
-            Ok(id) => id,
-            Err(failure_reply) => return failure_reply,
-        };
-        state.write_outbox();
-        drop(state);
-        loop {
-            let event = self.wait_for_core(None, &mut |core| match core.take_reply(id) {
-                Some(reply) => Some(GroupWaitEvent::ReplyArrived(reply)),
-                None => (!core.inbox.is_empty()).then_some(GroupWaitEvent::MessagesArrived),
-            });
-            match event {
-                Ok(Some(GroupWaitEvent::ReplyArrived(reply))) => return reply,
-                Ok(Some(GroupWaitEvent::MessagesArrived)) => on_messages(),
-                // There is no deadline, so only the loss of the daemon ends the wait.
-                Ok(None) | Err(_) => return connection_lost_reply(),
-            }
+        match on_messages {
+            Some(on_messages) => self.request_and_wait_with(daemon_request, on_messages),
+            None => self.request_and_wait(daemon_request),
         }
     }
 
     /// Ends this task's membership in all groups before the task exits, so that the group service
     /// does not count the exit as the death of a member.
     pub(super) fn leave_groups(&self) {
-        if self.0.has_used_groups.swap(false, Relaxed) {
+        if self.inner.has_used_groups.swap(false, Relaxed) {
             // An error means that the connection to the daemon is lost; the loss has already ended
             // the memberships.
             self.request_and_wait(Request::Group(GroupRequest::LeaveAll));

@@ -15,6 +15,7 @@ mod core;
 mod direct;
 mod direct_routes;
 mod groups;
+mod intake;
 mod io_thread;
 mod outbox;
 mod process;
@@ -29,7 +30,8 @@ mod tests;
 mod wake_delay_timer;
 mod zero_copy;
 
-pub use self::connect::{EnrollOptions, wait_for_daemon_answer};
+pub use self::connect::{EnrollOptions, runtime_paths, wait_for_daemon_answer};
+pub use self::intake::IntakeFn;
 
 pub(crate) use self::core::Core;
 use self::core::OUTBOX_BACKLOG_BYTES_MAX;
@@ -41,7 +43,7 @@ use sempa_proto::message::MESSAGE_HEAD_BYTES;
 use sempa_proto::task::{
     Claim, OnDaemonExit, Reply, Request, RmInfo, Sink, TracerSettings, Welcome,
 };
-use sempa_proto::{HostId, Message, Micros, PvmError, PvmResult, Tid};
+use sempa_proto::{HostId, Message, Micros, PvmError, PvmResult, RequestId, Tid};
 use std::collections::VecDeque;
 use std::os::fd::RawFd;
 use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
@@ -91,7 +93,11 @@ pub fn enroll(on_daemon_exit: OnDaemonExit) -> Result<Runtime, EnrollError> {
 /// daemon, within a few seconds. In a forked child the runtime is unusable:
 /// [`Runtime::is_connected`] is false, and calls fail with `SysErr`.
 #[derive(Clone, Debug)]
-pub struct Runtime(Arc<RuntimeInner>);
+pub struct Runtime {
+    inner: Arc<RuntimeInner>,
+    /// Processes messages while a request of this handle waits ([`Runtime::with_intake`]).
+    intake: Option<IntakeFn>,
+}
 
 #[derive(Debug)]
 struct RuntimeInner {
@@ -181,52 +187,55 @@ impl Runtime {
             has_used_groups: AtomicBool::new(false),
             io_thread: Mutex::new(Some(io_thread_handle)),
         };
-        Ok(Self(Arc::new(runtime_inner)))
+        Ok(Self {
+            inner: Arc::new(runtime_inner),
+            intake: None,
+        })
     }
 
     /// Returns this task's id, which never changes.
     pub fn tid(&self) -> Tid {
-        self.0.welcome.tid
+        self.inner.welcome.tid
     }
 
     /// Returns the parent's tid from the daemon's welcome: `Tid::NONE` without a parent, or the raw
     /// value −35 if the parent has requested to stay unknown.
     pub fn parent_tid(&self) -> Tid {
-        self.0.welcome.parent
+        self.inner.welcome.parent
     }
 
     /// True if a daemon started this process, false if it was started from a command line.
     pub fn was_spawned(&self) -> bool {
-        self.0.welcome.spawned
+        self.inner.welcome.spawned
     }
 
     /// Returns the host on which this task currently runs.
     pub fn host(&self) -> HostId {
         self.with_core(|core| core.host())
-            .unwrap_or(self.0.welcome.host)
+            .unwrap_or(self.inner.welcome.host)
     }
 
     /// Returns the data signature of the current host: PVM's code for its data layout.
     pub fn dsig(&self) -> i32 {
         self.with_core(|core| core.dsig())
-            .unwrap_or(self.0.welcome.dsig)
+            .unwrap_or(self.inner.welcome.dsig)
     }
 
     /// Returns the sink of this task's output, as the daemon's welcome specifies it.
     pub fn output_sink(&self) -> Sink {
         self.with_core(|core| core.output_sink())
-            .unwrap_or(self.0.welcome.output_sink)
+            .unwrap_or(self.inner.welcome.output_sink)
     }
 
     /// Returns the sink of this task's trace records, as the daemon's welcome specifies it.
     pub fn trace_sink(&self) -> Sink {
         self.with_core(|core| core.trace_sink())
-            .unwrap_or(self.0.welcome.trace_sink)
+            .unwrap_or(self.inner.welcome.trace_sink)
     }
 
     /// Returns the tracer's settings, if trace records go to the tracer by default.
     pub fn tracer_settings(&self) -> Option<TracerSettings> {
-        self.0.welcome.tracer_settings.clone()
+        self.inner.welcome.tracer_settings.clone()
     }
 
     pub fn rm(&self) -> Option<RmInfo> {
@@ -242,7 +251,7 @@ impl Runtime {
     /// False after [`Runtime::exit`], after the loss of the daemon, and in a forked child. A
     /// migrating task counts as connected.
     pub fn is_connected(&self) -> bool {
-        !self.0.shared_state.is_forked_child() && self.0.shared_state.is_connection_alive()
+        !self.inner.shared_state.is_forked_child() && self.inner.shared_state.is_connection_alive()
     }
 
     /// Returns a sentence that says why the connection is lost for good. The sentence is empty
@@ -258,7 +267,7 @@ impl Runtime {
     pub fn allocate_wid(&self) -> i32 {
         let successor_of = |wid: i32| Some(if wid == i32::MAX { 1 } else { wid + 1 });
         let previous_wid =
-            self.0
+            self.inner
                 .last_wid
                 .fetch_update(Ordering::Relaxed, Ordering::Relaxed, successor_of);
         successor_of(previous_wid.unwrap_or(0)).unwrap_or(1)
@@ -268,10 +277,10 @@ impl Runtime {
     /// in the inbox, or when the connection is lost. The descriptor never changes. `None` in a
     /// forked child, or if no descriptor can be created.
     pub fn ready_fd(&self) -> Option<RawFd> {
-        if self.0.shared_state.is_forked_child() {
+        if self.inner.shared_state.is_forked_child() {
             return None;
         }
-        self.0.shared_state.ready_fd().ok()
+        self.inner.shared_state.ready_fd().ok()
     }
 
     /// Returns the socket to the daemon; `None` without a connection.
@@ -295,9 +304,9 @@ impl Runtime {
         body: &[u8],
         wants_direct_route: bool,
     ) -> bool {
-        !self.0.shared_state.is_forked_child()
+        !self.inner.shared_state.is_forked_child()
             && self
-                .0
+                .inner
                 .shared_state
                 .try_send_inline(dst, &head, body, wants_direct_route)
     }
@@ -362,7 +371,14 @@ impl Runtime {
     /// Copies leased messages from shared memory into private memory, because a forked child may
     /// still read these messages. Must be called before a fork.
     pub fn prepare_for_fork(&self) {
-        self.0.shared_state.prepare_for_fork();
+        self.inner.shared_state.prepare_for_fork();
+    }
+
+    /// Delivers a message of the library to this program, behind those that have arrived.
+    pub fn deliver_notice(&self, message: Message) {
+        if let Some(mut state) = self.lock() {
+            state.core.deliver(message);
+        }
     }
 
     /// Requests a direct route to a task, unless a route was already requested, and waits for the
@@ -479,23 +495,41 @@ impl Runtime {
 
     /// Sends a request to the daemon and waits for the reply. During a migration the request is
     /// queued. If the connection is lost for good, the reply is [`Reply::Failed`] with `SysErr`.
+    /// While the request waits, the intake of this handle processes messages
+    /// ([`Runtime::with_intake`]).
     pub fn request_and_wait(&self, daemon_request: Request) -> Reply {
-        let Some(mut state) = self.lock() else {
-            return Reply::Failed {
-                error: PvmError::SysErr,
-                reason: self.lost_reason(),
-            };
-        };
-        let id = match state.core.send_request(daemon_request) {
-            Ok(id) => id,
+        if let Some(intake) = self.intake {
+            let plain_handle = self.with_intake(None);
+            return self.request_and_wait_with(daemon_request, &mut || intake(&plain_handle));
+        }
+        let (mut state, id) = match self.begin_request(daemon_request) {
+            Ok(begun_request) => begun_request,
             Err(failure_reply) => return failure_reply,
         };
-        state.write_outbox();
         loop {
             if let Some(reply) = state.core.take_reply(id) {
                 return reply;
             }
             state.wait_for_reply();
+        }
+    }
+
+    /// Sends a request to the daemon. Returns the locked state and the number of the request.
+    ///
+    /// # Errors
+    /// The reply to a request that cannot be sent.
+    fn begin_request(&self, daemon_request: Request) -> Result<(StateGuard<'_>, RequestId), Reply> {
+        let mut state = self.lock().ok_or_else(|| self.connection_lost_reply())?;
+        let id = state.core.send_request(daemon_request)?;
+        state.write_outbox();
+        Ok((state, id))
+    }
+
+    /// Returns the reply to requests after the loss of the connection.
+    fn connection_lost_reply(&self) -> Reply {
+        Reply::Failed {
+            error: PvmError::SysErr,
+            reason: self.lost_reason(),
         }
     }
 
@@ -521,6 +555,26 @@ impl Runtime {
         let Some(mut state) = self.lock() else { return };
         state.poll_incoming();
         state.core.inbox.drain_into(messages);
+    }
+
+    /// As [`Runtime::drain_inbox_into`], but appends only one message if the program has
+    /// requested [`Runtime::ready_fd`].
+    pub fn take_arrivals(&self, messages: &mut VecDeque<Message>) {
+        let Some(mut state) = self.lock() else { return };
+        state.poll_incoming();
+        state.core.inbox.take_arrivals(messages);
+    }
+
+    /// Puts messages back that [`Runtime::take_arrivals`] has appended, so that
+    /// [`Runtime::ready_fd`] shows that there are messages. Does nothing if the program has not
+    /// requested this descriptor.
+    pub fn put_back_if_watched(&self, messages: &mut VecDeque<Message>) {
+        if messages.is_empty() || !self.inner.shared_state.has_ready_fd() {
+            return;
+        }
+        if let Some(mut state) = self.lock() {
+            state.core.inbox.put_back(std::mem::take(messages));
+        }
     }
 
     /// Calls `f` whenever a message arrives or the resource manager changes, until `f` returns a
@@ -574,6 +628,14 @@ impl Runtime {
         }
     }
 
+    /// Wakes the threads that wait in [`Runtime::wait_for_inbox`], so that each calls its closure
+    /// again.
+    pub fn wake_waiting_threads(&self) {
+        if let Some(mut state) = self.lock() {
+            state.core.bump_event_seq();
+        }
+    }
+
     /// Makes threads of this task sleep immediately when they wait, instead of spinning first.
     pub fn disable_spinning(&self) {
         if let Some(mut state) = self.lock() {
@@ -601,7 +663,7 @@ impl Runtime {
         if let Some(mut state) = self.lock() {
             state.mark_connection_lost("this task has left the virtual machine");
             drop(state);
-            self.0.stop_and_join();
+            self.inner.stop_and_join();
         }
         match exit_reply? {
             Reply::Done => Ok(()),
@@ -652,7 +714,7 @@ impl Runtime {
 
     /// Locks the state; `None` in a forked child.
     fn lock(&self) -> Option<StateGuard<'_>> {
-        (!self.0.shared_state.is_forked_child()).then(|| self.0.shared_state.lock())
+        (!self.inner.shared_state.is_forked_child()).then(|| self.inner.shared_state.lock())
     }
 }
 

@@ -884,8 +884,9 @@ impl SharedState {
             // descriptor of the other thread is used.
             let _ = self.ready_event.set(ProcessOwned::from_fd(new_event));
         }
-        let state_guard = self.lock();
+        let mut state_guard = self.lock();
         self.doorbell.get().set_notify_always(true);
+        state_guard.core.inbox.set_watched();
         drop(state_guard);
         Ok(self
             .ready_event
@@ -894,6 +895,11 @@ impl SharedState {
             .get()
             .as_fd()
             .as_raw_fd())
+    }
+
+    /// True if the program has requested the ready descriptor.
+    pub(crate) fn has_ready_fd(&self) -> bool {
+        self.ready_event.get().is_some()
     }
 
     /// Returns the ready descriptor; `None` if the program has not requested the descriptor.

@@ -19,16 +19,19 @@
 //! content, it is unknown what the file forbids, so guests may not run until the file is corrected
 //! or removed.
 
+use crate::file_users::{FileUsers, KnownUsers};
 use crate::owner::UserOverride;
-use crate::owner_override;
+use crate::owner_override::{self, OVERRIDE_SUFFIX, ReadOverrides};
 use crate::policy::{BlockedUser, MergedPolicy, Policy, PolicyError};
-use crate::published_policy::{self, PublishedPolicyError};
+use crate::published_policy::{self, POLICY_SUFFIX, PublishedPolicyError};
+use crate::user_files::{self, FILE_USERS_MAX, FileContent, ReadFile};
 use nix::errno::Errno;
 use nix::unistd::{Uid, User};
 use sempa_proto::load::Login;
 use sempa_proto::text::truncate;
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
+use std::os::fd::BorrowedFd;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use thiserror::Error;
@@ -68,10 +71,16 @@ pub struct HostPolicy {
     user_policy: Policy,
     admin_policy: Policy,
     overrides: Vec<UserOverride>,
+    /// The versions of the files with valid overrides and published policies.
+    read_files: Vec<ReadFile>,
     /// Valid published policies, by uid of the owner.
     published_policies: BTreeMap<u32, Policy>,
+    /// Selects the users whose overrides and published policies are read.
+    file_users: FileUsers,
     /// Users who were last seen logged in at the machine itself, by name.
     local_users: BTreeSet<String>,
+    /// Users who are logged in, at the machine or from elsewhere, by name.
+    logged_in_users: BTreeSet<String>,
     /// Errors as sentences, by source: "admin", "own" (the file of the user of the virtual machine)
     /// or "words" (the overrides' directory).
     errors: BTreeMap<&'static str, Vec<String>>,
@@ -228,8 +237,11 @@ impl HostPolicy {
             user_policy: Policy::default(),
             admin_policy: Policy::default(),
             overrides: Vec::new(),
+            read_files: Vec::new(),
             published_policies: BTreeMap::new(),
+            file_users: FileUsers::new(),
             local_users: BTreeSet::new(),
+            logged_in_users: BTreeSet::new(),
             errors: BTreeMap::new(),
             invalid_published: BTreeMap::new(),
             policy_unknown: None,
@@ -255,9 +267,12 @@ impl HostPolicy {
     /// Reads the administrator's file again. Returns an error in the file as a sentence.
     pub fn read_admin_policy(&mut self) -> Option<String> {
         let load_result = load_policy(&self.paths.admin, Policy::parse);
-        self.apply_load_result("admin", load_result, |host_policy| {
+        let error_sentence = self.apply_load_result("admin", load_result, |host_policy| {
             &mut host_policy.admin_policy
-        })
+        });
+        // The file may name other owners.
+        self.read_omitted_overrides();
+        error_sentence
     }
 
     fn apply_load_result(
@@ -286,7 +301,16 @@ impl HostPolicy {
     /// Reads the owners' overrides and published policies again. Returns the errors in them as
     /// sentences.
     pub fn read_overrides(&mut self) -> Vec<String> {
-        let (overrides, mut error_sentences) = owner_override::read_all(&self.paths.overrides);
+        let users = self.select_file_users();
+        let ReadOverrides {
+            overrides,
+            versions,
+            errors: mut error_sentences,
+        } = owner_override::read_all(&self.paths.overrides, &users);
+        self.read_files = versions
+            .into_iter()
+            .map(|(uid, version)| ReadFile::new(uid, FileContent::Override, version))
+            .collect();
         self.overrides = overrides
             .into_iter()
             .map(|(uid, declared_override)| UserOverride {
@@ -297,9 +321,13 @@ impl HostPolicy {
             .collect();
         let mut previous_policies = std::mem::take(&mut self.published_policies);
         self.invalid_published.clear();
-        for (uid, policy_result) in published_policy::read_all(&self.paths.overrides) {
+        for (uid, policy_result) in published_policy::read_all(&self.paths.overrides, &users) {
             let policy = match policy_result {
-                Ok(policy) => Some(policy),
+                Ok((policy, version)) => {
+                    let read_file = ReadFile::new(uid, FileContent::Policy, version);
+                    self.read_files.push(read_file);
+                    Some(policy)
+                }
                 Err(PublishedPolicyError::Untrusted(error)) => {
                     error_sentences.push(error.to_string());
                     None
@@ -323,14 +351,69 @@ impl HostPolicy {
             self.published_policies
                 .extend(policy.map(|policy| (uid, policy)));
         }
+        if self.omits_users() {
+            error_sentences.push(format!(
+                "more than {FILE_USERS_MAX} users have files of owners in {}; only those of {FILE_USERS_MAX} are \
+                 read, and uids without an account come last",
+                self.paths.overrides.display()
+            ));
+        }
         self.errors.insert("words", error_sentences.clone());
         self.merge_sources();
         error_sentences
     }
 
-    /// Updates the users who are logged in at the machine itself. If the administrator has named no
-    /// owners, these users count as owners until other users log in at the machine.
+    /// Returns the users whose overrides and published policies are read.
+    fn select_file_users(&mut self) -> BTreeSet<u32> {
+        let suffixes = [OVERRIDE_SUFFIX, POLICY_SUFFIX];
+        let users = user_files::users_with_files(&self.paths.overrides, &suffixes);
+        let owners = self.admin_policy.owners.iter().flatten();
+        let preferred_names = owners
+            .chain(&self.local_users)
+            .chain(&self.logged_in_users)
+            .cloned()
+            .collect();
+        let known_users = KnownUsers {
+            preferred_uids: [0, self.vm_user.uid].into(),
+            preferred_names,
+            read_uids: self.read_files.iter().map(|file| file.uid).collect(),
+        };
+        self.file_users.select(users, &known_users)
+    }
+
+    /// Reads the overrides and published policies again if the last reading has omitted users.
+    fn read_omitted_overrides(&mut self) {
+        if self.omits_users() {
+            self.read_overrides();
+        }
+    }
+
+    /// True if the overrides and published policies of some users have no effect, because too many
+    /// users have them.
+    pub fn omits_users(&self) -> bool {
+        self.file_users.has_omitted()
+    }
+
+    /// Returns a descriptor that becomes readable when the files of other users may count than
+    /// before; see [`HostPolicy::take_file_users_event`].
+    pub fn file_users_fd(&self) -> Option<BorrowedFd<'_>> {
+        self.file_users.fd()
+    }
+
+    /// Returns true if the overrides and published policies must be read again, because more is
+    /// known about the users who have them.
+    pub fn take_file_users_event(&self) -> bool {
+        self.file_users.take_answer_event()
+    }
+
+    /// Updates the users who are logged in. If the administrator has named no owners, those at the
+    /// machine itself count as owners until other users log in at the machine.
     pub fn update_logins(&mut self, logins: &[Login]) {
+        let logged_in_users = logins.iter().map(|login| login.user_name.clone()).collect();
+        let previous_users = std::mem::replace(&mut self.logged_in_users, logged_in_users);
+        if previous_users != self.logged_in_users {
+            self.read_omitted_overrides();
+        }
         let logins_at_machine = logins.iter().filter(|login| is_at_machine(login));
         let users_at_machine: BTreeSet<String> = logins_at_machine
             .map(|login| login.user_name.clone())
@@ -473,6 +556,11 @@ impl HostPolicy {
     /// the policy is known.
     pub fn policy_unknown(&self) -> Option<&str> {
         self.policy_unknown.as_deref()
+    }
+
+    /// Returns the versions of the overrides and published policies that are in force.
+    pub fn read_files(&self) -> &[ReadFile] {
+        &self.read_files
     }
 
     pub fn overrides(&self) -> &[UserOverride] {

@@ -1,5 +1,6 @@
 use super::*;
 use crate::owner_override::OwnerOverride;
+use nix::poll::{PollFd, PollFlags, poll};
 use sempa_proto::Micros;
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -635,4 +636,37 @@ fn admin_path_must_belong_to_root() {
             refused_path.display()
         );
     }
+}
+
+/// Files under many uids without an account, as any user with subordinate uids can make them, do
+/// not displace the file of a user with an account and a higher uid. The omitted users are
+/// reported.
+#[test]
+#[ignore = "system tier: needs root"]
+fn uids_without_account_do_not_silence_owners() {
+    assert!(Uid::effective().is_root(), "cannot run here: needs root");
+    let dir = tempfile::tempdir().expect("a folder");
+    let overrides_dir = dir.path().join("words");
+    fs::create_dir(&overrides_dir).expect("the test's own folder");
+    let nobody = User::from_name("nobody").expect("readable accounts");
+    let nobody_uid = nobody.expect("it exists on every machine").uid.as_raw();
+    let foreign_uids = nobody_uid - 2 * FILE_USERS_MAX as u32..nobody_uid;
+    for uid in foreign_uids.chain([nobody_uid]) {
+        let path = owner_override::override_file(&overrides_dir, uid);
+        fs::write(&path, "cores = 2\n").expect("the test's own folder");
+        std::os::unix::fs::chown(&path, Some(uid), None).expect("root may");
+    }
+    let mut host_policy = read_policy(dir.path(), "");
+    let is_read =
+        |host_policy: &HostPolicy| host_policy.read_files().iter().any(|f| f.uid == nobody_uid);
+    while !is_read(&host_policy) {
+        let fd = host_policy.file_users_fd().expect("a descriptor");
+        let mut fds = [PollFd::new(fd, PollFlags::POLLIN)];
+        assert_eq!(poll(&mut fds, 20_000_u16), Ok(1), "the owner is silenced");
+        assert!(host_policy.take_file_users_event());
+        host_policy.read_overrides();
+    }
+    assert_eq!(host_policy.read_files().len(), FILE_USERS_MAX);
+    let is_reported = |line: &String| line.starts_with("more than 256 users have files");
+    assert!(host_policy.errors().iter().any(is_reported));
 }

@@ -8,7 +8,9 @@
 use super::Machine;
 use super::rpc::RpcPurpose;
 use sempa_proto::checkpoint::SavedGroup;
-use sempa_proto::group::{ALL_MEMBERS, GroupInfo, GroupReply, GroupRequest, GroupState, GroupWait};
+use sempa_proto::group::{
+    ALL_MEMBERS, GroupInfo, GroupReply, GroupRequest, GroupState, GroupWait, NO_MEMBER,
+};
 use sempa_proto::host::HostRequest;
 use sempa_proto::task::{Reply, TEXT_FIELD_BYTES_MAX};
 use sempa_proto::{PvmError, RequestId, Tid};
@@ -35,7 +37,7 @@ pub(super) struct GroupAnswer {
 #[derive(Debug)]
 struct Rendezvous {
     required_count: usize,
-    /// True for a barrier of all current members. The barrier does not wait for a member that
+    /// True for a barrier or a freeze of all current members. It does not wait for a member that
     /// leaves the group.
     includes_all_members: bool,
     waiting_requests: BTreeMap<Tid, RequestId>,
@@ -79,11 +81,15 @@ impl Group {
         }
     }
 
+    /// Returns the lowest free instance number, which the next member gets.
+    fn next_instance(&self) -> usize {
+        let first_hole = self.free_instances.first().copied();
+        first_hole.unwrap_or(self.members.len())
+    }
+
     fn add_member(&mut self, tid: Tid) -> usize {
-        let instance = self
-            .free_instances
-            .pop_first()
-            .unwrap_or(self.members.len());
+        let instance = self.next_instance();
+        self.free_instances.remove(&instance);
         if instance == self.members.len() {
             self.members.push(tid);
         } else {
@@ -458,11 +464,13 @@ impl Groups {
 
     fn instance_of(&self, tid: Tid, name: &[u8]) -> Result<GroupReply, GroupError> {
         let (name, group) = self.find_group(name)?;
-        let instance = group
-            .instances
-            .get(&tid)
-            .ok_or_else(|| not_in_group(tid, name))?;
-        Ok(GroupReply::Number(*instance as i32))
+        let instance = if tid == NO_MEMBER {
+            Some(group.next_instance())
+        } else {
+            group.instances.get(&tid).copied()
+        };
+        let instance = instance.ok_or_else(|| not_in_group(tid, name))?;
+        Ok(GroupReply::Number(instance as i32))
     }
 
     fn member_with_instance(&self, instance: i32, name: &[u8]) -> Result<GroupReply, GroupError> {
@@ -525,7 +533,7 @@ impl Groups {
             }
             _ => {}
         }
-        let awaits_all_members = kind == RendezvousKind::Barrier && count == ALL_MEMBERS;
+        let awaits_all_members = count == ALL_MEMBERS;
         let member_count = group.instances.len();
         let valid_count = if awaits_all_members {
             Some(member_count)
@@ -552,9 +560,7 @@ impl Groups {
                 format!("{tid} waits in group {} already", display_name(&name)),
             ));
         }
-        if rendezvous.required_count != required_member_count
-            && !(awaits_all_members && rendezvous.includes_all_members)
-        {
+        if rendezvous.required_count != required_member_count {
             return Err(mismatch_error(format!(
                 "{} members are waited for, not {required_member_count}",
                 rendezvous.required_count

@@ -19,6 +19,8 @@
 //! A task has one quiesce timeout per pause. If the task was still reconnecting after an earlier
 //! pause or migration when the timeout expired, it quiesces when its next migration requires this.
 
+use super::guest_stops::StoppedTasks;
+use super::leftovers::Leftovers;
 use super::owner_agent::OwnerAgents;
 use super::relocation::ArrivingTask;
 use super::tasks::{ConnectionPhase, Task};
@@ -84,16 +86,18 @@ pub(super) struct Pause {
 
 /// The directive about guests that is in force on this host.
 #[derive(Debug)]
-struct ActiveDirective {
+pub(super) struct ActiveDirective {
     sender: Tid,
     directive: GuestDirective,
-    received_at: Micros,
+    pub(super) received_at: Micros,
     /// Guests at the time of the directive.
     guests: Vec<Tid>,
     /// Members of `guests` that are not stopped yet.
-    running_guests: BTreeSet<Tid>,
+    pub(super) running_guests: BTreeSet<Tid>,
     /// True if the event log reports that all guests are paused.
     is_pause_reported: bool,
+    /// True if the event log reports that guests were not paused in time.
+    pub(super) is_delay_reported: bool,
     /// True if the guests were asked to exit.
     is_exit_requested: bool,
 }
@@ -102,15 +106,25 @@ struct ActiveDirective {
 #[derive(Debug, Default)]
 pub(super) struct OwnerControl {
     /// Directive that pauses the guests; `None` while guests are welcome.
-    active_directive: Option<ActiveDirective>,
+    pub(super) active_directive: Option<ActiveDirective>,
     pub(super) owner_agents: OwnerAgents,
+    /// What ended tasks have left behind; also guests.
+    pub(super) leftovers: Leftovers,
     last_pause_number: u64,
+    pub(super) stopped_tasks: StoppedTasks,
 }
 
 impl OwnerControl {
     /// True while guests must be paused.
     pub(super) fn pauses_guests(&self) -> bool {
         self.active_directive.is_some()
+    }
+
+    /// Returns what the directive that pauses the guests permits; `None` while guests are welcome.
+    pub(super) fn active_access(&self) -> Option<GuestAccess> {
+        self.active_directive
+            .as_ref()
+            .map(|directive| directive.directive.access)
     }
 
     /// True if this task has sent the directive that pauses the guests.
@@ -129,7 +143,7 @@ impl Task {
 
     /// True if the owner of the host may pause the task: it was spawned, has not exited and does
     /// not serve the virtual machine.
-    fn is_guest(&self) -> bool {
+    pub(super) fn is_guest(&self) -> bool {
         self.is_spawned() && !self.is_service() && self.exit_report.is_none()
     }
 
@@ -265,6 +279,7 @@ impl Machine {
             guests,
             running_guests,
             is_pause_reported: false,
+            is_delay_reported: false,
             is_exit_requested: false,
         });
         for tid in local_guests {
@@ -273,9 +288,11 @@ impl Machine {
         for tid in arriving_guests {
             self.pause_arrival(tid, QUIESCE_TIMEOUT);
         }
+        self.stop_leftovers();
         self.cancel_pre_copies(&why);
         self.cancel_incoming_copy(&why);
         self.report_if_all_paused();
+        self.await_guest_stops();
     }
 
     fn resume_guests(&mut self, why: &str) {
@@ -303,6 +320,7 @@ impl Machine {
         for tid in paused_arrivals.map(|a| a.tid).collect::<Vec<Tid>>() {
             self.resume_arrival(tid);
         }
+        self.resume_leftovers();
         let guests = ended_directive.guests.into_iter();
         let guests = guests
             .filter(|tid| self.tasks.get(*tid).is_some_and(|t| t.suspension.is_none()))
@@ -316,6 +334,10 @@ impl Machine {
 
     /// Handles the tasker's report that no process of a guest runs any more.
     pub(super) fn handle_guest_paused(&mut self, tid: Tid) {
+        // The task may have ended since.
+        if self.tasks.get(tid).is_some() || self.migrations.arrivals.contains_key(&tid) {
+            self.owner_control.stopped_tasks.insert(tid);
+        }
         self.mark_paused(tid);
         self.report_if_all_paused();
     }
@@ -326,20 +348,21 @@ impl Machine {
         }
     }
 
-    fn report_if_all_paused(&mut self) {
+    pub(super) fn report_if_all_paused(&mut self) {
         let (host, now) = (self.config.host, self.now);
-        let is_on_host = |tid: &Tid| {
-            self.tasks.get(*tid).is_some() || self.migrations.arrivals.contains_key(tid)
-        };
-        if let Some(directive) = &mut self.owner_control.active_directive {
-            directive.running_guests.retain(is_on_host);
-        }
+        self.forget_ended_guests();
+        let (leftovers_have_stopped, leftovers) = (
+            self.owner_control.leftovers.have_stopped(),
+            self.owner_control.leftovers.counts(),
+        );
         let Some(directive) = self
             .owner_control
             .active_directive
             .as_mut()
             .filter(|directive| {
-                directive.running_guests.is_empty() && !directive.is_pause_reported
+                directive.running_guests.is_empty()
+                    && leftovers_have_stopped
+                    && !directive.is_pause_reported
             })
         else {
             return;
@@ -355,6 +378,7 @@ impl Machine {
             guests,
             duration,
             why,
+            leftovers,
         });
     }
 
@@ -365,6 +389,7 @@ impl Machine {
                 path: self.config.paths.resume_token_path(*id),
             });
         }
+        self.owner_control.stopped_tasks.remove(task.tid);
         self.mark_paused(task.tid);
         self.report_if_all_paused();
     }
@@ -375,6 +400,7 @@ impl Machine {
     /// are killed. If the directive requires that guests migrate, the resource manager migrates
     /// them.
     pub(super) fn evict_guests(&mut self) {
+        self.evict_leftovers();
         let unix_time = self.unix_time;
         let must_evict =
             |active_directive: &&mut ActiveDirective| match active_directive.directive.access {
@@ -673,6 +699,7 @@ impl Machine {
     /// Ends the pause of a task whose process has exited, while the task itself continues. The
     /// resume tokens of the pause are removed.
     pub(super) fn end_pause(&mut self, tid: Tid) {
+        self.owner_control.stopped_tasks.remove(tid);
         self.mark_paused(tid);
         let pause = self.tasks.get_mut(tid).and_then(|task| task.pause.take());
         for id in pause.into_iter().flat_map(|pause| pause.resume_ids) {

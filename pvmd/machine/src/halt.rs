@@ -117,6 +117,18 @@ impl Machine {
         }
     }
 
+    /// True if this daemon has only to exit.
+    fn is_shutdown_done(&self) -> bool {
+        self.shutdown.as_ref().is_some_and(|s| s.is_done)
+    }
+
+    /// True if all tasks of this daemon have ended and no further tasks will start.
+    pub(super) fn has_ended_tasks(&self) -> bool {
+        self.shutdown
+            .as_ref()
+            .is_some_and(|s| s.is_done || s.has_reported_end)
+    }
+
     /// Returns the tasks whose processes this daemon's tasker has started.
     fn spawned_processes(&self) -> Vec<Tid> {
         self.tasks
@@ -163,6 +175,7 @@ impl Machine {
         if self.master.is_none() {
             return;
         }
+        self.forget_lease(host);
         if let Some(shutdown) = &mut self.shutdown {
             shutdown.awaited_hosts.remove(&host);
             return self.advance_stop();
@@ -173,6 +186,16 @@ impl Machine {
             self.roll_back_for_lost_host(host);
             self.remove_lost_host(host, why);
         }
+    }
+
+    /// Master: true if the virtual machine ends and no task can run on any other host: all have
+    /// reported the end of their tasks, and the leases of lost hosts are over.
+    pub fn have_other_hosts_ended(&self) -> bool {
+        let are_reported = self
+            .shutdown
+            .as_ref()
+            .is_some_and(|shutdown| shutdown.awaited_hosts.is_empty());
+        self.master.is_some() && are_reported && self.lost_tasks_wait().is_none()
     }
 
     /// Master: stops waiting for a host that was lost.
@@ -204,7 +227,7 @@ impl Machine {
     /// Shuts this daemon down immediately. Its tasker kills the remaining processes when the
     /// connection to the daemon breaks.
     pub(super) fn shut_down_now(&mut self, why: &str) {
-        if self.shutdown.as_ref().is_some_and(|s| s.is_done) {
+        if self.is_shutdown_done() {
             return;
         }
         let text = format!("this daemon ends now: {why}");

@@ -25,6 +25,7 @@ impl Machine {
             | HostMsg::EndTasks { .. }
             | HostMsg::SuspendDecided { .. }
             | HostMsg::DropCopies { .. }
+            | HostMsg::HeartbeatAck { .. }
             | HostMsg::MigrationOrder { .. } => {
                 if host == HostId::MASTER {
                     self.handle_master_order(message);
@@ -72,6 +73,8 @@ impl Machine {
                 result,
             } => self.handle_copy_stored(host, migration, checkpoint, result),
             HostMsg::EndSignalSent { tid, signal } => self.record_end_signal(tid, signal),
+            HostMsg::Heartbeat { number } => self.handle_heartbeat(host, number),
+            HostMsg::KillLeftovers { tid } => self.kill_leftovers(tid),
         }
     }
 
@@ -90,6 +93,7 @@ impl Machine {
             HostMsg::DropCopies { checkpoints } => self
                 .outputs
                 .push_back(Output::DropCheckpoints { checkpoints }),
+            HostMsg::HeartbeatAck { number } => self.handle_heartbeat_ack(number),
             HostMsg::Rm { rm } => self.handle_master_rm(rm),
             HostMsg::Tracer { tracer } => self.set_tracer(tracer),
             HostMsg::EndTasks {
@@ -175,6 +179,7 @@ impl Machine {
         for host in removed_hosts {
             self.handle_host_removed(host);
         }
+        self.renew_own_lease();
         let has_just_joined = old_table.hosts.is_empty();
         for entry in &new_hosts {
             // Of two slaves, the one with the higher host index opens the session. The session with

@@ -126,7 +126,7 @@ pub(super) struct HostChanges {
     pending_removals: Vec<Removal>,
     table_change: Option<TableChange>,
     /// Hosts that are not in the table any more and were ordered to end, but have not ended yet.
-    leaving_hosts: BTreeSet<HostId>,
+    pub(super) leaving_hosts: BTreeSet<HostId>,
 }
 
 impl HostChanges {
@@ -376,6 +376,7 @@ impl Machine {
     /// is not being added.
     pub(super) fn handle_host_connected(&mut self, host: HostId) {
         self.resend_requests_to(host);
+        self.recheck_watches_on(host);
         self.repeat_forwarded_items(host);
         if self.master.is_some() && self.shutdown.is_some() && self.table.get(host).is_none() {
             return self.send_to_host(host, HostMsg::Shutdown);
@@ -815,12 +816,9 @@ impl Machine {
     pub(super) fn finish_removal(&mut self, host: HostId) {
         self.host_changes().leaving_hosts.remove(&host);
         self.outputs.push_back(Output::Disconnect { host });
-        self.host_changes()
-            .delete_requests
-            .iter_mut()
-            .for_each(|d| {
-                d.remaining_hosts.remove(&host);
-            });
+        for request in &mut self.host_changes().delete_requests {
+            request.remaining_hosts.remove(&host);
+        }
         self.answer_finished_deletes();
     }
 
@@ -830,6 +828,7 @@ impl Machine {
             self.log_warning(format!(
                 "{host} did not end in time; it ends when its lease expires"
             ));
+            self.record_lost_lease(host);
             self.finish_removal(host);
         }
     }

@@ -8,7 +8,8 @@
 use bytes::Bytes;
 use checkpoint_protocol::SnapshotId;
 use sempa_proto::checkpoint::{
-    CheckpointEntry, CheckpointMeta, RemovalRefusal, RemovalResults, RemovalSelection, StoreFailure,
+    CheckpointEntry, CheckpointMeta, ClaimKey, JobHolder, RemovalRefusal, RemovalResults,
+    RemovalSelection, RestartFailure, StoreFailure,
 };
 use sempa_proto::host::SavedTask;
 use sempa_proto::host::{DataMsg, HostMsg};
@@ -262,7 +263,32 @@ pub enum Event {
     CheckpointOpened {
         /// Id from the request.
         restart_number: u64,
-        result: Result<CheckpointMeta, StoreFailure>,
+        result: Result<CheckpointMeta, RestartFailure>,
+    },
+    /// Another virtual machine has taken over a job of this one.
+    JobTakenOver {
+        key: ClaimKey,
+        by: JobHolder,
+    },
+    /// The checkpoint of this restart is damaged or missing. Precedes the report of the step that
+    /// has failed for this reason.
+    CheckpointDamaged {
+        /// Id from the request.
+        restart_number: u64,
+        /// How the damage was detected.
+        why: String,
+        /// True if the store has no such checkpoint.
+        is_missing: bool,
+    },
+    /// Result of [`Output::MarkDamaged`] for a job that rolls back.
+    OlderCheckpointFound {
+        job: Tid,
+        /// The damaged checkpoint, and how the damage was detected.
+        damaged_checkpoint: String,
+        why: String,
+        /// The newest older checkpoint of the job that is not known to be damaged; `None` if there
+        /// is none. `Err` if the store could not be read.
+        result: Result<Option<String>, StoreFailure>,
     },
     /// Result of [`Output::ReadPart`]: the daemon's state of a task, which is stored next to the
     /// images.
@@ -397,6 +423,10 @@ pub enum Output {
     /// daemons on the same processor.
     StartTasker,
     SendToTasker(ToTasker),
+    /// Kill the tasker, because it hangs. → [`Event::TaskerEnded`]
+    KillTasker {
+        why: String,
+    },
     /// Send a signal to the process that opened this connection.
     SendSignal {
         conn: ConnId,
@@ -497,7 +527,8 @@ pub enum Output {
         migration: MigrationId,
         tid: Tid,
     },
-    /// Master: complete a checkpoint. → [`Event::CheckpointSealed`]
+    /// Master: complete a checkpoint, and claim the job if this is its first one. →
+    /// [`Event::CheckpointSealed`]
     SealCheckpoint {
         snapshot: SnapshotId,
         meta: Box<CheckpointMeta>,
@@ -508,11 +539,14 @@ pub enum Output {
     AbandonCheckpoint {
         snapshot: SnapshotId,
     },
-    /// Master: read the metadata of a checkpoint. → [`Event::CheckpointOpened`]
+    /// Master: read the metadata of a checkpoint, and claim its job. →
+    /// [`Event::CheckpointOpened`]
     OpenCheckpoint {
         /// Id of the restart, chosen by the machine.
         restart_number: u64,
         checkpoint: String,
+        /// Claim the job although it may run in another virtual machine.
+        force: bool,
     },
     /// Master: unpack a part of an open checkpoint and send the images to the part's host. →
     /// [`Event::ImagesSent`], on that host [`Event::ImagesReceived`]
@@ -528,15 +562,30 @@ pub enum Output {
     CloseCheckpoint {
         /// Id under which the checkpoint was opened.
         restart_number: u64,
+        /// False if the restart was refused: the claim is released, unless this virtual machine had
+        /// it before. True if the job runs, or if [`Output::ReleaseJob`] will follow.
+        keeps_claim: bool,
     },
-    /// Master: mark checkpoints as those of ended jobs, or of jobs that run again. Outputs of this
-    /// kind are performed in order.
+    /// Master: a job that has checkpoints does not run any more. Another virtual machine may
+    /// restart it. Idempotent.
+    ReleaseJob {
+        key: ClaimKey,
+    },
+    /// Master: mark checkpoints as those of ended jobs, or of jobs that run again. The latter are
+    /// intact, so their damage marks are removed. Outputs of this kind are performed in order.
     MarkCheckpoints {
         checkpoints: Vec<String>,
         /// True if the jobs have ended.
         has_ended: bool,
         /// Names of checkpoints that must not be removed to make room.
         protected_checkpoints: Vec<String>,
+    },
+    /// Master: mark a checkpoint as damaged. If its job rolls back, find the next older one. →
+    /// [`Event::OlderCheckpointFound`]
+    MarkDamaged {
+        checkpoint: String,
+        why: String,
+        rollback_job: Option<ClaimKey>,
     },
     /// Master: remove checkpoints. → [`Event::CheckpointsRemoved`]
     RemoveCheckpoints {

@@ -19,9 +19,10 @@
 //! | `hosts`, `hostfile` | adding hosts to the host table and removing them (master) |
 //! | `host_table`, `halt` | every daemon's part in the host table and in a shutdown |
 //! | `rpc` | requests between daemons |
+//! | `lease`, `supervision` | heartbeats, and how long tasks may run without them; programs that hang |
 //! | `spawn`, `rm`, `service_tasks` | starting tasks, resource managers, hosters, taskers and tracers |
 //! | `mailbox`, `groups`, `events` | state that the master keeps for the virtual machine |
-//! | `guests`, `suspension` | pausing tasks for the owner of this host, or on request |
+//! | `guests`, `guest_stops`, `suspension` | pausing tasks for the owner of this host, or on request |
 //! | `owner_agent` | owner agents, and their directives after they have died |
 //! | `checkpoints` | checkpoints of jobs, and restarts from them |
 //! | `restart_engine` | migration without CRIU: the program exits and is started again |
@@ -41,6 +42,7 @@ mod debug_query;
 mod deferred;
 mod events;
 mod groups;
+mod guest_stops;
 mod guests;
 mod halt;
 mod handoff_log;
@@ -48,6 +50,8 @@ mod host_table;
 mod hostfile;
 mod hosts;
 pub mod io;
+mod lease;
+mod leftovers;
 mod mailbox;
 mod migrations;
 mod notify;
@@ -66,6 +70,7 @@ mod routing;
 mod rpc;
 mod service_tasks;
 mod spawn;
+mod supervision;
 mod suspension;
 mod task_connections;
 mod task_trace;
@@ -167,10 +172,20 @@ enum Timer {
     /// A job is due for its next checkpoint, for a retry of a checkpoint, or for a check whether
     /// its last tasks have ended.
     JobCheckDue(Tid),
+    /// The master must check whether the tasks have ended whose jobs' claims must be released.
+    ClaimCheckDue,
+    /// No task of a lost host can run any more: this restart can begin.
+    RestartDue(u64),
     /// The time limit for the receiver of a failed checkpoint copy to report the reason has passed.
     CopyFailureTimeout(MigrationId),
     /// The time limit for the last messages of `exited` to arrive at `watcher` has passed.
     LastMessagesTimeout { watcher: Tid, exited: Tid },
+    /// The next heartbeat is due.
+    HeartbeatDue,
+    /// The programs on which promises depend must be checked.
+    PartnerCheck,
+    /// The time limit of the tasker to confirm that guests are stopped has passed.
+    GuestStopTimeout,
 }
 
 /// State that only the master has.
@@ -206,6 +221,8 @@ pub struct Machine {
     locations: routing::Locations,
     ring_peers: ring_peers::RingPeers,
     rpcs: rpc::OpenRequests,
+    lease: lease::Lease,
+    supervision: supervision::Supervision,
     scatter_gathers: requests::ScatterGathers,
     spawns: spawn::PendingSpawns,
     pending_execs: VecDeque<spawn::ExecJob>,
@@ -251,6 +268,8 @@ impl Machine {
             locations: routing::Locations::default(),
             ring_peers: ring_peers::RingPeers::default(),
             rpcs: rpc::OpenRequests::default(),
+            lease: lease::Lease::default(),
+            supervision: supervision::Supervision::default(),
             scatter_gathers: requests::ScatterGathers::default(),
             spawns: spawn::PendingSpawns::default(),
             pending_execs: VecDeque::new(),
@@ -311,9 +330,11 @@ impl Machine {
             epoch: self.next_epoch(),
             hosts: vec![entry],
         };
+        self.start_heartbeats();
     }
 
-    /// Handles an event and all timers that are due. `now` is monotonic. The effects are returned
+    /// Handles an event and all timers that are due. `now` is monotonic, includes the time for
+    /// which the machine sleeps, and is the clock of the tasker's leases. The effects are returned
     /// by [`Machine::next_output`].
     pub fn handle_event(&mut self, now: Micros, world: &mut dyn World, event: Event) {
         self.now = now;
@@ -351,7 +372,10 @@ impl Machine {
                 conn,
                 protocol_error,
             } => self.handle_task_closed(conn, protocol_error),
-            Event::HostConnected { host } => self.handle_host_connected(host),
+            Event::HostConnected { host } => {
+                self.start_heartbeats_to(host);
+                self.handle_host_connected(host)
+            }
             Event::HostControl { host, message } => self.handle_host_message(host, message),
             Event::HostData { host, message } => self.handle_data_message(host, message),
             Event::HostLost { host, why } => self.handle_host_lost(host, &why),
@@ -376,6 +400,18 @@ impl Machine {
                 restart_number: restart,
                 result,
             } => self.handle_checkpoint_opened(restart, result),
+            Event::JobTakenOver { key, by } => self.end_taken_over_job(key, &by),
+            Event::CheckpointDamaged {
+                restart_number,
+                why,
+                is_missing,
+            } => self.handle_checkpoint_damaged(restart_number, why, is_missing),
+            Event::OlderCheckpointFound {
+                job,
+                damaged_checkpoint,
+                why,
+                result,
+            } => self.handle_older_checkpoint(job, damaged_checkpoint, why, result),
             Event::PartRead { migration, result } => self.handle_part_read(migration, result),
             Event::StateCollected { migration, result } => {
                 self.handle_state_collected(migration, result)
@@ -458,9 +494,17 @@ impl Machine {
                     self.start_commands();
                 }
             }
-            FromTasker::Started { tid, pid } => {
+            FromTasker::Started {
+                tid,
+                pid,
+                namespace_pid,
+            } => {
                 if let Some(task) = self.tasks.get_mut(tid) {
                     task.pid = pid;
+                    // The process that has connected may be a child of the one that was started.
+                    if task.namespace_pid == 0 {
+                        task.namespace_pid = namespace_pid;
+                    }
                 }
             }
             FromTasker::ExitExpected { tid } => self.send_exit_message(tid),
@@ -470,6 +514,17 @@ impl Machine {
             FromTasker::StartFailed { tid, reason: why } => self.handle_start_failure(tid, &why),
             FromTasker::Output { tid, bytes } => self.forward_task_output(tid, bytes),
             FromTasker::Paused { tid } => self.handle_guest_paused(tid),
+            FromTasker::LeaseRenewed { frozen_time } => self.handle_lease_renewed(frozen_time),
+            // The shell adds the reason to the report that the tasker has ended.
+            FromTasker::LeaseExpired { .. } => {}
+            FromTasker::Pong => self.handle_pong(),
+            FromTasker::LeftBehind {
+                tid,
+                process_count,
+                pids,
+            } => self.handle_left_behind(tid, process_count, pids),
+            FromTasker::LeftoversStopped { tid } => self.handle_leftovers_stopped(tid),
+            FromTasker::NotStopped { tid, pids } => self.handle_not_stopped(tid, pids),
             FromTasker::QueryInspected {
                 query: query_id,
                 result,
@@ -490,6 +545,7 @@ impl Machine {
     /// this host until there is a new tasker.
     fn handle_tasker_exit(&mut self, why: &str) {
         self.tasker_has_ended = true;
+        self.forget_tasker();
         if self.shutdown.is_none() {
             let text = format!("the tasker has ended ({why}); its tasks on this host were killed");
             self.log_line(io::LogLevel::Error, None, text);
@@ -507,6 +563,7 @@ impl Machine {
         for (tid, usage) in dead_tasks.collect::<Vec<_>>() {
             self.end_task(tid, 9, usage);
         }
+        self.forget_leftovers();
         self.fail_incoming_migrations(why);
         self.fail_tasker_requests();
         self.advance_stop();
@@ -545,6 +602,8 @@ impl Machine {
                 Timer::RmBatchDue => self.handle_rm_batch_timer(),
                 Timer::PlacementQueryTimeout(query) => self.handle_placement_query_timeout(query),
                 Timer::JobCheckDue(job) => self.handle_job_timer(job),
+                Timer::ClaimCheckDue => self.check_unreleased_claims(),
+                Timer::RestartDue(restart_number) => self.retry_begin_restart(restart_number),
                 Timer::CopyFailureTimeout(migration) => self.fail_broken_copy(migration),
                 Timer::SocketDrainTimeout(tid, spawn_token) => {
                     self.handle_socket_drain_timeout(tid, spawn_token)
@@ -553,6 +612,9 @@ impl Machine {
                     watcher,
                     exited: exited_task,
                 } => self.handle_last_messages_timeout(watcher, exited_task),
+                Timer::HeartbeatDue => self.send_heartbeat(),
+                Timer::PartnerCheck => self.check_partners(),
+                Timer::GuestStopTimeout => self.handle_guest_stop_timeout(),
             }
         }
         let now = self.now;

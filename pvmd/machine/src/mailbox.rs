@@ -27,6 +27,8 @@ const READ_AND_DELETE_FLAG: i32 = 16;
 const WAIT_FLAG: i32 = 32;
 /// Number of bits by which the flags are shifted right to get the index that a request chooses.
 const DIRECT_INDEX_SHIFT: i32 = 10;
+/// Bits of a direct index, after the shift. PVM ignores higher bits.
+const DIRECT_INDEX_MASK: i32 = (1 << 21) - 1;
 
 type MailboxError = (PvmError, String);
 
@@ -77,7 +79,7 @@ impl Mailbox {
             return Err((PvmError::OutOfRes, limit_reason));
         }
         let class = self.classes.entry(name.to_string()).or_default();
-        let mut index = (flags >> DIRECT_INDEX_SHIFT).max(0);
+        let mut index = flags >> DIRECT_INDEX_SHIFT & DIRECT_INDEX_MASK;
         if flags & MULTI_INSTANCE_FLAG != 0 {
             while class.contains_key(&index) {
                 index += 1;

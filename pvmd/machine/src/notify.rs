@@ -272,18 +272,21 @@ impl Machine {
             }
         }
         for watcher in tids {
-            let dead_tasks: Vec<Tid> = self
-                .tasks
-                .get(watcher)
-                .map(|t| {
-                    t.notifications
-                        .iter()
-                        .filter_map(|w| exit_subject(w).filter(|d| self.location(*d) == Some(host)))
-                        .collect()
-                })
-                .unwrap_or_default();
-            for tid in dead_tasks {
-                self.notify_watcher_of_exit(watcher, tid, None);
+            let locations = &self.locations;
+            let Some(task) = self.tasks.get_mut(watcher) else {
+                continue;
+            };
+            let watches_dead_task = |w: &mut PendingNotification| {
+                exit_subject(w).is_some_and(|tid| locations.host_of(tid) == Some(host))
+            };
+            let due_watches: Vec<PendingNotification> = task
+                .notifications
+                .extract_if(.., watches_dead_task)
+                .collect();
+            for watch in due_watches {
+                if let NotifySubject::TaskExit(tid) = watch.subject {
+                    self.send_exit_notification(watcher, tid, &watch, None);
+                }
             }
         }
     }
@@ -322,6 +325,26 @@ impl Machine {
         body_ints.extend(added_hosts.iter().map(|h| h.tid().raw()));
         for watch in due_watches {
             self.send_notification(tid, &watch, pack_ints(&body_ints));
+        }
+    }
+
+    /// Asks again whether the watched tasks on a host are alive, after a new session with the host:
+    /// an exit notice may be lost with the previous session. Questions without a reply were sent
+    /// again already.
+    pub(super) fn recheck_watches_on(&mut self, host: HostId) {
+        let open_watches = self.rpcs.open_watches();
+        let mut watches: Vec<(Tid, PendingNotification)> = Vec::new();
+        for task in self.tasks.live_tasks.values() {
+            let is_there = |w: &&PendingNotification| {
+                exit_subject(w).is_some_and(|tid| {
+                    self.location(tid) == Some(host) && !open_watches.contains(&(tid, task.tid))
+                })
+            };
+            let watches_there = task.notifications.iter().filter(is_there).cloned();
+            watches.extend(watches_there.map(|watch| (task.tid, watch)));
+        }
+        for (watcher, watch) in watches {
+            self.check_watched_task(watcher, &watch);
         }
     }
 

@@ -37,6 +37,9 @@ pub(super) struct OwnerAgents {
     remaining_limits: Option<(Tid, GuestLimits)>,
     /// True if the load watcher has died and no other load watcher has been detected since.
     watcher_missing: bool,
+    /// True if the load watcher was killed because it hung. Another one is started as soon
+    /// as it has ended.
+    was_watcher_killed: bool,
     /// True if the event log reports that this daemon starts a load watcher.
     is_start_reported: bool,
     /// True if the event log reports that this daemon cannot start a load watcher.
@@ -150,9 +153,21 @@ impl Machine {
             &mut self.owner_control.owner_agents.watcher_missing,
             status != 0,
         );
+        let was_killed = std::mem::take(&mut self.owner_control.owner_agents.was_watcher_killed);
         if status != 0 && !was_missing {
-            self.set_timer(OWNER_AGENT_TIMEOUT, Timer::WatcherRestart);
+            // A resource manager starts its load watchers again at once.
+            let delay = if was_killed && self.rm_state.current().is_none() {
+                Micros::default()
+            } else {
+                OWNER_AGENT_TIMEOUT
+            };
+            self.set_timer(delay, Timer::WatcherRestart);
         }
+    }
+
+    /// Called before a load watcher is killed because it hangs.
+    pub(super) fn restart_watcher_soon(&mut self) {
+        self.owner_control.owner_agents.was_watcher_killed = true;
     }
 
     /// Starts a load watcher if none was started in the meantime. The timer is set again, because

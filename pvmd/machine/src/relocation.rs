@@ -67,6 +67,9 @@ pub(super) struct ArrivingTask {
     /// Signals that have arrived before the task runs.
     pub(super) pending_signals: Vec<i32>,
     pub(super) pid: i32,
+    /// Process id that the restarted program has reported. `None` if no program was restarted; then
+    /// the task's record contains the process id.
+    namespace_pid: Option<i32>,
     /// Restart group of the task; `None` if the task migrates and is not restarted from a
     /// checkpoint.
     pub(super) restart_group: Option<RestartGroup>,
@@ -120,7 +123,12 @@ impl Machine {
     }
 
     /// Handles the connection of an arriving task's program, which was started again on this host.
-    pub(super) fn connect_restarted_program(&mut self, conn: ConnId, spawn_token: i32) {
+    pub(super) fn connect_restarted_program(
+        &mut self,
+        conn: ConnId,
+        namespace_pid: i32,
+        spawn_token: i32,
+    ) {
         let Some(arrival) = self
             .migrations
             .arrivals
@@ -131,7 +139,7 @@ impl Machine {
         };
         // The token is used once: another process that presents it is refused.
         arrival.spawn_token = None;
-        arrival.conn = Some(conn);
+        (arrival.conn, arrival.namespace_pid) = (Some(conn), Some(namespace_pid));
         let tid = arrival.tid;
         self.conns.await_record(conn, tid);
         self.advance_arrival(tid);
@@ -570,16 +578,11 @@ impl Machine {
         let (hosts, epoch) = (record.known_hosts.clone(), record.hosts_epoch);
         let mut task = Task::from_record(record);
         (task.pid, task.suspension) = (arrival.pid, arrival.suspension);
+        task.namespace_pid = arrival.namespace_pid.unwrap_or(task.namespace_pid);
         if arrival.restarts_program {
-            (
-                task.connection_phase,
-                task.spawn_token,
-                task.awaits_restarted_process,
-            ) = (
-                ConnectionPhase::Expected,
-                arrival.spawn_token,
-                arrival.conn.is_none(),
-            );
+            task.connection_phase = ConnectionPhase::Expected;
+            task.spawn_token = arrival.spawn_token;
+            task.awaits_restarted_process = arrival.conn.is_none();
         }
         for item in arrival
             .forwarded_items
@@ -684,6 +687,7 @@ impl ArrivingTask {
             library_quiesced: false,
             pending_signals: Vec::new(),
             pid: 0,
+            namespace_pid: None,
             restart_group: None,
             restart_verdict: None,
             restarts_program: false,
@@ -754,6 +758,7 @@ impl ArrivingTask {
             redirect_address: RedirectAddress::default(),
             known_hosts: Vec::new(),
             hosts_epoch: Epoch(u64::MAX),
+            namespace_pid: 0,
         }
     }
 }

@@ -119,6 +119,7 @@ impl Machine {
             Request::QueryFreezer => {
                 self.reply(tid, id, Reply::Freezer(self.freezer_support.clone()))
             }
+            Request::KillLeftovers { tid: of } => self.handle_kill_leftovers(tid, id, of),
             task_request => self.forward_to_master(tid, id, task_request),
         }
     }
@@ -209,7 +210,8 @@ impl Machine {
                 checkpoint,
                 host_names,
                 wait_for_end: must_wait,
-            } => self.handle_restart_request((tid, id), checkpoint, host_names, must_wait),
+                force,
+            } => self.handle_restart_request((tid, id), checkpoint, host_names, must_wait, force),
             Request::RemoveCheckpoints {
                 selection,
                 include_foreign,
@@ -238,6 +240,10 @@ impl Machine {
                 self.reply(tid, id, Reply::Done);
             }
             Request::ServeTracer(settings) => self.toggle_tracer(tid, id, settings),
+            Request::FindAwaitingRestart { tids } => {
+                let awaiting_tids = self.find_awaiting_restart(tids);
+                self.reply(tid, id, Reply::AwaitingRestart(awaiting_tids));
+            }
             Request::Reset {
                 kill_tasks: ends_tasks,
             } => self.reset_vm(tid, id, ends_tasks),
@@ -453,6 +459,7 @@ impl Machine {
     }
 
     pub(super) fn send_to_tasker(&mut self, message: ToTasker) {
+        self.owner_control.stopped_tasks.track_order(&message);
         self.outputs.push_back(Output::SendToTasker(message));
     }
 }

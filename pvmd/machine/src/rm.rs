@@ -15,8 +15,8 @@ use sempa_proto::event::{EventKind, describe_status};
 use sempa_proto::host::HostMsg;
 use sempa_proto::migration::Usage;
 use sempa_proto::sm::{
-    SM_ADD, SM_ADDACK, SM_EXEC, SM_EXECACK, SM_HANDOFF, SM_HOSTX, SM_STHOSTACK, SM_TASKX, TaskExit,
-    pack_task_exit, pack_tids, unpack_exec,
+    SM_ADD, SM_ADDACK, SM_ALIVE, SM_EXEC, SM_EXECACK, SM_HANDOFF, SM_HOSTX, SM_STHOSTACK, SM_TASKX,
+    TaskExit, pack_task_exit, pack_tids, unpack_exec,
 };
 use sempa_proto::table::{AddedHost, TASK_RM};
 use sempa_proto::task::{
@@ -76,6 +76,16 @@ impl RmState {
         self.absent_since
     }
 
+    /// Returns the resource manager that is registered with this daemon.
+    pub(super) fn own(&self) -> Option<RmInfo> {
+        self.own_rm
+    }
+
+    /// True if this task is the resource manager that is registered with this daemon.
+    pub(super) fn is_own(&self, tid: Tid) -> bool {
+        self.own_rm.is_some_and(|rm| rm.tid == tid)
+    }
+
     fn is_accepted(&self, tid: Tid) -> bool {
         self.find(tid).is_some()
     }
@@ -98,7 +108,7 @@ impl Machine {
         self.replace_own_rm(Some(RmInfo { tid, services }));
     }
 
-    fn replace_own_rm(&mut self, rm: Option<RmInfo>) {
+    pub(super) fn replace_own_rm(&mut self, rm: Option<RmInfo>) {
         if let Some(old_rm) = self.rm_state.own_rm
             && let Some(task) = self.tasks.get_mut(old_rm.tid)
         {
@@ -279,6 +289,10 @@ impl Machine {
         let server_result = match tag {
             SM_TASKX => Some(self.handle_task_end_report(src, body.clone())),
             SM_STHOSTACK => Some(self.handle_hoster_reply(src, wid, body.clone())),
+            SM_ALIVE => {
+                self.handle_alive(src);
+                Some(Ok(()))
+            }
             _ => None,
         };
         if let Some(decode_result) = server_result {

@@ -7,14 +7,14 @@
 
 use super::checkpoints::Inventory;
 use super::spawn::ExecRequester;
-use super::tasks::ConnectionPhase;
+use super::tasks::{ConnectionPhase, watermark_for};
 use super::{Machine, Output};
-use sempa_proto::host::{HostMsg, HostReply, HostRequest};
+use sempa_proto::host::{DataMsg, HostMsg, HostReply, HostRequest};
 use sempa_proto::suspend::SuspendOrder;
 use sempa_proto::task::{Reply, SendWatermark};
 use sempa_proto::tasker::ToTasker;
 use sempa_proto::{HostId, MigrationId, PvmError, RequestId, Tid};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 
 /// Largest number of times that a request is sent again because its task has migrated.
@@ -113,6 +113,16 @@ pub(super) struct OpenRequests {
 }
 
 impl OpenRequests {
+    /// Returns each watched task and its watcher of the requests that ask whether the former is
+    /// alive.
+    pub(super) fn open_watches(&self) -> BTreeSet<(Tid, Tid)> {
+        let watches = self.open_requests.values().filter_map(|p| match p.request {
+            HostRequest::Watch { tid, watcher } => Some((tid, watcher)),
+            _ => None,
+        });
+        watches.collect()
+    }
+
     /// Returns one line per open request, for the log.
     pub(super) fn log_lines(&self) -> Vec<String> {
         self.open_requests
@@ -195,21 +205,13 @@ impl Machine {
                 return self.queue_exec(parent, request, ExecRequester::Daemon(reply_to));
             }
             HostRequest::Watch { tid, watcher } => {
-                let has_ended = !self.is_alive(tid);
-                let watermark = if has_ended {
-                    self.tasks.exited_watermark(tid, watcher)
-                } else {
-                    None
-                };
-                return self.send_host_reply(
-                    reply_to,
-                    HostReply::Watched {
-                        has_ended,
-                        watermark,
-                    },
-                );
+                return self.serve_watch(reply_to, tid, watcher);
             }
-            HostRequest::Tasks { task } => Reply::Tasks(self.list_tasks(task)),
+            HostRequest::Tasks { task } => {
+                let mut tasks = self.list_tasks(task);
+                tasks.extend(self.list_leftovers(task));
+                Reply::Tasks(tasks)
+            }
             HostRequest::Ping => Reply::Done,
             HostRequest::TaskStatus { tid } if self.is_alive(tid) => Reply::Done,
             HostRequest::TaskStatus { tid } => no_task_reply(tid),
@@ -227,13 +229,9 @@ impl Machine {
                     .iter()
                     .map(|(ctx, owner)| (*ctx, *owner))
                     .collect();
-                return self.send_host_reply(
-                    reply_to,
-                    HostReply::Inventory {
-                        tasks: self.list_tasks(None),
-                        contexts,
-                    },
-                );
+                let mut tasks = self.list_tasks(None);
+                tasks.extend(self.list_leftovers(None));
+                return self.send_host_reply(reply_to, HostReply::Inventory { tasks, contexts });
             }
             HostRequest::ReserveContexts(contexts) => {
                 self.reserve_contexts(contexts);
@@ -253,6 +251,37 @@ impl Machine {
             },
         };
         self.send_host_reply(reply_to, HostReply::Reply(reply));
+    }
+
+    /// Answers whether the task `tid` has ended. If the requester is on another host, the exit
+    /// notice of an ended task is sent again on the data channel: there it follows what the task
+    /// and this daemon have sent for it, for example the end of its output. A reply would overtake
+    /// that. The reply then states that the task has not ended, because its end is reported by the
+    /// exit notice.
+    fn serve_watch(&mut self, reply_to: ReplyAddress, tid: Tid, watcher: Tid) {
+        let mut has_ended = !self.is_alive(tid);
+        if has_ended && reply_to.host != self.config.host {
+            self.outputs.push_back(Output::SendData {
+                host: reply_to.host,
+                message: DataMsg::TaskEnded {
+                    tid,
+                    watermarks: self.tasks.exited_watermarks(tid),
+                },
+            });
+            has_ended = false;
+        }
+        let watermark = if has_ended {
+            watermark_for(tid, &self.tasks.exited_watermarks(tid), watcher)
+        } else {
+            None
+        };
+        self.send_host_reply(
+            reply_to,
+            HostReply::Watched {
+                has_ended,
+                watermark,
+            },
+        );
     }
 
     /// Returns the location of a task that is on another host; `None` if the task is on this host,

@@ -116,8 +116,12 @@ impl Machine {
                 self.conns.retire(conn);
                 self.end_connection(tid);
             }
-            ToDaemon::Request { id, request } => self.handle_request(tid, id, request),
+            ToDaemon::Request { id, request } => {
+                self.record_sign_of_life(tid);
+                self.handle_request(tid, id, request)
+            }
             ToDaemon::Message(mut message) => {
+                self.record_sign_of_life(tid);
                 message.src = tid;
                 self.forward_to_daemon(message);
             }
@@ -179,18 +183,24 @@ impl Machine {
                 else {
                     return;
                 };
-                if std::mem::take(&mut task.has_quiesced) {
-                    task.connection_phase = ConnectionPhase::Detached;
-                    self.handle_guest_quiesced(tid);
-                    self.handle_quiesce_completed(tid);
-                } else if task.is_exiting() {
-                    task.connection_phase = ConnectionPhase::Detached;
-                    match task.exit_report {
-                        Some((status, usage)) => self.end_task(tid, status, usage),
-                        None => self.handle_leave_while_exiting(tid),
+                let has_quiesced = std::mem::take(&mut task.has_quiesced);
+                let waits_for_process = has_quiesced || task.is_exiting();
+                match task.exit_report {
+                    _ if !waits_for_process => self.end_connection(tid),
+                    // A child of the exited process may have held the socket until now.
+                    Some((status, usage)) => {
+                        task.connection_phase = ConnectionPhase::Detached;
+                        self.end_task(tid, status, usage);
                     }
-                } else {
-                    self.end_connection(tid);
+                    None => {
+                        task.connection_phase = ConnectionPhase::Detached;
+                        if has_quiesced {
+                            self.handle_guest_quiesced(tid);
+                            self.handle_quiesce_completed(tid);
+                        } else {
+                            self.handle_leave_while_exiting(tid);
+                        }
+                    }
                 }
             }
             Some(ConnState::AwaitingRecord(tid)) => {
@@ -244,10 +254,10 @@ impl Machine {
             Claim::Spawned { spawn_token }
                 if self.tasks.tids_by_spawn_token.contains_key(&spawn_token) =>
             {
-                self.bind_spawned(conn, pid, spawn_token)
+                self.bind_spawned(conn, pid, hello.namespace_pid, spawn_token)
             }
             Claim::Spawned { spawn_token } if self.is_respawn_token(spawn_token) => {
-                self.connect_restarted_program(conn, spawn_token)
+                self.connect_restarted_program(conn, hello.namespace_pid, spawn_token)
             }
             // The spawn token belongs to a task that has already connected or left, or to another
             // virtual machine. The process is treated as new.
@@ -266,7 +276,7 @@ impl Machine {
         };
         let mut task = Task::new(tid, Tid::NONE, ConnectionPhase::Connected(conn));
         task.flags = TASK_CONNECTED;
-        task.pid = pid;
+        (task.pid, task.namespace_pid) = (pid, hello.namespace_pid);
         task.on_daemon_exit = hello.on_daemon_exit;
         self.apply_tracer_sinks(&mut task.output_sink, &mut task.trace_sink);
         self.trace_task_start(&task);
@@ -284,7 +294,7 @@ impl Machine {
     }
 
     /// Accepts a process that this daemon started, under the tid of its spawn.
-    fn bind_spawned(&mut self, conn: ConnId, pid: i32, spawn_token: i32) {
+    fn bind_spawned(&mut self, conn: ConnId, pid: i32, namespace_pid: i32, spawn_token: i32) {
         let Some(tid) = self.tasks.tids_by_spawn_token.remove(&spawn_token) else {
             return;
         };
@@ -293,6 +303,8 @@ impl Machine {
         };
         task.connection_phase = ConnectionPhase::Connected(conn);
         task.flags |= TASK_CONNECTED;
+        // A program that the started process has executed as a child has a process id of its own.
+        task.namespace_pid = namespace_pid;
         // The tasker's report of the pid may arrive after the task's first message.
         if task.pid == 0 {
             task.pid = pid;

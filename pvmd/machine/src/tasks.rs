@@ -99,7 +99,10 @@ pub(super) struct Task {
     pub(super) parent: Tid,
     pub(super) name: String,
     pub(super) flags: i32,
+    /// Process id on this host; 0 if not known.
     pub(super) pid: i32,
+    /// Process id that `getpid()` returns in the task; 0 if not known.
+    pub(super) namespace_pid: i32,
     pub(super) spawn_token: Option<i32>,
     pub(super) pinned: bool,
     /// True if the task was spawned under a debugger.
@@ -190,6 +193,7 @@ impl Task {
             name: String::new(),
             flags: 0,
             pid: 0,
+            namespace_pid: 0,
             spawn_token: None,
             pinned: false,
             debugged: false,
@@ -251,6 +255,7 @@ impl Task {
             handoff: record.handoff,
             notifications: record.notifications,
             redirect_address: record.redirect_address,
+            namespace_pid: record.namespace_pid,
             ..Self::new(record.tid, record.parent, ConnectionPhase::Detached)
         }
     }
@@ -276,6 +281,11 @@ impl Task {
                     .as_ref()
                     .unwrap_or(&self.untimed_requests),
             )
+    }
+
+    /// True if daemons owe the task a reply that does not depend on what other tasks do.
+    pub(super) fn awaits_timed_reply(&self) -> bool {
+        !self.open_requests.is_subset(&self.untimed_requests)
     }
 
     /// If the task has settled ([`Task::has_settled`]), removes and returns the part of a
@@ -373,16 +383,13 @@ impl Tasks {
         self.exited_watermarks.push_back((tid, watermarks));
     }
 
-    /// Returns the watermark of an ended task's link to a peer; `None` if the watermark is not
-    /// remembered.
-    pub(super) fn exited_watermark(&self, tid: Tid, peer: Tid) -> Option<SendWatermark> {
-        let watermarks = &self
-            .exited_watermarks
-            .iter()
-            .rev()
-            .find(|(exited_tid, _)| *exited_tid == tid)?
-            .1;
-        watermark_for(tid, watermarks, peer)
+    /// Returns the watermarks of an ended task's links; empty if they are not remembered.
+    pub(super) fn exited_watermarks(&self, tid: Tid) -> Vec<SendWatermark> {
+        let mut newest_first = self.exited_watermarks.iter().rev();
+        newest_first
+            .find(|(exited_tid, _)| *exited_tid == tid)
+            .map(|(_, watermarks)| watermarks.clone())
+            .unwrap_or_default()
     }
 }
 
@@ -414,10 +421,15 @@ impl Machine {
                 flags: task.flags,
                 name: task.name.clone(),
                 pid: task.pid,
+                namespace_pid: task.namespace_pid,
                 uid: self.config.uid,
                 migrating: is_migrating,
-                paused: is_stopped && self.owner_control.pauses_guests(),
+                paused: is_stopped
+                    && self.owner_control.pauses_guests()
+                    && self.owner_control.stopped_tasks.contains(task.tid),
                 suspended: is_suspended,
+                stopping: is_stopped && !self.owner_control.stopped_tasks.contains(task.tid),
+                leftover_processes: 0,
             };
         let is_selected = |tid: Tid| selected_tid.is_none_or(|selected_tid| selected_tid == tid);
         let local_tasks = self
@@ -472,6 +484,7 @@ impl Machine {
             redirect_address: task.redirect_address,
             known_hosts: self.table.hosts.iter().map(|h| h.id).collect(),
             hosts_epoch: self.table.epoch,
+            namespace_pid: task.namespace_pid,
         }
     }
 
@@ -645,6 +658,8 @@ impl Machine {
 
     /// Removes an ended task from the state of the master, and from its services for daemons.
     pub(super) fn remove_from_services(&mut self, tid: Tid) {
+        self.forget_service(tid);
+        self.owner_control.stopped_tasks.remove(tid);
         self.handle_rm_exit(tid);
         self.handle_owner_agent_end(tid);
         self.handle_service_task_end(tid);

@@ -21,6 +21,7 @@ use ring::aead::{AES_256_GCM, Aad, LessSafeKey, NONCE_LEN, Nonce, UnboundKey};
 use ring::rand::{SecureRandom, SystemRandom};
 use sempa_proto::MigrationId;
 use serde::{Deserialize, Serialize};
+use std::collections::VecDeque;
 use std::convert::Infallible;
 use std::io::{self, ErrorKind, Read, Write};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
@@ -28,7 +29,7 @@ use std::sync::Arc;
 use std::time::Duration;
 use tokio::io::AsyncReadExt;
 use tokio::net::{TcpListener, TcpStream};
-use tokio::task::JoinSet;
+use tokio::task::{AbortHandle, JoinSet};
 use tokio::time::timeout;
 
 /// Maximum length of a record's content. A record of this length fits into a processor core's own
@@ -46,9 +47,10 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 /// Time limit for the TCP handshake. If the limit is reached, TCP is considered blocked. The limit
 /// permits one retransmission, because a lost segment is retransmitted after one second.
 const TCP_CONNECT_TIMEOUT: Duration = Duration::from_millis(2500);
-/// Maximum number of accepted connections that have not yet proved that they have the keys. Further
-/// connections wait until one of these is accepted or closed.
-const UNPROVEN_CONNECTIONS_MAX: usize = 8;
+/// Maximum number of accepted connections that have not yet proved that they have the keys. One
+/// more closes the oldest, so that connections that prove nothing delay no transfer.
+/// The connecting end sends its proof as soon as it is connected.
+const UNPROVEN_CONNECTIONS_MAX: usize = 32;
 
 /// The port of the listener, and the salt that makes the keys of its connection unique.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -422,10 +424,17 @@ impl BulkListener {
     pub(super) async fn accept(self, mut keys: ConnectionKeys) -> io::Result<ConnectionEnd> {
         let proven_stream = async {
             let mut unproven_connections = JoinSet::new();
+            let mut checks: VecDeque<AbortHandle> = VecDeque::new();
             loop {
                 tokio::select! {
-                    accept_result = self.socket.accept(), if unproven_connections.len() < UNPROVEN_CONNECTIONS_MAX => {
-                        unproven_connections.spawn(timeout(CONNECT_TIMEOUT, read_first_record(accept_result?.0)));
+                    accept_result = self.socket.accept() => {
+                        checks.retain(|check| !check.is_finished());
+                        if checks.len() >= UNPROVEN_CONNECTIONS_MAX
+                            && let Some(oldest_check) = checks.pop_front()
+                        {
+                            oldest_check.abort();
+                        }
+                        checks.push_back(unproven_connections.spawn(timeout(CONNECT_TIMEOUT, read_first_record(accept_result?.0))));
                     }
                     Some(proof_result) = unproven_connections.join_next() => {
                         let Ok(Ok(Ok((stream, mut record)))) = proof_result else { continue };
@@ -529,6 +538,10 @@ mod tests {
         let ip = IpAddr::from(Ipv4Addr::LOCALHOST);
         let accept_task = tokio::spawn(listener.accept(ConnectionKeys::for_test(1)));
         let mut unauthenticated_peers = Vec::new();
+        for _ in 0..2 * UNPROVEN_CONNECTIONS_MAX {
+            let silent_peer = TcpStream::connect((ip, offer.port));
+            unauthenticated_peers.push(silent_peer.await.expect("somebody listens"));
+        }
         for bytes in [
             &b""[..],
             b"what is here?",

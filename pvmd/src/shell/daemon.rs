@@ -5,7 +5,7 @@
 //! in how they report that they are ready.
 
 use super::bulk_fallback::BulkFallbacks;
-use super::checkpoints::{CheckpointService, StoreSettings, StoreSettingsError};
+use super::checkpoints::{CheckpointService, ClaimIdentity, StoreSettings, StoreSettingsError};
 use super::driver::{DaemonParts, Driver};
 use super::env::env_var;
 use super::failpoints::Failpoints;
@@ -29,16 +29,16 @@ use super::sys::{OpenFilesLimit, raise_files_limit};
 use super::tasker::TaskerProcess;
 use super::{address, task_listener};
 use anyhow::Context;
-use checkpoint::allocator;
 use checkpoint::capabilities::{self, CapabilitySet};
+use checkpoint::{allocator, boot_clock};
 use pvmd_machine::{Machine, MachineConfig};
 use sempa_proto::runtime_paths::RuntimePaths;
-use sempa_proto::{HostId, Micros};
+use sempa_proto::{HostId, Micros, lease};
 use std::collections::BTreeMap;
 use std::net::{IpAddr, SocketAddr, UdpSocket};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::mpsc;
 
@@ -146,7 +146,6 @@ async fn assemble_and_run(
     log: Log,
     announce: impl FnOnce(ReadyDaemon) -> anyhow::Result<()>,
 ) -> anyhow::Result<()> {
-    let started_at = Instant::now();
     let DaemonSetup {
         runtime_dir,
         host,
@@ -232,6 +231,7 @@ async fn assemble_and_run(
             .map(|settings| settings.copies().clone())
             .unwrap_or_default(),
     };
+    let claim_lease = lease::replacement_delay(config.lease);
     log_startup(&name, &addresses, &runtime_dir);
     tokio::spawn(task_listener::accept_tasks(listener, uid, inputs.clone()));
     if !master_addresses.is_empty() {
@@ -239,7 +239,7 @@ async fn assemble_and_run(
     }
     let bulk_fallbacks = BulkFallbacks::new();
     let daemon_parts = DaemonParts {
-        machine: Machine::new(config, Micros(0)),
+        machine: Machine::new(config, boot_clock::now()),
         environment: HostEnvironment::new(environment_settings, &paths, uid),
         inputs: input_queue,
         sessions: net,
@@ -259,7 +259,12 @@ async fn assemble_and_run(
         bulk_fallbacks,
         host_starter: HostStarter::new(starter_settings, inputs.clone()),
         program_state: ProgramStateFiles::new(paths.clone(), inputs.clone()),
-        checkpoints: CheckpointService::new(paths.clone(), store_settings, inputs.clone()),
+        checkpoints: CheckpointService::new(
+            paths.clone(),
+            store_settings,
+            ClaimIdentity::new(paths.vm_name(), &name, claim_lease),
+            inputs.clone(),
+        ),
         migration_files: MigrationFiles::new(&paths, inputs),
         failpoints: Failpoints::from_environment(),
         log,
@@ -272,7 +277,7 @@ async fn assemble_and_run(
     tracing::info!("ready");
     // The driver is spawned like the tasks that serve the streams. If `block_on` ran the driver
     // itself, each wake-up would need a system call.
-    tokio::spawn(Driver::new(daemon_parts, started_at, is_master).run_loop(signals))
+    tokio::spawn(Driver::new(daemon_parts, is_master).run_loop(signals))
         .await
         .context("the daemon's loop has failed")?;
     Ok(())

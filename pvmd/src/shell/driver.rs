@@ -23,13 +23,13 @@ use super::sys::signal_process;
 use super::task_listener::{DISCONNECT_TIMEOUT, TASK_CONTROL_BYTES_MAX, TASK_READ_TIMEOUT};
 use super::tasker::TaskerProcess;
 use bytes::Bytes;
-use checkpoint::allocator;
+use checkpoint::{allocator, boot_clock};
 use pvmd_machine::{ConnId, Event, Machine, Output, World};
+use sempa_proto::HostId;
 use sempa_proto::frame::encode_control;
 use sempa_proto::host::DataMsg;
 use sempa_proto::task::ToTask;
 use sempa_proto::tasker::ToTasker;
-use sempa_proto::{HostId, Micros};
 use std::collections::HashMap;
 use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
@@ -85,7 +85,6 @@ pub(crate) struct Driver {
     parts: DaemonParts,
     is_master: bool,
     tasks: HashMap<ConnId, ConnectedTask>,
-    started_at: Instant,
     reply_spinner: ReplySpinner,
     /// Time at which freed memory was last returned to the kernel.
     last_heap_trim_at: Instant,
@@ -93,29 +92,26 @@ pub(crate) struct Driver {
     /// established.
     master_deadline: Option<Instant>,
     stop_deadline: Option<Instant>,
+    /// True if the session with the master has been lost. Only on a slave.
+    has_lost_master: bool,
     is_stopped: bool,
 }
 
 impl Driver {
-    /// Creates the driver of a daemon whose clock starts at `started_at`.
-    pub(crate) fn new(parts: DaemonParts, started_at: Instant, is_master: bool) -> Self {
+    pub(crate) fn new(parts: DaemonParts, is_master: bool) -> Self {
         let master_deadline = (!is_master).then(|| Instant::now() + MASTER_SESSION_TIMEOUT);
         let (connected_tasks, reply_spinner) = (HashMap::new(), ReplySpinner::new());
         Self {
             parts,
             is_master,
             tasks: connected_tasks,
-            started_at,
             reply_spinner,
-            last_heap_trim_at: started_at,
+            last_heap_trim_at: Instant::now(),
             master_deadline,
             stop_deadline: None,
+            has_lost_master: false,
             is_stopped: false,
         }
-    }
-
-    fn now(&self) -> Micros {
-        Micros(u64::try_from(self.started_at.elapsed().as_micros()).unwrap_or(u64::MAX))
     }
 
     /// Runs the loop until the state machine emits [`Output::Shutdown`] or a second stop request or
@@ -133,7 +129,7 @@ impl Driver {
             (Box::pin(sleep_until(far_future().into())), None);
         while !self.is_stopped {
             let wakeup = self.parts.machine.next_wakeup_time();
-            if wakeup.is_some_and(|wakeup_at| wakeup_at <= self.now()) {
+            if wakeup.is_some_and(|wakeup_at| wakeup_at <= boot_clock::now()) {
                 self.process_event(Event::Wake);
                 // Inputs are still served if the state machine repeatedly requests an immediate
                 // wakeup.
@@ -143,8 +139,11 @@ impl Driver {
             // are forwarded.
             let wakeup = self.parts.machine.next_wakeup_time();
             if wakeup != wake_timer_at {
-                let wakeup_at =
-                    wakeup.map(|wakeup_at| self.started_at + Duration::from_micros(wakeup_at.0));
+                // The timer stops while the machine sleeps. The next tick notices afterwards
+                // that the wakeup is overdue.
+                let wakeup_at = wakeup.map(|wakeup_at| {
+                    Instant::now() + Duration::from_micros(wakeup_at.since(boot_clock::now()).0)
+                });
                 wake_timer
                     .as_mut()
                     .reset(wakeup_at.unwrap_or_else(far_future).into());
@@ -265,6 +264,7 @@ impl Driver {
                             self.process_event(Event::HostConnected { host });
                         }
                         SessionChange::Lost(host, why) => {
+                            self.has_lost_master |= host == HostId::MASTER;
                             self.process_event(Event::HostLost { host, why })
                         }
                     }
@@ -306,10 +306,9 @@ impl Driver {
     /// Passes an event to the state machine. The caller must execute the outputs of the state
     /// machine.
     fn pass_to_machine(&mut self, event: Event) {
-        let now = self.now();
         self.parts
             .machine
-            .handle_event(now, &mut self.parts.environment, event);
+            .handle_event(boot_clock::now(), &mut self.parts.environment, event);
     }
 
     fn execute_outputs(&mut self) {
@@ -369,6 +368,7 @@ impl Driver {
                     self.pass_to_machine(Event::Tasker(answer));
                 }
             }
+            Output::KillTasker { why } => self.parts.tasker.kill(why),
             Output::SendImagesEarly {
                 migration,
                 target: target_host,
@@ -484,13 +484,21 @@ impl Driver {
             Output::OpenCheckpoint {
                 restart_number,
                 checkpoint,
+                force,
+            } => {
+                let now = self.parts.environment.unix_time();
+                self.parts
+                    .checkpoints
+                    .open_checkpoint(restart_number, checkpoint, now, force);
+            }
+            Output::CloseCheckpoint {
+                restart_number,
+                keeps_claim,
             } => self
                 .parts
                 .checkpoints
-                .open_checkpoint(restart_number, checkpoint),
-            Output::CloseCheckpoint { restart_number } => {
-                self.parts.checkpoints.close_checkpoint(restart_number)
-            }
+                .close_checkpoint(restart_number, keeps_claim),
+            Output::ReleaseJob { key } => self.parts.checkpoints.release_job(key),
             Output::MarkCheckpoints {
                 checkpoints,
                 has_ended,
@@ -502,6 +510,14 @@ impl Driver {
                     protected_names,
                 );
             }
+            Output::MarkDamaged {
+                checkpoint,
+                why,
+                rollback_job,
+            } => self
+                .parts
+                .checkpoints
+                .mark_damaged(checkpoint, why, rollback_job),
             Output::RemoveCheckpoints {
                 tid,
                 id,
@@ -679,6 +695,9 @@ impl Driver {
             }
         }
         self.parts.sessions.maintain_sessions();
+        if self.is_master {
+            self.parts.checkpoints.renew_claims_if_due();
+        }
         if self.last_heap_trim_at.elapsed() >= HEAP_TRIM_INTERVAL
             && self.parts.image_transfers.should_trim_heap()
         {
@@ -717,13 +736,13 @@ impl Driver {
         let conns: Vec<ConnId> = self.tasks.keys().copied().collect();
         conns.into_iter().for_each(|conn| self.disconnect(conn));
         let had_slaves = self.is_master && self.parts.sessions.has_sessions();
+        let may_release_jobs = self.parts.machine.have_other_hosts_ended();
         self.await_connection_ends(|driver| {
             driver.tasks.is_empty() && !(driver.is_master && driver.parts.sessions.has_sessions())
         })
         .await;
-        let Self {
-            parts, is_master, ..
-        } = self;
+        let (is_master, has_lost_master) = (self.is_master, self.has_lost_master);
+        let Self { parts, .. } = self;
         let DaemonParts {
             mut sessions,
             mut tasker,
@@ -732,6 +751,7 @@ impl Driver {
             image_transfers,
             host_starter,
             migration_files,
+            checkpoints,
             ..
         } = parts;
         if had_slaves {
@@ -740,7 +760,11 @@ impl Driver {
         // The tasker sends messages until it ends, so the queue of inputs must be drained. The
         // messages have no effect.
         let discard_task = tokio::spawn(async move { while inputs.recv().await.is_some() {} });
-        tasker.shut_down().await;
+        tasker.shut_down(has_lost_master).await;
+        // Hosts that have not reported the end of their tasks end them within the lease.
+        if may_release_jobs {
+            checkpoints.release_all_jobs().await;
+        }
         drop((image_transfers, host_starter, migration_files));
         tracing::info!("ended");
         drop(runtime_dir);

@@ -12,7 +12,7 @@
 //!   passed descriptors, send queues.
 //! - `tasker`: the tasker process.
 //! - `host_env`: programs and environment of this host.
-//! - `pki`, `net`, `session`, `address`, `udp_port`: connections with other daemons.
+//! - `pki`, `net`, `handshakes`, `session`, `address`, `udp_port`: connections with other daemons.
 //! - `bootstrap`, `host_start`, `sealed_bootstrap`, `manual_start`, `ssh`: starting daemons on
 //!   other hosts.
 //! - `images`, `memory_transfer`: images and memory of migrating tasks.
@@ -38,6 +38,7 @@ mod descriptors;
 mod driver;
 mod env;
 mod failpoints;
+mod handshakes;
 mod host_env;
 mod host_start;
 mod image_transfer;

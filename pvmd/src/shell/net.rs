@@ -4,27 +4,28 @@
 //!
 //! Owned by the daemon's loop. [`super::session`] serves the streams of a session.
 
-use super::input::{Input, InputSender, LogRateLimit};
+use super::handshakes::{
+    UNREAD_BYTES_MAX, UNREAD_HANDSHAKE_BYTES_MAX, UNREAD_HANDSHAKES_MAX, accept_connections,
+};
+use super::input::{Input, InputSender};
 use super::limits::DATAGRAM_BYTES_MAX;
 use super::outbox::{LINK_BYTES_MAX, Outbox, Outgoing, outbox};
-use super::pki::{HostCredentials, host_name, host_of_certificate};
+use super::pki::{HostCredentials, host_name};
 use super::session::{
     self, CLOSE_DUPLICATE, CLOSE_EXPELLED, CLOSE_LEAVING, CLOSE_SILENT, describe_close,
 };
 use super::session_input::{DataItem, NetInput, SessionContext, SessionQueues};
 use super::udp_port::PortRuntime;
 use bytes::Bytes;
-use pvmd_machine::Event;
 use pvmd_machine::pair_streams::{
     FenceReceiver, FenceSender, LANES_MAX, LaneEntry, LaneId, MainEntry, StreamChoice, link_ends,
 };
 use quinn::congestion::CubicConfig;
 use quinn::{
-    ClientConfig, Connection, Endpoint, EndpointConfig, Incoming, MtuDiscoveryConfig, ServerConfig,
+    ClientConfig, Connection, Endpoint, EndpointConfig, MtuDiscoveryConfig, ServerConfig,
     TransportConfig, VarInt,
 };
 use rustc_hash::FxHashMap;
-use rustls::pki_types::CertificateDer;
 use sempa_proto::frame::encode_control;
 use sempa_proto::host::{DataMsg, HostMsg};
 use sempa_proto::migration::Failure;
@@ -62,10 +63,6 @@ const RECONNECT_INTERVAL_MIN: Duration = Duration::from_millis(100);
 const RECONNECT_INTERVAL_MAX: Duration = Duration::from_secs(5);
 /// Time for which a transfer waits for a session with a host that has none.
 const SESSION_WAIT_TIMEOUT: Duration = Duration::from_secs(3);
-/// Time limit of an incoming handshake.
-const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
-/// Maximum number of concurrent incoming handshakes; further handshakes are refused.
-const HANDSHAKES_MAX: usize = 256;
 /// Time limit for an expelled host to receive the data that was sent before the expulsion.
 const EXPEL_TIMEOUT: Duration = Duration::from_secs(2);
 /// Maximum number of stored addresses per host.
@@ -326,7 +323,9 @@ impl Net {
         let mut server_config = ServerConfig::with_crypto(Arc::new(credentials.server_config()?));
         server_config
             .transport_config(transport.clone())
-            .max_incoming(HANDSHAKES_MAX);
+            .max_incoming(UNREAD_HANDSHAKES_MAX)
+            .incoming_buffer_size(UNREAD_HANDSHAKE_BYTES_MAX)
+            .incoming_buffer_size_total(UNREAD_BYTES_MAX);
         let mut client_config = ClientConfig::new(Arc::new(credentials.client_config()?));
         client_config.transport_config(transport);
         let mut endpoint_config = EndpointConfig::default();
@@ -785,8 +784,8 @@ fn session_context(
     host: HostId,
     number: u64,
 ) -> SessionContext {
-    // A slave considers its master lost before the master considers the slave lost. Therefore the
-    // tasks of a slave are dead when the master considers the slave lost.
+    // A slave considers its master lost before the master considers the slave lost. The tasks of a
+    // slave end by the lease of their tasker, also if the slave hangs and notices nothing.
     let lease = if host == HostId::MASTER {
         lease * 4 / 5
     } else {
@@ -818,74 +817,6 @@ fn end_session(session: Session) {
         let _ = timeout(EXPEL_TIMEOUT, connection.closed()).await;
         connection.close(CLOSE_EXPELLED, b"");
     });
-}
-
-/// Accepts connections until the endpoint is closed, and passes each connection to the loop after
-/// its handshake. The handshake fails for a peer without a certificate of this virtual machine. The
-/// endpoint ignores all packets that are not QUIC.
-async fn accept_connections(endpoint: Endpoint, vm: String, inputs: InputSender) {
-    let log_limit = Arc::new(LogRateLimit::new());
-    while let Some(incoming) = endpoint.accept().await {
-        let (vm, inputs, log_limit) = (vm.clone(), inputs.clone(), log_limit.clone());
-        tokio::spawn(async move {
-            let remote_address = incoming.remote_address();
-            match complete_handshake(incoming, &vm).await {
-                Ok((host, connection)) => {
-                    let _ = inputs
-                        .send(Input::Net(NetInput::HandshakeDone { host, connection }))
-                        .await;
-                }
-                Err(why) if log_limit.try_acquire() => {
-                    let text = format!("refused a connection from {remote_address}: {why}");
-                    let _ = inputs
-                        .send(Input::Event(Event::UnauthenticatedPeer { text }))
-                        .await;
-                }
-                Err(_) => {}
-            }
-        });
-    }
-}
-
-/// Reason why an incoming connection was refused. No data after the handshake was processed.
-#[derive(Debug, thiserror::Error)]
-enum HandshakeError {
-    #[error(transparent)]
-    Accept(quinn::ConnectionError),
-    #[error("the handshake did not end")]
-    Timeout,
-    #[error("{}", describe_close(.0))]
-    Failed(#[source] quinn::ConnectionError),
-    #[error("its certificate names no host of this virtual machine")]
-    UnknownHost,
-}
-
-async fn complete_handshake(
-    incoming: Incoming,
-    vm: &str,
-) -> Result<(HostId, Connection), HandshakeError> {
-    let handshake = incoming.accept().map_err(HandshakeError::Accept)?;
-    let connection = timeout(HANDSHAKE_TIMEOUT, handshake)
-        .await
-        .map_err(|_| HandshakeError::Timeout)?
-        .map_err(HandshakeError::Failed)?;
-    match peer_host(&connection, vm) {
-        Some(host) => Ok((host, connection)),
-        None => {
-            connection.close(CLOSE_EXPELLED, b"");
-            Err(HandshakeError::UnknownHost)
-        }
-    }
-}
-
-/// Returns the host that the peer's verified certificate names; `None` if the certificate names no
-/// host of this virtual machine.
-fn peer_host(connection: &Connection, vm: &str) -> Option<HostId> {
-    let chain = connection
-        .peer_identity()?
-        .downcast::<Vec<CertificateDer<'static>>>()
-        .ok()?;
-    host_of_certificate(chain.first()?, vm)
 }
 
 /// Reason why connecting to an address of a host failed.

@@ -13,6 +13,7 @@ use nix::fcntl::{Flock, FlockArg};
 use nix::sys::statfs::{FsType, TMPFS_MAGIC, statfs};
 use ring::digest::{SHA256, digest};
 use sempa_proto::runtime_paths::{GUEST_CPUS_FILE, RM_DATABASE_FILE, RuntimePaths};
+use sempa_socket::find_or_create_root;
 use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io::{ErrorKind, Read, Seek, SeekFrom, Write};
 use std::os::unix::ffi::OsStrExt;
@@ -129,6 +130,9 @@ impl RuntimeDir {
         let (mut last_error, mut attempt_count) = (None, 0);
         let deadline = Instant::now() + UNREACHABLE_TIMEOUT;
         while attempt_count < LOCK_ATTEMPTS_MAX {
+            let root = find_or_create_root(paths.root(), uid, paths.vm_name())
+                .map_err(io_error("make a directory in place of", paths.root()))?;
+            let paths = paths.clone().with_root(&root);
             create_runtime_dir(&paths, uid)?;
             attempt_count += 1;
             match acquire_lock_file(&paths) {
@@ -304,9 +308,18 @@ fn create_image_dir_in_memory(
         .iter()
         .map(|byte| format!("{byte:02x}"))
         .collect();
-    let dir = memory_fs_dir
-        .join(format!("sempa-{uid}"))
-        .join(format!("{}-{path_hash}", paths.vm_name()));
+    let (usual_root, dir_name) = (
+        memory_fs_dir.join(format!("sempa-{uid}")),
+        format!("{}-{path_hash}", paths.vm_name()),
+    );
+    let dir = find_or_create_root(&usual_root, uid, &dir_name)
+        .map_err(|e| {
+            format!(
+                "cannot make a directory in {}: {e}",
+                memory_fs_dir.display()
+            )
+        })?
+        .join(dir_name);
     for _ in 0..LOCK_ATTEMPTS_MAX {
         let lock = ensure_private_dir(&dir, uid)
             .map_err(|e| e.to_string())

@@ -5,6 +5,18 @@
 //! Of two daemons, the daemon with the higher index selects the connection for the session by
 //! sending its hello first. The daemon with the lower index sends no data on a connection before it
 //! has received this hello. Therefore both daemons always use the same connection.
+//!
+//! A session ends for three reasons: its connection ends, the peer sends what no daemon sends, or
+//! a stream that the session depends on breaks. These are the control stream and the streams of the
+//! data channel, which no daemon resets while it serves the session. The end of the control stream
+//! is the peer's end of the session. The fences of the data channel count what its streams carry
+//! ([`pvmd_machine::pair_streams`]), so a missing part would delay all later items for ever; the
+//! next session starts new counts, and links send again what was lost.
+//!
+//! All other trouble of a stream concerns that stream alone. A daemon that aborts a transfer resets
+//! or ends its stream, possibly before the peer has received the hello. A stream may be silent for
+//! as long as the session lives, because its first datagram may be lost again and again; the limit
+//! of concurrent streams bounds the number of silent streams.
 
 use super::input::{Input, InputSender};
 use super::outbox::{ChunkEncoder, LINK_BYTES_MAX, OutboxReader, outbox};
@@ -18,13 +30,15 @@ use sempa_proto::frame::{Frame, FrameDecoder, FrameError, FrameKind, encode_cont
 use sempa_proto::host::{DataMsg, HostMsg};
 use sempa_proto::{HostId, MigrationId, WIRE_VERSION};
 use serde::{Deserialize, Serialize};
-use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 use thiserror::Error;
 use tokio::task::{JoinError, JoinSet};
 use tokio::time::{Instant, MissedTickBehavior, interval_at, timeout};
 
-/// Time limit from the end of the handshake to the peer's hello.
+/// Time limit from the end of the handshake to the hellos of the session. The hellos of later
+/// streams have no time limit.
 const HELLO_TIMEOUT: Duration = Duration::from_secs(10);
 /// Maximum number of chunks read from a stream at once. Each chunk is the content of one datagram.
 const READ_CHUNKS_MAX: usize = 32;
@@ -77,8 +91,8 @@ struct StreamHello {
     purpose: StreamPurpose,
 }
 
-/// Reason why a stream of a session cannot be used. The session ends. Data that was not
-/// acknowledged is sent again in the next session.
+/// Reason why a stream of a session cannot be used. Depending on the stream, the session ends; see
+/// the module documentation. Data that was not acknowledged is sent again in the next session.
 #[derive(Debug, Error)]
 pub(crate) enum SessionError {
     /// No stream was opened.
@@ -100,6 +114,14 @@ pub(crate) enum SessionError {
     Read(quinn::ReadError),
     #[error("its first stream is for {0:?}")]
     WrongFirstStream(StreamPurpose),
+    #[error("it opened a second stream for {0:?}")]
+    SecondStream(StreamPurpose),
+    #[error("it opened a stream in both directions for {0:?}")]
+    WrongDirections(StreamPurpose),
+    /// The peer must send nothing after the hello of a fallback stream until the stream is
+    /// accepted.
+    #[error("it sent unexpected data on a stream")]
+    UnexpectedData,
     #[error("a stream ended before its hello")]
     EndedBeforeHello,
     #[error("it uses protocol version {0}, this daemon {own}", own = WIRE_VERSION)]
@@ -116,6 +138,9 @@ pub(crate) enum SessionError {
     EndedInFrame,
     #[error("it sent an invalid item on a pair stream")]
     WrongLaneItem,
+    /// The stream belongs to the data channel. The frames behind the break are missing.
+    #[error("a stream of the data channel broke: {0}")]
+    DataStreamBroke(Box<Self>),
     /// The tokio task that reads a stream has failed. Items that the tokio task had read were
     /// forwarded.
     #[error(transparent)]
@@ -123,6 +148,35 @@ pub(crate) enum SessionError {
     /// This daemon is ending. The item that was read is not forwarded.
     #[error("this daemon ends")]
     DaemonEnds,
+}
+
+impl SessionError {
+    /// True if a daemon that follows the protocol can cause this error on a stream whose hello has
+    /// not been received.
+    fn concerns_stream_only(&self) -> bool {
+        match self {
+            // The reader of the control stream reports the end of the connection, after it has
+            // read all earlier messages.
+            Self::ConnectionLost(_)
+            | Self::Read(_)
+            | Self::EndedBeforeHello
+            | Self::EndedInFrame => true,
+            Self::OpenStream(_)
+            | Self::Encode(_)
+            | Self::Write(_)
+            | Self::Decode(_)
+            | Self::WrongFirstStream(_)
+            | Self::SecondStream(_)
+            | Self::WrongDirections(_)
+            | Self::UnexpectedData
+            | Self::WrongVersion(_)
+            | Self::WrongIdentity { .. }
+            | Self::WrongLaneItem
+            | Self::DataStreamBroke(_)
+            | Self::ReaderFailed(_)
+            | Self::DaemonEnds => false,
+        }
+    }
 }
 
 /// Serves a connection as a session, from the hellos to the end of the session, and reports the
@@ -211,6 +265,12 @@ impl SessionContext {
         stream: &mut SendStream,
         purpose: StreamPurpose,
     ) -> Result<(), SessionError> {
+        let frame = self.encode_hello(purpose)?;
+        stream.write_chunk(frame).await.map_err(SessionError::Write)
+    }
+
+    /// Returns the first frame of a stream for `purpose`.
+    pub(crate) fn encode_hello(&self, purpose: StreamPurpose) -> Result<Bytes, SessionError> {
         let hello = StreamHello {
             magic: STREAM_MAGIC,
             version: WIRE_VERSION,
@@ -219,8 +279,7 @@ impl SessionContext {
             receiver: self.host,
             purpose,
         };
-        let frame = encode_control(&hello).map_err(SessionError::Encode)?;
-        stream.write_chunk(frame).await.map_err(SessionError::Write)
+        encode_control(&hello).map_err(SessionError::Encode)
     }
 
     async fn receive_hello(
@@ -287,8 +346,16 @@ impl SessionContext {
             return "this daemon ends".into();
         }
         let writer_tasks = [
-            tokio::spawn(write_stream(streams.control_sender, control_queue)),
-            tokio::spawn(write_stream(streams.data_sender, data_queue)),
+            tokio::spawn(write_stream(
+                connection.clone(),
+                streams.control_sender,
+                control_queue,
+            )),
+            tokio::spawn(write_stream(
+                connection.clone(),
+                streams.data_sender,
+                data_queue,
+            )),
         ];
         let (stream, decoder) = streams.control_receiver;
         let reason = tokio::select! {
@@ -333,12 +400,14 @@ impl SessionContext {
         }
     }
 
-    /// Serves the peer's unidirectional streams except the control stream. Returns the reason if
-    /// the peer violates the protocol or this daemon ends; otherwise does not return.
+    /// Serves the peer's unidirectional streams except the control stream, each on a tokio task of
+    /// its own. Returns the reason if the peer violates the protocol or this daemon ends; otherwise
+    /// does not return.
     async fn accept_streams(&self, connection: &Connection, inputs: &InputSender) -> String {
-        let (mut has_data_stream, mut reader_tasks) = (false, JoinSet::new());
+        let (has_data_stream, mut reader_tasks) =
+            (Arc::new(AtomicBool::new(false)), JoinSet::new());
         loop {
-            let mut stream = tokio::select! {
+            let stream = tokio::select! {
                 Some(reader_result) = reader_tasks.join_next() => match reader_result.unwrap_or_else(|e| Err(SessionError::ReaderFailed(e))) {
                     Ok(()) => continue,
                     Err(why) => return why.to_string(),
@@ -350,96 +419,125 @@ impl SessionContext {
                     Err(_) => std::future::pending().await,
                 },
             };
-            let mut decoder = FrameDecoder::new();
-            let purpose =
-                timeout(HELLO_TIMEOUT, self.read_purpose(&mut stream, &mut decoder)).await;
-            match purpose {
-                Ok(Ok(StreamPurpose::Data)) if !has_data_stream => {
-                    has_data_stream = true;
-                    reader_tasks.spawn(forward_data(
-                        self.clone(),
-                        None,
-                        stream,
-                        decoder,
-                        inputs.clone(),
-                    ));
-                }
-                Ok(Ok(StreamPurpose::PairStream(lane))) => {
-                    reader_tasks.spawn(forward_data(
-                        self.clone(),
-                        Some(lane),
-                        stream,
-                        decoder,
-                        inputs.clone(),
-                    ));
-                }
-                Ok(Ok(
-                    purpose @ (StreamPurpose::Images(migration) | StreamPurpose::Memory(migration)),
-                )) => {
-                    let (context, session) = (self.clone(), connection.clone());
-                    let announcement = TransferAnnouncement {
-                        context,
-                        migration,
-                        session,
-                        stream,
-                        decoder,
-                    };
-                    let input = match purpose {
-                        StreamPurpose::Memory(_) => NetInput::MemoryAnnounced(announcement),
-                        _ => NetInput::ImagesAnnounced(announcement),
-                    };
-                    if inputs.send(Input::Net(input)).await.is_err() {
-                        return "this daemon ends".into();
-                    }
-                }
-                Ok(Ok(other_purpose)) => {
-                    return format!("it opened a second stream for {other_purpose:?}");
-                }
-                Ok(Err(why)) => return why.to_string(),
-                Err(_) => return "it opened a stream and sent nothing".into(),
-            }
+            reader_tasks.spawn(self.clone().serve_stream(
+                connection.clone(),
+                stream,
+                has_data_stream.clone(),
+                inputs.clone(),
+            ));
         }
     }
 
-    /// Accepts the bidirectional streams of the peer and passes them to the loop. Returns the
+    /// Reads the hello of a unidirectional stream. Then forwards the items of a stream of the data
+    /// channel until it ends, or passes the announcement of a transfer to the loop.
+    ///
+    /// # Errors
+    /// The session must end.
+    async fn serve_stream(
+        self,
+        session: Connection,
+        mut stream: RecvStream,
+        has_data_stream: Arc<AtomicBool>,
+        inputs: InputSender,
+    ) -> Result<(), SessionError> {
+        let mut decoder = FrameDecoder::new();
+        let Some(purpose) = self.read_purpose_if_any(&mut stream, &mut decoder).await? else {
+            return Ok(());
+        };
+        let lane = match purpose {
+            StreamPurpose::Data if !has_data_stream.swap(true, Ordering::Relaxed) => None,
+            StreamPurpose::PairStream(lane) => Some(lane),
+            StreamPurpose::Images(migration) | StreamPurpose::Memory(migration) => {
+                let announcement = TransferAnnouncement {
+                    context: self,
+                    migration,
+                    session,
+                    stream,
+                    decoder,
+                };
+                let input = match purpose {
+                    StreamPurpose::Memory(_) => NetInput::MemoryAnnounced(announcement),
+                    _ => NetInput::ImagesAnnounced(announcement),
+                };
+                let send_result = inputs.send(Input::Net(input)).await;
+                return send_result.map_err(|_| SessionError::DaemonEnds);
+            }
+            other_purpose => return Err(SessionError::SecondStream(other_purpose)),
+        };
+        forward_data(self, lane, stream, decoder, inputs).await
+    }
+
+    /// Accepts the bidirectional streams of the peer, each on a tokio task of its own. Returns the
     /// reason if the peer violates the protocol or this daemon ends; otherwise does not return.
     async fn accept_fallback_streams(
         &self,
         connection: &Connection,
         inputs: &InputSender,
     ) -> String {
+        let mut reader_tasks = JoinSet::new();
         loop {
-            // When the connection ends, the reader of the control stream reports the end.
-            let Ok((send_stream, mut receive_stream)) = connection.accept_bi().await else {
-                std::future::pending().await
+            let streams = tokio::select! {
+                Some(reader_result) = reader_tasks.join_next() => match reader_result.unwrap_or_else(|e| Err(SessionError::ReaderFailed(e))) {
+                    Ok(()) => continue,
+                    Err(why) => return why.to_string(),
+                },
+                streams = connection.accept_bi() => match streams {
+                    Ok(streams) => streams,
+                    // When the connection ends, the reader of the control stream reports the end.
+                    Err(_) => std::future::pending().await,
+                },
             };
-            let mut decoder = FrameDecoder::new();
-            let purpose = match timeout(
-                HELLO_TIMEOUT,
-                self.read_purpose(&mut receive_stream, &mut decoder),
-            )
-            .await
-            {
-                Ok(Ok(purpose)) => purpose,
-                Ok(Err(why)) => return why.to_string(),
-                Err(_) => return "it opened a stream and sent nothing".into(),
-            };
-            let StreamPurpose::BulkFallback(migration, content) = purpose else {
-                return format!("it opened a stream both ways for {purpose:?}");
-            };
-            // The peer must not send more data until the stream is accepted.
-            if !decoder.is_empty() {
-                return "it sent unexpected data on a stream".into();
+            reader_tasks.spawn(self.clone().pass_fallback_stream(streams, inputs.clone()));
+        }
+    }
+
+    /// Reads the hello of a bidirectional stream and passes the stream to the loop.
+    ///
+    /// # Errors
+    /// The session must end.
+    async fn pass_fallback_stream(
+        self,
+        (send_stream, mut receive_stream): (SendStream, RecvStream),
+        inputs: InputSender,
+    ) -> Result<(), SessionError> {
+        let mut decoder = FrameDecoder::new();
+        let hello_result = self.read_purpose_if_any(&mut receive_stream, &mut decoder);
+        let Some(purpose) = hello_result.await? else {
+            return Ok(());
+        };
+        let StreamPurpose::BulkFallback(migration, content) = purpose else {
+            return Err(SessionError::WrongDirections(purpose));
+        };
+        if !decoder.is_empty() {
+            return Err(SessionError::UnexpectedData);
+        }
+        let fallback_stream = NetInput::FallbackStream {
+            host: self.host,
+            migration,
+            content,
+            streams: (send_stream, receive_stream),
+        };
+        let send_result = inputs.send(Input::Net(fallback_stream)).await;
+        send_result.map_err(|_| SessionError::DaemonEnds)
+    }
+
+    /// Waits for the hello of a stream that the peer has opened during the session, and returns the
+    /// purpose of the stream; `None` if the peer has reset or ended the stream before its hello.
+    ///
+    /// # Errors
+    /// The hello is none that a daemon sends. The session must end.
+    async fn read_purpose_if_any(
+        &self,
+        stream: &mut RecvStream,
+        decoder: &mut FrameDecoder,
+    ) -> Result<Option<StreamPurpose>, SessionError> {
+        match self.read_purpose(stream, decoder).await {
+            Ok(purpose) => Ok(Some(purpose)),
+            Err(why) if why.concerns_stream_only() => {
+                tracing::debug!("{} gave up a stream before its hello: {why}", self.host);
+                Ok(None)
             }
-            let fallback_stream = NetInput::FallbackStream {
-                host: self.host,
-                migration,
-                content,
-                streams: (send_stream, receive_stream),
-            };
-            if inputs.send(Input::Net(fallback_stream)).await.is_err() {
-                return "this daemon ends".into();
-            }
+            Err(why) => Err(why),
         }
     }
 
@@ -447,7 +545,9 @@ impl SessionContext {
     /// Then closes the connection and returns the reason.
     ///
     /// The function counts checks instead of measuring time. Therefore a pause of this whole
-    /// process is not counted as silence of the peer.
+    /// process, or the sleep of this machine, is not counted as silence of the peer. The master
+    /// then declares a host lost later, never earlier, and the host's tasks have ended by then by
+    /// the lease of their tasker.
     async fn wait_until_silent(&self, connection: &Connection) -> String {
         let mut check_timer = interval_at(
             next_lease_check(self.lease / CHECKS_PER_LEASE),
@@ -490,7 +590,7 @@ fn next_lease_check(check_interval: Duration) -> Instant {
 /// is this pair stream; if `lane` is `None`, the stream is the main stream of the data channel.
 ///
 /// # Errors
-/// The peer violates the protocol, or this daemon ends.
+/// The peer violates the protocol, or this daemon ends. The session must end.
 async fn forward_data(
     context: SessionContext,
     lane: Option<LaneId>,
@@ -499,9 +599,11 @@ async fn forward_data(
     inputs: InputSender,
 ) -> Result<(), SessionError> {
     loop {
-        // If the connection ends, the reader of the control stream reports the reason.
-        let Ok(Some(frame)) = read_frame(&mut stream, &mut decoder).await else {
-            return Ok(());
+        let frame = match read_frame(&mut stream, &mut decoder).await {
+            Ok(Some(frame)) => frame,
+            // If the connection ends, the reader of the control stream reports the reason.
+            Ok(None) | Err(SessionError::ConnectionLost(_)) => return Ok(()),
+            Err(why) => return Err(SessionError::DataStreamBroke(Box::new(why))),
         };
         let item = match lane {
             None => DataItem::Main(decode_main_entry(frame)?),
@@ -556,13 +658,15 @@ pub(crate) async fn run_pair_stream(
         .open_stream(&connection, StreamPurpose::PairStream(lane), 1)
         .await
     {
-        write_stream(stream, queue).await;
+        write_stream(connection, stream, queue).await;
     }
 }
 
-/// Writes queued frames. After [`super::outbox::Outgoing::Close`], finishes the stream and waits
-/// until the peer has received all data.
-async fn write_stream(mut stream: SendStream, mut queue: OutboxReader) {
+/// Writes queued frames to a stream that the session depends on. After
+/// [`super::outbox::Outgoing::Close`], finishes the stream and waits until the peer has received
+/// all data. If the peer refuses the stream, ends the session: later frames of the stream would be
+/// lost, and no daemon refuses such a stream.
+async fn write_stream(connection: Connection, mut stream: SendStream, mut queue: OutboxReader) {
     let mut batch = Vec::with_capacity(WRITE_FRAMES_MAX);
     let mut chunks: Vec<Bytes> = Vec::with_capacity(2 * WRITE_FRAMES_MAX);
     let mut chunk_encoder = ChunkEncoder::default();
@@ -575,7 +679,10 @@ async fn write_stream(mut stream: SendStream, mut queue: OutboxReader) {
         let must_close = chunk_encoder.encode(&batch, &mut chunks);
         let write_result = stream.write_all_chunks(&mut chunks).await;
         batch.iter().for_each(|item| queue.record_removed(item));
-        if write_result.is_err() {
+        if let Err(why) = write_result {
+            if !matches!(why, quinn::WriteError::ConnectionLost(_)) {
+                connection.close(CLOSE_PROTOCOL_ERROR, b"a stream was refused");
+            }
             return;
         }
         if must_close {

@@ -262,7 +262,7 @@ mod tests {
     /// then waits.
     #[test]
     #[ignore = "child process of another test"]
-    fn child_calls_and_waits() {
+    fn subprocess_calls_and_waits() {
         if let Some(path) = std::env::var_os(SOCKET_PATH_VARIABLE) {
             let _connection = UnixStream::connect(path).expect("a listener");
             io::stdin().lines().for_each(drop);
@@ -278,7 +278,7 @@ mod tests {
         let child = Command::new(std::env::current_exe().expect("a path"))
             .args([
                 "--exact",
-                "shell::sys::tests::child_calls_and_waits",
+                "shell::sys::tests::subprocess_calls_and_waits",
                 "--ignored",
                 "--nocapture",
             ])

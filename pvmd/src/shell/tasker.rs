@@ -10,8 +10,13 @@ use super::local_socket::LocalSocket;
 use super::outbox::{Outbox, Outgoing, outbox};
 use super::sys::{OpenFilesLimit, pass_descriptor};
 use super::task_listener::write_frames;
+use checkpoint::boot_clock;
+use checkpoint::descendants::kill_descendants;
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
 use pvmd_machine::io::Event;
 use sempa_proto::frame::encode_control;
+use sempa_proto::lease;
 use sempa_proto::tasker::{FromTasker, ToTasker};
 use std::os::fd::AsRawFd;
 use std::os::unix::net::UnixStream;
@@ -23,6 +28,7 @@ use std::time::{Duration, Instant};
 use thiserror::Error;
 use tokio::io::{AsyncBufReadExt, BufReader};
 use tokio::process::Child;
+use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
 use tokio::time::timeout;
 
@@ -41,6 +47,8 @@ pub(crate) struct TaskerProcess {
     inputs: InputSender,
     connection: Option<TaskerConnection>,
     start_times: Vec<Instant>,
+    /// The last lease of the state machine. A process that is started later gets it first.
+    lease: Option<ToTasker>,
 }
 
 /// Reason why no tasker is running. The daemon continues without a tasker.
@@ -57,6 +65,8 @@ pub(crate) enum StartTaskerError {
 
 struct TaskerConnection {
     outbox: Outbox,
+    /// Sends the reason for which the process must be killed; `None` after the kill.
+    kill_sender: Option<oneshot::Sender<String>>,
     forward_task: JoinHandle<()>,
 }
 
@@ -70,6 +80,7 @@ impl TaskerProcess {
             inputs,
             connection: None,
             start_times: Vec::new(),
+            lease: None,
         }
     }
 
@@ -97,15 +108,21 @@ impl TaskerProcess {
             })?;
         let (outbox, queue) = outbox(0);
         tokio::spawn(write_frames(socket.clone(), queue));
+        if let Some(lease) = &self.lease {
+            let frame = encode_control(lease).expect("two numbers");
+            outbox.enqueue(Outgoing::Reliable(frame));
+        }
         let inputs = self.inputs.clone();
+        let (kill_sender, kill_receiver) = oneshot::channel();
         let forward_task = tokio::spawn(async move {
-            let reason = forward_messages(socket, child, &inputs).await;
+            let reason = forward_messages(socket, child, kill_receiver, &inputs).await;
             let _ = inputs
                 .send(Input::Event(Event::TaskerEnded { why: reason }))
                 .await;
         });
         self.connection = Some(TaskerConnection {
             outbox,
+            kill_sender: Some(kill_sender),
             forward_task,
         });
         Ok(())
@@ -142,8 +159,12 @@ impl TaskerProcess {
     ///
     /// If the message cannot be sent, returns a reply in the name of the tasker: a failure for a
     /// start, a success for a discard. Other messages are dropped, because the tasks of these
-    /// messages have ended with the tasker.
+    /// messages have ended with the tasker. A lease does not start a tasker.
     pub(crate) fn send(&mut self, message: &ToTasker) -> Option<FromTasker> {
+        if matches!(message, ToTasker::RenewLease { .. }) {
+            self.lease = Some(message.clone());
+            self.connection.as_ref()?;
+        }
         let failure_reply = |reason: String| match message {
             ToTasker::Start(task) => Some(FromTasker::StartFailed {
                 tid: task.tid,
@@ -170,26 +191,67 @@ impl TaskerProcess {
         }
     }
 
-    /// Makes the tasker and all of its tasks end, and waits until the tasker has ended, at most
-    /// about [`EXIT_TIMEOUT`].
-    pub(crate) async fn shut_down(&mut self) {
+    /// Kills the process because it hangs. The kernel kills its tasks.
+    pub(crate) fn kill(&mut self, reason: String) {
+        let connection = self.connection.as_mut();
+        if let Some(kill_sender) = connection.and_then(|c| c.kill_sender.take()) {
+            // Fails if the process has just ended.
+            let _ = kill_sender.send(reason);
+        }
+    }
+
+    /// Makes the tasker and all of its tasks end, and waits until the tasker has ended. Kills a
+    /// tasker that has not ended after [`EXIT_TIMEOUT`]. If `is_lease_binding` is true, kills it
+    /// when the lease has run out, because the master may then start copies of its tasks.
+    pub(crate) async fn shut_down(&mut self, is_lease_binding: bool) {
+        let exit_time = match &self.lease {
+            Some(ToTasker::RenewLease { kill_at, .. })
+                if is_lease_binding && *kill_at != lease::NEVER =>
+            {
+                Duration::from_micros(kill_at.since(boot_clock::now()).0)
+            }
+            _ => EXIT_TIMEOUT,
+        };
         let Some(TaskerConnection {
             outbox,
-            forward_task,
+            kill_sender,
+            mut forward_task,
         }) = self.connection.take()
         else {
             return;
         };
         outbox.enqueue(Outgoing::Close);
         drop(outbox);
+        if timeout(exit_time, &mut forward_task).await.is_ok() {
+            return;
+        }
+        if let Some(kill_sender) = kill_sender {
+            // Fails if the process has just ended.
+            let _ = kill_sender.send("it did not end in time".into());
+        }
         let _ = timeout(EXIT_TIMEOUT + Duration::from_secs(2), forward_task).await;
     }
 }
 
-/// Forwards the tasker's messages until the tasker ends. Returns the reason of the end.
+/// Kills the tasker and everything that descends from it: without PID namespaces the kernel would
+/// kill only the first processes of the tasks.
+fn kill_with_descendants(child: &mut Child) {
+    if let Some(pid) = child.id().map(u32::cast_signed) {
+        // The tasker must start no process meanwhile, and stays the subreaper of its descendants.
+        // Fails only if it has ended.
+        let _ = kill(Pid::from_raw(pid), Signal::SIGSTOP);
+        kill_descendants(pid);
+    }
+    // Fails only if the process has ended.
+    let _ = child.start_kill();
+}
+
+/// Forwards the tasker's messages until the tasker ends. Returns the reason of the end. A reason
+/// from `kill_receiver` kills the tasker.
 async fn forward_messages(
     socket: Arc<LocalSocket>,
     mut child: Child,
+    mut kill_receiver: oneshot::Receiver<String>,
     inputs: &InputSender,
 ) -> String {
     if let Some(stderr) = child.stderr.take() {
@@ -201,43 +263,70 @@ async fn forward_messages(
         });
     }
     let mut frame_reader = TaskFrameReader::default();
-    let protocol_error = loop {
-        let message = match frame_reader.next_frame(&socket).await {
+    let (mut end_cause, mut can_be_killed) = (None, true);
+    loop {
+        let frame = tokio::select! {
+            frame = frame_reader.next_frame(&socket) => frame,
+            kill_reason = &mut kill_receiver, if can_be_killed => {
+                can_be_killed = false;
+                if let Ok(reason) = kill_reason {
+                    end_cause.get_or_insert(format!("it was killed: {reason}"));
+                    kill_with_descendants(&mut child);
+                }
+                continue;
+            }
+        };
+        let message = match frame {
             Ok(Some(frame)) => frame
                 .decode_control::<FromTasker>()
                 .map_err(|e| e.to_string()),
-            Ok(None) => break None,
+            Ok(None) => break,
             Err(reason) => Err(reason.to_string()),
         };
         match message {
             Ok(message) => {
+                if let FromTasker::LeaseExpired { reason } = &message {
+                    end_cause = Some(reason.clone());
+                }
                 if inputs
                     .send(Input::Event(Event::Tasker(message)))
                     .await
                     .is_err()
                 {
-                    break None;
+                    break;
                 }
             }
-            Err(reason) => break Some(reason),
+            Err(reason) => {
+                end_cause.get_or_insert(format!("it violated the protocol: {reason}"));
+                break;
+            }
         }
-    };
+    }
     // The daemon or the tasker has closed the socket. The tasker therefore kills its tasks and
     // exits.
     socket.shut_down_writes();
     drop(socket);
-    let exit_text = match timeout(EXIT_TIMEOUT, child.wait()).await {
-        Ok(Ok(status)) => format!("it ended with {status}"),
-        Ok(Err(e)) => format!("it cannot be waited for: {e}"),
-        Err(_) => {
-            let _ = child.kill().await;
+    let kill_order = async {
+        if !can_be_killed || kill_receiver.await.is_err() {
+            std::future::pending::<()>().await;
+        }
+    };
+    let exit_result = tokio::select! {
+        exit_result = timeout(EXIT_TIMEOUT, child.wait()) => Some(exit_result),
+        () = kill_order => None,
+    };
+    let exit_text = match exit_result {
+        Some(Ok(Ok(status))) => format!("it ended with {status}"),
+        Some(Ok(Err(e))) => format!("it cannot be waited for: {e}"),
+        Some(Err(_)) | None => {
+            kill_with_descendants(&mut child);
+            // Fails only if it was waited for.
+            let _ = child.wait().await;
             "it did not end by itself and was killed".to_string()
         }
     };
-    match protocol_error {
-        Some(reason) => {
-            format!("the tasker violated the protocol ({reason}); {exit_text}")
-        }
+    match end_cause {
+        Some(cause) => format!("the tasker is gone: {cause}; {exit_text}"),
         None => format!("the tasker is gone: {exit_text}"),
     }
 }

@@ -3,7 +3,9 @@
 
 use super::{HostState, Model, TaskState};
 use crate::decide::{EvictionPlan, OwnerState, StayDecision};
+use sempa_proto::table::TaskInfo;
 use sempa_proto::{HostId, Tid};
+use std::collections::BTreeSet;
 
 impl HostState {
     /// True if the host accepts no guests.
@@ -46,7 +48,9 @@ impl Model {
                     .and_then(|task| task.migration);
                 migration.is_some_and(|migration_status| migration_status.target == Some(id))
             };
-            let is_guest_free = !self.tasks_on(id).any(|(_, task)| is_guest(task))
+            let has_leftovers = self.leftovers.iter().any(|(host, _)| *host == id);
+            let is_guest_free = !has_leftovers
+                && !self.tasks_on(id).any(|(_, task)| is_guest(task))
                 && !self.migrating_tasks.iter().any(is_arriving);
             if is_guest_free && !host.guest_free_reported {
                 guest_free_hosts.push(id);
@@ -57,6 +61,28 @@ impl Model {
                 .for_each(|host| host.guest_free_reported = is_guest_free);
         }
         guest_free_hosts
+    }
+
+    /// Records that an ended task has left processes on a host, or that these have ended. They are
+    /// guests of the host.
+    pub(super) fn record_leftover(&mut self, host: HostId, tid: Tid, is_present: bool) {
+        let has_changed = match is_present {
+            true => self.leftovers.insert((host, tid)),
+            false => self.leftovers.remove(&(host, tid)),
+        };
+        if has_changed {
+            self.guest_check_hosts.insert(host);
+        }
+    }
+
+    /// Applies the leftovers in a list of all tasks.
+    pub(super) fn set_leftovers(&mut self, tasks: &[TaskInfo]) {
+        let listed = tasks.iter().filter(|task| task.is_leftover());
+        let listed: BTreeSet<(HostId, Tid)> = listed.map(|task| (task.host, task.tid)).collect();
+        let changes = self.leftovers.symmetric_difference(&listed);
+        self.guest_check_hosts
+            .extend(changes.map(|(host, _)| *host));
+        self.leftovers = listed;
     }
 
     /// Starts the drain of a host at the request of task `requester`. `None` ends the drain.

@@ -216,14 +216,17 @@ impl Model {
             Refusal::HostLost(_)
             | Refusal::OwnerPresent { .. }
             | Refusal::OwnerLimits { .. }
-            | Refusal::MemoryReserved { .. } => {
+            | Refusal::MemoryReserved { .. }
+            | Refusal::Unreadable { .. } => {
                 self.block_target(now, tid, target, TARGET_RETRY_MIN, &reason_text);
             }
             Refusal::CpuFeatures { .. }
             | Refusal::KernelFeatures { .. }
             | Refusal::File { .. }
+            | Refusal::Address { .. }
             | Refusal::Memory { .. }
             | Refusal::OtherUser { .. }
+            | Refusal::ProcessIds { .. }
             | Refusal::Threads { .. } => {
                 self.block_target(now, tid, target, TARGET_RETRY_MAX, &reason_text);
             }

@@ -142,6 +142,8 @@ pub struct Model {
     guest_check_hosts: BTreeSet<HostId>,
     /// Migrating tasks, as of the last update of `snapshot`.
     migrating_tasks: BTreeSet<Tid>,
+    /// Ended tasks that have left processes behind, each with the host of the processes.
+    leftovers: BTreeSet<(HostId, Tid)>,
     labels: HostLabels,
     hosts: BTreeMap<HostId, HostState>,
     tasks: BTreeMap<Tid, TaskState>,
@@ -169,6 +171,7 @@ impl Model {
             },
             changed_hosts: BTreeSet::new(),
             guest_check_hosts: BTreeSet::new(),
+            leftovers: BTreeSet::new(),
             migrating_tasks: BTreeSet::new(),
             labels,
             hosts: BTreeMap::new(),
@@ -333,6 +336,8 @@ impl Model {
     /// Applies a list of all tasks. `now`: time at which the list was requested.
     pub fn set_tasks(&mut self, now: Micros, tasks: &[TaskInfo]) {
         self.needs_refresh = false;
+        self.set_leftovers(tasks);
+        let tasks: Vec<&TaskInfo> = tasks.iter().filter(|task| !task.is_leftover()).collect();
         let listed_tids: HashSet<Tid> = tasks.iter().map(|info| info.tid).collect();
         let unlisted_tids: Vec<Tid> = self
             .tasks
@@ -395,6 +400,7 @@ impl Model {
     pub fn remove_host(&mut self, id: HostId) {
         self.hosts.remove(&id);
         self.changed_hosts.insert(id);
+        self.leftovers.retain(|(host, _)| *host != id);
         for tid in self.tasks_by_host.remove(&id).unwrap_or_default() {
             // A migration of the task to another host may have been committed. In that case an
             // event names the new host and adds the task again.
@@ -657,6 +663,8 @@ impl Model {
         self.record_event_number(event.number);
         match &event.kind {
             EventKind::HostGone { host, .. } => self.remove_host(*host),
+            EventKind::ProcessesLeft { host, left } => self.record_leftover(*host, left.tid, true),
+            EventKind::LeftProcessesEnded { host, tid } => self.record_leftover(*host, *tid, false),
             EventKind::TaskStarted {
                 tid,
                 parent,

@@ -66,7 +66,8 @@ impl<V: VmApi> Service<V> {
         self.read_missed_events()?;
         // The task list must be requested after the log. A task that the log reports as started is
         // then in the list, or has ended.
-        let (wall_time, tasks) = (self.vm.wall_clock(), self.vm.tasks()?);
+        let (wall_time, mut tasks) = (self.vm.wall_clock(), self.vm.tasks()?);
+        tasks.retain(|task| !task.is_leftover());
         self.history
             .writer
             .history

@@ -31,10 +31,11 @@ use sempa_proto::frame::from_bytes;
 use sempa_proto::load::{LOAD_WATCHER_PROGRAM, LoadReport, TAG_REPORT_ADDRESS, is_load_watcher};
 use sempa_proto::message::CTX_BASE;
 use sempa_proto::migration::MigrationCause;
-use sempa_proto::rm::{CTX_RM, TAG_QUERY};
+use sempa_proto::rm::{CTX_RM, TAG_PING, TAG_QUERY};
 use sempa_proto::sm::{
-    SM_ADDHOST, SM_CONFIG, SM_DELHOST, SM_EXECACK, SM_HANDOFF, SM_HOSTX, SM_PLACEMENT_LEASE_USED,
-    SM_SCHED, SM_SPAWN, SM_SPAWN_WAITS, SM_TASK, pack_spawn_waits, unpack_spawn, unpack_tids,
+    SM_ADDHOST, SM_ALIVE, SM_CONFIG, SM_DELHOST, SM_EXECACK, SM_HANDOFF, SM_HOSTX,
+    SM_PLACEMENT_LEASE_USED, SM_SCHED, SM_SPAWN, SM_SPAWN_WAITS, SM_TASK, pack_spawn_waits,
+    unpack_spawn, unpack_tids,
 };
 use sempa_proto::table::{TASK_CONNECTED, TASK_FORKED, TASK_RM, TaskInfo};
 use sempa_proto::task::{NotifySubjects, SPAWN_HOST, SPAWN_NO_PARENT, SPAWN_PINNED, SpawnRequest};
@@ -276,6 +277,7 @@ impl<V: VmApi> Service<V> {
     ///
     /// Always returns an error, which states why the service ended.
     pub fn run(&mut self) -> Result<std::convert::Infallible, ServiceError> {
+        self.announce_alive();
         loop {
             self.step()?;
         }
@@ -343,9 +345,19 @@ impl<V: VmApi> Service<V> {
         &self.model
     }
 
+    /// Tells the daemon that the resource manager handles messages.
+    fn announce_alive(&self) {
+        // If this fails, the daemon is gone, which the next receive reports.
+        drop(self.vm.send_rm(Tid::MY_DAEMON, SM_ALIVE, 0, Bytes::new()));
+    }
+
     fn handle_message(&mut self, message: &Message) -> Result<(), ServiceError> {
         if message.ctx == CTX_RM {
             return match message.tag {
+                TAG_PING if message.src.is_daemon() => {
+                    self.announce_alive();
+                    Ok(())
+                }
                 TAG_LOAD_REPORT => {
                     self.handle_load_report(message);
                     Ok(())

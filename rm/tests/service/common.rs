@@ -507,6 +507,9 @@ pub(crate) fn task_info(tid: Tid, host: u16, flags: i32, name: &str) -> TaskInfo
         migrating: false,
         paused: false,
         suspended: false,
+        namespace_pid: pid,
+        stopping: false,
+        leftover_processes: 0,
     }
 }
 

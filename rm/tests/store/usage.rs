@@ -408,6 +408,9 @@ fn lost_host_or_reconciliation_ends_tasks() {
         migrating: false,
         paused: false,
         suspended: false,
+        namespace_pid: 1,
+        stopping: false,
+        leftover_processes: 0,
     };
     history.reconcile_tasks(event_time(50), &[info]);
     let (job, _) = query_job(&history, task_id(1, 2));

@@ -11,7 +11,7 @@ use sempa_proto::frame::{FrameDecoder, encode_control};
 use sempa_proto::tasker::{
     EngineUnavailable, FreezerUnavailable, FromTasker, TaskStart, TaskerCapabilities, ToTasker,
 };
-use sempa_proto::{HostId, MigrationId, Tid};
+use sempa_proto::{HostId, Micros, MigrationId, Tid};
 use std::collections::VecDeque;
 use std::io::{ErrorKind, Read, Write};
 use std::os::fd::AsRawFd;
@@ -22,6 +22,12 @@ use std::time::{Duration, Instant};
 
 /// Time limit of every wait. It is long because the machine may be loaded.
 pub const WAIT_TIMEOUT: Duration = Duration::from_secs(60);
+
+/// Environment variable of a tasker that stops paused tasks by signals.
+pub const FREEZER_OFF: (&str, &str) = ("SEMPA_FREEZER", "off");
+/// Environments of a tasker that stops paused tasks by control groups, if it has the privileges,
+/// and by signals.
+pub const MECHANISMS: [&[(&str, &str)]; 2] = [&[], &[FREEZER_OFF]];
 
 /// A tasker under test, with the daemon's end of its socket.
 pub struct Tasker {
@@ -40,6 +46,19 @@ impl Tasker {
     /// Starts a tasker with additional environment variables.
     pub fn start_with_env(env: &[(&str, &str)]) -> Self {
         Self::start_wrapped(&[], env)
+    }
+
+    /// Starts a tasker with one of [`MECHANISMS`], and asserts that it uses this mechanism.
+    pub fn start_with_mechanism(env: &[(&str, &str)]) -> Self {
+        let tasker = Self::start_with_env(env);
+        let TaskerCapabilities {
+            pid_namespaces,
+            freezer,
+            ..
+        } = &tasker.capabilities;
+        let must_freeze = *pid_namespaces && !env.contains(&FREEZER_OFF);
+        assert_eq!(freezer.is_ok(), must_freeze, "cannot run here: {freezer:?}");
+        tasker
     }
 
     /// Starts a tasker through the wrapper command `wrapper`, which receives the tasker's command
@@ -139,6 +158,13 @@ impl Tasker {
         self.received_messages.pop_front()
     }
 
+    /// Returns the next message as [`Tasker::wait_briefly_for_message`]; the tasker's capabilities,
+    /// which it sends when it has probed the engine, are skipped.
+    pub fn wait_briefly_for_report(&mut self) -> Option<FromTasker> {
+        self.wait_briefly_for_message()
+            .filter(|message| !matches!(message, FromTasker::Ready(_)))
+    }
+
     /// Waits for a message for which `pick` returns a value, and returns that value. Adds earlier
     /// messages to `earlier_messages`. Panics after [`WAIT_TIMEOUT`].
     pub fn wait_for_value<T>(
@@ -167,7 +193,7 @@ impl Tasker {
     pub fn start_task_and_wait(&mut self, tid: Tid, path: &Path, args: &[&str]) -> i32 {
         self.send(ToTasker::Start(start_order(tid, path, args)));
         self.wait_for_value(&mut Vec::new(), |m| match m {
-            FromTasker::Started { tid: t, pid } if *t == tid => Some(*pid),
+            FromTasker::Started { tid: t, pid, .. } if *t == tid => Some(*pid),
             FromTasker::StartFailed { reason: why, .. } => panic!("{why}"),
             _ => None,
         })
@@ -277,6 +303,18 @@ pub fn can_make_namespaces() -> bool {
         .is_ok_and(|output| output.status.success())
 }
 
+/// Returns the processor time of a process in the kernel's clock ticks.
+pub fn cpu_ticks(pid: i32) -> u64 {
+    let stat = proc::stat(pid).expect("it is there");
+    stat.utime + stat.stime
+}
+
+/// Waits until a process uses its processor.
+pub fn wait_until_runs(pid: i32) {
+    let previous_ticks = cpu_ticks(pid);
+    wait_until("the process runs", || cpu_ticks(pid) > previous_ticks);
+}
+
 /// True if a process with this PID exists and has not ended (a zombie has ended).
 pub fn is_alive(pid: i32) -> bool {
     proc::stat(pid).is_some_and(|stat| !matches!(stat.state, 'Z' | 'X'))
@@ -304,6 +342,7 @@ pub fn wait_until(expectation: &str, condition: impl Fn() -> bool) {
 /// Returns the PIDs of the processes whose command line contains `text`.
 pub fn processes_with_text(text: &str) -> Vec<i32> {
     proc::process_ids()
+        .expect("the kernel lists them")
         .into_iter()
         .filter(|pid| {
             let line = Process::new(*pid).and_then(|process| process.cmdline());
@@ -315,4 +354,21 @@ pub fn processes_with_text(text: &str) -> Vec<i32> {
 
 pub fn migration_id(number: u64) -> MigrationId {
     MigrationId(number)
+}
+
+/// Pauses task 1 and waits until the tasker calls the task paused. Appends other messages to
+/// `messages`.
+pub fn pause_and_wait(tasker: &mut Tasker, run_time: Micros, messages: &mut Vec<FromTasker>) {
+    tasker.send(ToTasker::Pause {
+        tid: tid(1),
+        run_time,
+    });
+    wait_until_paused(tasker, messages);
+}
+
+/// Waits until the tasker calls task 1 paused.
+pub fn wait_until_paused(tasker: &mut Tasker, messages: &mut Vec<FromTasker>) {
+    tasker.wait_for_value(messages, |m| {
+        matches!(m, FromTasker::Paused { tid: t } if *t == tid(1)).then_some(())
+    });
 }

@@ -1,8 +1,12 @@
 //! Tests descriptors that are connected to no process outside the task.
 
+use super::common::Tasker;
 use super::fixture::{
-    assert_prints_after_migration, assert_survives, assert_survives_on_other_host,
+    MigrationFixture, assert_prints_after_migration, assert_survives,
+    assert_survives_on_other_host, start_other_host,
 };
+use sempa_proto::migration::Refusal;
+use std::net::Ipv4Addr;
 
 /// Pipes keep their buffered data and their buffer size.
 #[test]
@@ -124,4 +128,28 @@ fn unread_inotify_events_are_lost() {
 #[ignore = "system tier: needs CRIU and gcc"]
 fn asynchronous_input_and_output_goes_on() {
     assert_survives("descriptors", "asynchronous");
+}
+
+/// A half of a socket pair whose other half is closed connects to nobody.
+#[test]
+#[ignore = "system tier: needs CRIU and gcc"]
+fn half_of_a_socket_pair_stays_alone() {
+    assert_survives("descriptors", "lone-halves");
+}
+
+/// A socket that is bound to an address of the source is refused by a target without the address.
+#[test]
+#[ignore = "system tier: needs CRIU and gcc"]
+fn socket_at_an_address_of_the_source_is_refused() {
+    let mut fixture = MigrationFixture::with_target(|dir| start_other_host(dir, "true"));
+    let own_address = Ipv4Addr::new(10, 77, 99, 1);
+    let script = format!("ip link set lo up && ip addr add {own_address}/32 dev lo && exec \"$@\"");
+    fixture.source = Tasker::start_wrapped(&["unshare", "--net", "sh", "-c", &script, "sh"], &[]);
+    let program = fixture.compile_c("descriptors");
+    fixture.start_and_wait_until_ready(&program, &[], "host-address", &own_address.to_string());
+    let expected = Refusal::Address {
+        address: own_address.into(),
+    };
+    assert_eq!(fixture.query_verdict(), [expected]);
+    fixture.assert_ends_successfully();
 }

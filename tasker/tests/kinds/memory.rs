@@ -34,6 +34,25 @@ fn locale_and_time_zone_stay_in_use() {
     assert_survives("memory", "language");
 }
 
+#[test]
+#[ignore = "system tier: needs CRIU and gcc"]
+fn guard_pages_stay_guard_pages() {
+    assert_survives("memory", "guarded");
+}
+
+/// Memory that was sealed (mseal) keeps its content, but is not sealed any more.
+#[test]
+#[ignore = "system tier: needs CRIU and gcc"]
+fn seals_of_memory_are_forgotten() {
+    assert_prints_after_migration("memory", "sealed", "forgotten");
+}
+
+#[test]
+#[ignore = "system tier: needs CRIU and gcc"]
+fn droppable_memory_stays_droppable() {
+    assert_prints_after_migration("memory", "droppable", "kept");
+}
+
 /// Hundreds of mebibytes migrate. Pages that were never written are not sent.
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]

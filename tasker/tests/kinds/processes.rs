@@ -101,3 +101,29 @@ fn a_processor_that_it_was_bound_to_is_let_go() {
 fn fixed_addresses_are_forgotten() {
     assert_prints_after_migration("processes", "random-addresses", "as usual");
 }
+
+/// Core dumps contain the same memory as before, timers have the same slack, and the session has
+/// the same share of the processors.
+#[test]
+#[ignore = "system tier: needs CRIU and gcc"]
+fn settings_outside_of_images_are_kept() {
+    assert_survives("processes", "settings");
+}
+
+#[test]
+#[ignore = "system tier: needs CRIU and gcc"]
+fn denial_of_writable_code_is_forgotten() {
+    assert_prints_after_migration("processes", "write-or-execute", "forgotten");
+}
+
+#[test]
+#[ignore = "system tier: needs CRIU and gcc"]
+fn policy_for_memory_errors_is_forgotten() {
+    assert_prints_after_migration("processes", "memory-errors", "forgotten");
+}
+
+#[test]
+#[ignore = "system tier: needs CRIU and gcc"]
+fn child_may_share_the_table_of_descriptors() {
+    assert_survives("processes", "shared-descriptors");
+}

@@ -1,11 +1,14 @@
 //! Tests refusals. A task with a resource that does not survive a migration is refused before it is
 //! stopped, and continues.
 
-use super::common::tid;
+use super::common::migration_steps::{continue_and_wait, dump_and_wait, stop_and_wait};
+use super::common::{migration_id, tid, wait_until};
 use super::fixture::{MigrationFixture, assert_refused};
 use checkpoint::proc;
 use nix::pty::openpty;
-use sempa_proto::migration::Refusal;
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use sempa_proto::migration::{Failure, Refusal};
 use std::io::Read;
 use std::os::unix::fs::OpenOptionsExt;
 use std::os::unix::net::UnixListener;
@@ -373,4 +376,160 @@ fn other_group_needs_a_privileged_tasker() {
         "",
         "another user or group (4241), for which the tasker needs CAP_SYS_RESOURCE",
     );
+}
+
+#[test]
+#[ignore = "system tier: needs CRIU and gcc"]
+fn own_directory_of_a_thread_is_refused() {
+    assert_refused(
+        "directory-of-a-thread",
+        "",
+        "with a working directory, root directory and umask of its own",
+    );
+}
+
+#[test]
+#[ignore = "system tier: needs CRIU and gcc"]
+fn own_descriptors_of_a_thread_are_refused() {
+    assert_refused(
+        "descriptors-of-a-thread",
+        "",
+        "with a table of descriptors of its own",
+    );
+}
+
+#[test]
+#[ignore = "system tier: needs CRIU and gcc"]
+fn own_network_of_a_thread_is_refused() {
+    assert_refused(
+        "network-of-a-thread",
+        "",
+        "with a network namespace of its own",
+    );
+}
+
+#[test]
+#[ignore = "system tier: needs CRIU and gcc"]
+fn own_host_name_of_a_thread_is_refused() {
+    assert_refused(
+        "name-of-a-thread",
+        "",
+        "with a host-name namespace of its own",
+    );
+}
+
+#[test]
+#[ignore = "system tier: needs CRIU and gcc"]
+fn own_children_namespace_of_a_thread_is_refused() {
+    assert_refused(
+        "processes-of-a-thread",
+        "",
+        "with a process-id namespace for its children of its own",
+    );
+}
+
+#[test]
+#[ignore = "system tier: needs CRIU and gcc"]
+fn a_task_in_vfork_is_refused() {
+    assert_refused(
+        "in-vfork",
+        "",
+        "processes that share their memory (vfork, or clone with CLONE_VM)",
+    );
+}
+
+#[test]
+#[ignore = "system tier: needs CRIU and gcc"]
+fn child_that_shares_memory_is_refused() {
+    assert_refused(
+        "memory-of-a-child",
+        "",
+        "processes that share their memory (vfork, or clone with CLONE_VM)",
+    );
+}
+
+#[test]
+#[ignore = "system tier: needs CRIU and gcc"]
+fn child_that_shares_its_directory_is_refused() {
+    assert_refused(
+        "directory-of-a-child",
+        "",
+        "processes that share their working directory",
+    );
+}
+
+#[test]
+#[ignore = "system tier: needs CRIU and gcc"]
+fn a_socket_of_another_kind_is_refused() {
+    assert_refused("other-socket", "", "a socket of the kind A");
+}
+
+#[test]
+#[ignore = "system tier: needs CRIU and gcc"]
+fn a_control_group_namespace_of_its_own_is_refused() {
+    assert_refused(
+        "own-control-group",
+        "",
+        "a control-group namespace of its own",
+    );
+}
+
+/// A task that has used up its descriptors is refused with its limit.
+#[test]
+#[ignore = "system tier: needs CRIU and gcc"]
+fn a_task_without_free_descriptors_is_refused() {
+    assert_refused(
+        "few-descriptors",
+        "12",
+        "a limit of 12 descriptors (RLIMIT_NOFILE), of which 12 are used",
+    );
+}
+
+/// A task that a signal has stopped is refused at once, and may migrate when it continues.
+#[test]
+#[ignore = "system tier: needs CRIU and gcc"]
+fn a_task_stopped_by_a_signal_is_refused() {
+    let mut fixture = MigrationFixture::new();
+    let program = fixture.compile_c("processes");
+    fixture.start_and_wait_until_ready(&program, &[], "batch", "");
+    let root_pid = program_processes(&program)[0];
+    let signal_root = |signal| kill(Pid::from_raw(root_pid), signal).expect("it is there");
+    signal_root(Signal::SIGSTOP);
+    wait_until("it is stopped", || {
+        proc::stat(root_pid).is_some_and(|stat| stat.state == 'T')
+    });
+    let result = fixture.inspect();
+    assert!(
+        matches!(&result, Err(Refusal::UnsupportedResource { what }) if what.contains("stopped by a signal")),
+        "{result:?}"
+    );
+    signal_root(Signal::SIGCONT);
+    fixture.migrate_there_and_back();
+    fixture.assert_ends_successfully();
+}
+
+/// The dump of a task that has confined itself fails with an explanation, and the task continues.
+#[test]
+#[ignore = "system tier: needs CRIU and gcc"]
+fn dump_of_a_confined_task_is_explained() {
+    let mut fixture = MigrationFixture::new();
+    let program = fixture.compile_c("refused");
+    fixture.start_and_wait_until_ready(&program, &[], "confined", "");
+    fixture.inspect().expect("it cannot be seen from outside");
+    let (source, migration) = (&mut fixture.source, migration_id(7));
+    let images = fixture.dir.path().join("images");
+    stop_and_wait(source, tid(1), migration, &mut Vec::new());
+    let result = dump_and_wait(source, tid(1), migration, &images, &mut Vec::new());
+    assert!(
+        matches!(&result, Err(Failure::Engine(why)) if why.contains("has confined itself (landlock")),
+        "{result:?}"
+    );
+    continue_and_wait(source, tid(1), migration, &mut Vec::new());
+    fixture.assert_ends_successfully();
+}
+
+#[test]
+#[ignore = "system tier: needs CRIU and gcc"]
+fn a_time_namespace_of_its_own_is_refused() {
+    assert_refused("own-time", "", "a time namespace of its own");
 }

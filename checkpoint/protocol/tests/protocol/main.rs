@@ -25,6 +25,9 @@ use sempa_proto::{HostId, Micros, MigrationId, RequestId, Tid};
 use std::collections::{BTreeMap, HashMap};
 use std::path::PathBuf;
 
+/// Time from the report that a host is lost until its copy of the task is considered dead.
+const SOURCE_DEATH_DELAY: Micros = Micros::from_secs(2);
+
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum CopyState {
     None,
@@ -335,7 +338,11 @@ impl Simulation {
                 self.coordinator.on_location_recorded(id, result);
             }
             SimEvent::LocationAnnounced(id) => self.coordinator.on_location_announced(self.now, id),
-            SimEvent::LossDetected(host) => self.coordinator.on_host_lost(self.now, host),
+            SimEvent::LossDetected(host) => {
+                let source_dead_at = self.now + SOURCE_DEATH_DELAY;
+                self.coordinator
+                    .on_host_lost(self.now, host, source_dead_at);
+            }
             SimEvent::LoseHost(failed_host) => self.lose_host(failed_host),
             SimEvent::KillTask => {
                 if self.copies.0 == CopyState::Running || self.copies.0 == CopyState::Stopped {

@@ -56,11 +56,12 @@ impl SourceProcess {
     /// no longer exists. Omits swapped-out pages, which post-copy transfers.
     fn populated_ranges(&self) -> Vec<(u64, u64)> {
         let scan_areas = |areas: Vec<_>| {
-            lazy_pages_filter::populated_ranges(self.pid, &areas, PageFilter::InMemory)
+            lazy_pages_filter::populated_pages(self.pid, &areas, PageFilter::InMemory)
         };
         lazy_pages_filter::lazy_areas(self.pid)
             .and_then(scan_areas)
             .unwrap_or_default()
+            .ranges
     }
 }
 

@@ -65,6 +65,10 @@ fn failed_add_shows_reason() {
     ));
 }
 
+fn is_task_list(request: &Request) -> bool {
+    matches!(request, Request::Tasks { .. })
+}
+
 /// `kill` skips the console, and `sig` also signals the console.
 #[test]
 fn only_sig_signals_the_console() {
@@ -74,9 +78,14 @@ fn only_sig_signals_the_console() {
         "t40001: that's me.\n"
     );
     assert_eq!(run_successfully(&mut session, "kill t40002"), "");
+    assert!(
+        !session.vm.requests.borrow().iter().any(is_task_list),
+        "a running task needs no list of all hosts' tasks"
+    );
     assert_eq!(run_successfully(&mut session, "kill -c t40002"), "");
     assert_eq!(run_successfully(&mut session, "sig USR1 t40002 t40001"), "");
-    let requests: Vec<_> = session.vm.requests.borrow().iter().cloned().collect();
+    let mut requests = session.vm.requests.take();
+    requests.retain(|r| !is_task_list(r) && !matches!(r, Request::TaskStatus { .. }));
     let signal = |tid, signal| Request::Signal {
         tid: Tid::from_raw(tid),
         signal,
@@ -88,6 +97,38 @@ fn only_sig_signals_the_console() {
             signal(0xc0001, 15),
             signal(0x40002, 10),
             signal(0x40001, 10)
+        ]
+    );
+}
+
+/// `kill` of an ended task ends the processes that it has left behind. Without such processes, the
+/// signal is sent, because only the daemon knows why it cannot be.
+#[test]
+fn kill_ends_leftovers_of_ended_tasks() {
+    let mut session = session();
+    let tids = [0x40005, 0x40006].map(Tid::from_raw);
+    session.vm.exited_tasks.replace(tids.to_vec());
+    let mut leftover = task(0x40005, 0, 0, 0, "left");
+    leftover.leftover_processes = 2;
+    session.vm.leftovers.borrow_mut().push(leftover);
+    assert_eq!(
+        run_successfully(&mut session, "kill t40005 t40006 t40002"),
+        ""
+    );
+    let mut requests = session.vm.requests.take();
+    let list_count = requests.iter().filter(|r| is_task_list(r)).count();
+    assert_eq!(list_count, 1, "{requests:?}");
+    requests.retain(|r| !is_task_list(r) && !matches!(r, Request::TaskStatus { .. }));
+    let signal = |tid| Request::Signal {
+        tid: Tid::from_raw(tid),
+        signal: 15,
+    };
+    assert_eq!(
+        requests,
+        [
+            Request::KillLeftovers { tid: tids[0] },
+            signal(0x40006),
+            signal(0x40002)
         ]
     );
 }

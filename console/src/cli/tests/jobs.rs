@@ -1,12 +1,13 @@
 //! Tests of spawned jobs: their environment, output and trace records.
 
 use super::*;
-use crate::session::job_output::{TAG_CLOSE_JOB_BASE, TAG_TRACE_BASE};
+use crate::session::job_output::{TAG_CLOSE_JOB_BASE, TAG_EVENTS, TAG_EXIT_BASE, TAG_TRACE_BASE};
 use bytes::Bytes;
 use libpvm::Vm;
 use libpvm::spawn::TC_SIBLINGS;
+use sempa_proto::frame::to_bytes;
 use sempa_proto::message::CTX_TASK_CONTROL;
-use sempa_proto::task::Sink;
+use sempa_proto::task::{NotifySubjects, Sink};
 
 #[test]
 fn exported_variables_reach_spawned_tasks() {
@@ -90,6 +91,135 @@ fn output_file_is_never_overwritten() {
     );
     run_successfully(&mut session, &format!("spawn ->>{path_text} hello"));
     std::fs::remove_file(&path).expect("ours");
+}
+
+fn exit_message(tid: i32) -> Message {
+    output_message(TAG_EXIT_BASE + 1, tid, &[], b"")
+}
+
+/// Returns the event that a task was restarted from a checkpoint.
+fn restart_event_message(tid: Tid) -> Message {
+    let event = Event {
+        number: 1,
+        at: Micros(1),
+        host: HostId::MASTER,
+        kind: EventKind::Restarted {
+            checkpoint: "c1".into(),
+            job: tid,
+            tasks: vec![(tid, HostId::MASTER)],
+            why: "h2 was lost".into(),
+        },
+    };
+    Message {
+        body: to_bytes(&event).expect("small").into(),
+        ..output_message(TAG_EVENTS, 0, &[], b"")
+    }
+}
+
+/// A task that exits without the end of its output is lost.
+#[test]
+fn lost_task_ends_its_job() {
+    let mut session = session();
+    run_successfully(&mut session, "spawn -> hello");
+    session.vm.requests.borrow_mut().clear();
+    session
+        .vm
+        .exited_tasks
+        .borrow_mut()
+        .push(Tid::from_raw(0x80001));
+    let shown_bytes = handle_message(&mut session, &exit_message(0x80001));
+    assert_eq!(
+        String::from_utf8_lossy(&shown_bytes),
+        "[1:t80001] lost with its host: the last lines may be missing\n[1:t80001] EOF\n\
+         [1] finished\n"
+    );
+    assert!(session.has_lost_tasks);
+}
+
+/// The job of a lost task that rolls back continues after its restart, and ends with the task.
+#[test]
+fn job_that_rolls_back_is_not_lost() {
+    let mut session = session();
+    run_successfully(&mut session, "spawn -> hello");
+    let tag = session.vm.spawn_requests.borrow()[0].output_sink.tag;
+    let tid = Tid::from_raw(0x80001);
+    session.vm.awaiting_tasks.borrow_mut().push(tid);
+    let shown_bytes = handle_message(&mut session, &exit_message(0x80001));
+    assert_eq!(
+        String::from_utf8_lossy(&shown_bytes),
+        "[1:t80001] waits for the restart of its job from the last checkpoint\n"
+    );
+    session.vm.awaiting_tasks.borrow_mut().clear();
+    session.vm.requests.borrow_mut().clear();
+    let event_message = restart_event_message(tid);
+    assert_eq!(handle_message(&mut session, &event_message), b"");
+    let requests = session.vm.requests.take();
+    let watches = |r: &Request| matches!(r, Request::Notify(n) if n.subjects == NotifySubjects::TaskExit(vec![tid]));
+    assert!(requests.iter().any(watches), "{requests:?}");
+    assert!(as_session(&mut session).has_jobs() && !session.has_lost_tasks);
+    let shown_bytes = handle_message(&mut session, &output_message(tag, 0x80001, &[0], b""));
+    assert_eq!(
+        String::from_utf8_lossy(&shown_bytes),
+        "[1:t80001] EOF\n[1] finished\n"
+    );
+}
+
+/// A rollback kills the tasks on the remaining hosts. The end of such a task is not the end of the
+/// job.
+#[test]
+fn task_killed_for_rollback_does_not_end_its_job() {
+    let mut session = session();
+    run_successfully(&mut session, "spawn -> hello");
+    let tag = session.vm.spawn_requests.borrow()[0].output_sink.tag;
+    let tid = Tid::from_raw(0x80001);
+    let end_message = output_message(tag, 0x80001, &[0], b"");
+    session.vm.awaiting_tasks.borrow_mut().push(tid);
+    let shown_bytes = handle_message(&mut session, &end_message);
+    assert_eq!(
+        String::from_utf8_lossy(&shown_bytes),
+        "[1:t80001] waits for the restart of its job from the last checkpoint\n"
+    );
+    assert_eq!(handle_message(&mut session, &exit_message(0x80001)), b"");
+    assert!(as_session(&mut session).has_jobs());
+    session.vm.awaiting_tasks.borrow_mut().clear();
+    assert_eq!(
+        handle_message(&mut session, &restart_event_message(tid)),
+        b""
+    );
+    let shown_bytes = handle_message(
+        &mut session,
+        &output_message(tag, 0x80001, &[6], b"again\n"),
+    );
+    assert_eq!(shown_bytes, b"[1:t80001] again\n");
+    assert_eq!(
+        handle_message(&mut session, &end_message),
+        b"[1:t80001] EOF\n[1] finished\n"
+    );
+    assert!(!session.has_lost_tasks);
+}
+
+/// A console that handles the exit of a task only after the restart of its job continues with the
+/// restarted task.
+#[test]
+fn restarted_task_is_not_lost_for_late_console() {
+    let mut session = session();
+    run_successfully(&mut session, "spawn -> hello");
+    let tag = session.vm.spawn_requests.borrow()[0].output_sink.tag;
+    handle_message(&mut session, &output_message(tag, 0x80001, &[4], b"half"));
+    session.vm.requests.borrow_mut().clear();
+    assert_eq!(
+        handle_message(&mut session, &exit_message(0x80001)),
+        b"[1:t80001] half\n"
+    );
+    let tids = vec![Tid::from_raw(0x80001)];
+    let watches = |r: &Request| matches!(r, Request::Notify(n) if n.subjects == NotifySubjects::TaskExit(tids.clone()));
+    let requests = session.vm.requests.take();
+    assert!(requests.iter().any(watches), "{requests:?}");
+    assert!(as_session(&mut session).has_jobs() && !session.has_lost_tasks);
+    assert_eq!(
+        handle_message(&mut session, &output_message(tag, 0x80001, &[0], b"")),
+        b"[1:t80001] EOF\n[1] finished\n"
+    );
 }
 
 #[test]
@@ -185,7 +315,8 @@ fn traced_spawn_requests_records() {
 }
 
 /// The console shows the records that tasks send, and adds records about the start, the output and
-/// the end of each task.
+/// the end of each task. To learn that the last records have arrived, it requests a notification of
+/// the exit; it lists no tasks and sends nothing to itself.
 #[test]
 fn traced_job_shows_records() {
     let mut session = session();
@@ -238,17 +369,19 @@ fn traced_job_shows_records() {
         end_text.ends_with("{ \"GOTEOF\" } };;\n[1] libpvmtrc: Trace File Complete\n"),
         "{end_text}"
     );
-    let close_message = session
-        .vm
-        .sent_messages
-        .borrow()
-        .last()
-        .cloned()
-        .expect("sent to itself");
-    assert_eq!(
-        (close_message.dst, close_message.tag),
-        (CONSOLE, TAG_CLOSE_JOB_BASE + 1)
-    );
+    let close_tag = TAG_CLOSE_JOB_BASE + 1;
+    let is_exit_request = |r: &Request| matches!(r, Request::Notify(n) if n.tag == close_tag);
+    {
+        let requests = session.vm.requests.borrow();
+        assert!(requests.iter().any(is_exit_request));
+        assert!(
+            !requests.iter().any(|r| matches!(r, Request::Tasks { .. })),
+            "{requests:?}"
+        );
+        let sent_messages = session.vm.sent_messages.borrow();
+        assert!(sent_messages.iter().all(|m| m.dst != CONSOLE));
+    }
+    let close_message = output_message(close_tag, 0x80001, &[], b"");
     assert!(
         as_session(&mut session).has_jobs(),
         "the last records arrive after the end of the output"

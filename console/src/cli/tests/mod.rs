@@ -35,6 +35,12 @@ struct FakeVm {
     requests: RefCell<Vec<Request>>,
     spawn_requests: RefCell<Vec<SpawnRequest>>,
     sent_messages: RefCell<Vec<Message>>,
+    /// Tasks that wait for the restart of their job.
+    awaiting_tasks: RefCell<Vec<Tid>>,
+    /// Processes that ended tasks have left behind.
+    leftovers: RefCell<Vec<TaskInfo>>,
+    /// Tasks that have exited.
+    exited_tasks: RefCell<Vec<Tid>>,
 }
 
 fn suspension_info() -> SuspensionStart {
@@ -112,6 +118,7 @@ impl VirtualMachine for FakeVm {
     }
 
     fn tasks(&self, selector: Tid) -> Result<Vec<TaskInfo>, Error> {
+        self.requests.borrow_mut().push(Request::Tasks { selector });
         let all_tasks = [
             task(0xc0001, 0x40002, 12, 6, "child"),
             task(0x40001, 0, 10, 4, ""),
@@ -121,6 +128,12 @@ impl VirtualMachine for FakeVm {
             selector == Tid::NONE || task.host.tid() == selector || task.tid == selector
         };
         Ok(all_tasks.into_iter().filter(is_selected).collect())
+    }
+
+    fn tasks_and_leftovers(&self, selector: Tid) -> Result<Vec<TaskInfo>, Error> {
+        let mut tasks = self.tasks(selector)?;
+        tasks.extend(self.leftovers.borrow().iter().cloned());
+        Ok(tasks)
     }
 
     fn spawn(&self, request: SpawnRequest) -> Result<Vec<Result<Tid, PvmError>>, Error> {
@@ -290,6 +303,9 @@ impl VirtualMachine for FakeVm {
         let reply = match &request {
             Request::HostStatus { name } if name == "nohost" => Err(PvmError::NoHost.into()),
             Request::TaskStatus { tid } if !tid.is_task() => Err(PvmError::BadParam.into()),
+            Request::TaskStatus { tid } if self.exited_tasks.borrow().contains(tid) => {
+                Err(PvmError::NoTask.into())
+            }
             Request::Mailbox(MailboxRequest::List { .. }) => {
                 Ok(Reply::MailboxClasses(vec![MailboxClass {
                     name: "svc".into(),
@@ -298,6 +314,13 @@ impl VirtualMachine for FakeVm {
             }
             Request::Mailbox(MailboxRequest::Put { .. }) => Ok(Reply::MailboxIndex(0)),
             Request::DebugQuery(_) => Ok(Reply::DebugValues(vec![3])),
+            Request::FindAwaitingRestart { tids } => {
+                let awaiting_tasks = self.awaiting_tasks.borrow();
+                let awaits = |tid: &&Tid| awaiting_tasks.contains(*tid);
+                Ok(Reply::AwaitingRestart(
+                    tids.iter().filter(awaits).copied().collect(),
+                ))
+            }
             _ => Ok(Reply::Done),
         };
         self.requests.borrow_mut().push(request);

@@ -16,7 +16,7 @@ use sempa_proto::{PvmError, PvmResult};
 use std::ffi::{c_char, c_int, c_void};
 
 /// Sends a request to the group service and waits without limit for the reply. Messages that arrive
-/// during the wait are dispatched.
+/// before the reply are taken in.
 ///
 /// `call` is a [`GroupCall`]; `number` is its argument (a count, a tid or an instance). Returns a
 /// number ≥ 0 or one of PVM's error codes; nothing is printed and `pvm_errno` is unchanged. If the
@@ -63,14 +63,16 @@ enum GroupResult {
 fn send_group_request(call: c_int, group: Vec<u8>, number: c_int) -> PvmResult<GroupResult> {
     let request = GroupCall::try_from(call)?.to_request(group, number);
     let rt = session::runtime()?;
-    let mut poll_messages = || receive::poll_incoming(&rt);
-    // Inside a handler no messages are dispatched, because handlers must not interrupt each other.
-    let on_arrival: Option<&mut dyn FnMut()> = if receive::is_in_handler() {
+    let mut take_in_messages = || receive::take_in_all(&rt);
+    // Inside a handler no messages are taken in, because handlers must not interrupt each other.
+    let on_arrival: Option<&mut dyn FnMut() -> bool> = if receive::is_in_handler() {
         None
     } else {
-        Some(&mut poll_messages)
+        Some(&mut take_in_messages)
     };
-    match rt.group_request_and_wait(request, on_arrival) {
+    let reply = rt.group_request_and_wait(request, on_arrival);
+    receive::take_in_all(&rt);
+    match reply {
         Reply::Group(GroupReply::Number(number)) => Ok(GroupResult::Number(number)),
         Reply::Group(GroupReply::Members(tids)) => Ok(GroupResult::List(
             tids.iter().map(|tid| tid.raw()).collect(),

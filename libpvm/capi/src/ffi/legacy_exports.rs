@@ -11,7 +11,7 @@ use crate::memory::{ProgramStr, Strided, write_c_string};
 use crate::session::{self, lock, log_stderr, value_or_report};
 use crate::{control, env, names, process, send};
 use libpvm::Runtime;
-use sempa_proto::runtime_paths::RuntimePaths;
+use libpvm::runtime::runtime_paths;
 use sempa_proto::{PvmError, PvmResult};
 use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_void};
 use std::sync::Mutex;
@@ -146,19 +146,19 @@ unsafe extern "C" fn pvmmcast(mid: c_int, tids: *const c_int, count: c_int, tag:
     value_or_report("pvmmcast", result)
 }
 
-/// Sends a buffer. If `mid` is 0 or negative, dispatches the messages that have arrived instead.
+/// Sends a buffer. If `mid` is 0 or negative, takes in the messages that have arrived instead.
 #[unsafe(no_mangle)]
 extern "C" fn mroute(mid: c_int, tid: c_int, tag: c_int, _time: *const c_void) -> c_int {
-    let send_or_dispatch = || {
+    let send_or_take_in = || {
         if mid <= 0 {
-            crate::receive::poll_incoming(&session::runtime()?);
+            crate::receive::take_in_all(&session::runtime()?);
             return Ok(0);
         }
         zero_on_success(send::with_send_buffer(mid, || {
             send::send_active_buffer(tid, tag)
         }))
     };
-    value_or_report("mroute", send_or_dispatch())
+    value_or_report("mroute", send_or_take_in())
 }
 
 /// Returns the names of the bits of a debug mask.
@@ -371,7 +371,7 @@ extern "C" fn pvmgetpvmd() -> *const c_char {
 #[unsafe(no_mangle)]
 extern "C" fn pvmdsockfile() -> *const c_char {
     static TEXT: Mutex<Option<crate::memory::COwnedMemory<CString>>> = Mutex::new(None);
-    let paths = RuntimePaths::from_env(process::real_uid() as u32, env::read_var);
+    let paths = runtime_paths(process::real_uid() as u32, env::read_var);
     store_text(
         &TEXT,
         paths.map_or_else(

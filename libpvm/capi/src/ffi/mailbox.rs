@@ -247,10 +247,10 @@ unsafe extern "C" fn pvm_lookup(
             let target = unsafe { OutParam::new(value) };
             let look_up_value = || {
                 // SAFETY: by this function's contract.
-                let stored_value =
-                    requests::mailbox_lookup(unsafe { enrol_and_read_name(class_name)? }, index)?;
+                let class_name = unsafe { enrol_and_read_name(class_name)? };
+                let (index, stored_value) = requests::mailbox_lookup(class_name, index)?;
                 target.set(stored_value);
-                Ok(if index == -1 { 0 } else { index })
+                Ok(index)
             };
             value_or_report_except("pvm_lookup", look_up_value(), &[PvmError::NotFound])
         },

@@ -198,14 +198,19 @@ extern "C" fn pvm_recv(tid: c_int, tag: c_int) -> c_int {
     )
 }
 
-/// Receives a message as `pvm_recv` does, but without waiting. Returns 0 if no matching message has
-/// arrived.
+/// Receives a message as `pvm_recv` does, but takes in at most one message and does not wait.
+/// Returns 0 if no message that was taken in matches.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_nrecv(tid: c_int, tag: c_int) -> c_int {
     trace::traced_call(
         "nrecv",
         || receive_entry_items(tid, tag),
-        || receive_result("pvm_nrecv", receive::receive(tid, tag, WaitMode::NoWait)),
+        || {
+            receive_result(
+                "pvm_nrecv",
+                receive::receive(tid, tag, WaitMode::OneMessage),
+            )
+        },
         receive_exit_items,
     )
 }
@@ -251,8 +256,8 @@ unsafe extern "C" fn pvm_trecv(tid: c_int, tag: c_int, time: *const TimeVal) -> 
     )
 }
 
-/// Returns the buffer number of the message that a receive call would return; 0 if no matching
-/// message has arrived. The message stays in the list of messages that can be received.
+/// Returns the buffer number of the message that `pvm_nrecv` would return; 0 if there is none. The
+/// message stays in the list of messages that can be received.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_probe(tid: c_int, tag: c_int) -> c_int {
     trace::traced_call(

@@ -180,7 +180,7 @@ unsafe extern "C" fn pvm_tasks(
                         host: task.host.tid().raw(),
                         flag: task.flags,
                         program,
-                        pid: task.pid,
+                        pid: task.namespace_pid,
                     });
                 }
                 count.set(records.len());
@@ -296,8 +296,9 @@ unsafe extern "C" fn pvm_notify(
     )
 }
 
-/// Sets the stream on which the output of tasks that are spawned later is printed. With null, the
-/// output of these tasks is sent to the destination of this task's own output.
+/// Sets the stream on which the output of children is printed. With null nothing is printed any
+/// more, and the output of tasks that are spawned later is sent to the destination of this task's
+/// own output.
 ///
 /// # Safety
 /// `stream` must be null, or stay open while children write.
@@ -305,9 +306,13 @@ unsafe extern "C" fn pvm_notify(
 unsafe extern "C" fn pvm_catchout(stream: *mut libc::FILE) -> c_int {
     // SAFETY: by this function's contract.
     let stream = unsafe { Stream::new(stream) };
-    let result = session::runtime().map(|rt| {
-        output::set_stream(&mut lock(), stream);
-        receive::poll_incoming(&rt);
+    let result = session::runtime().map(|_| {
+        let mut session = lock();
+        let begins_printing = stream.is_some();
+        output::set_stream(&mut session, stream);
+        if begins_printing {
+            receive::take_in_after_send(session);
+        }
         0
     });
     value_or_report("pvm_catchout", result)
@@ -328,7 +333,7 @@ unsafe extern "C" fn pvm_getfds(fds: *mut *mut c_int) -> c_int {
             // SAFETY: by this function's contract.
             let list = unsafe { OutParam::new(fds) };
             let store_fds = || {
-                let fd = session::runtime()?.ready_fd().ok_or(PvmError::SysErr)?;
+                let fd = receive::ready_fd(&session::runtime()?).ok_or(PvmError::SysErr)?;
                 if list.is_null() {
                     return Err(PvmError::BadParam);
                 }

@@ -165,6 +165,8 @@ static void matching(void)
     send_int(5, 1);
     send_int(9, 1);
     send_int(9, 2);
+    /* A poll takes in one message only; a request takes in all. */
+    IS(0, pvm_pstat(me));
     IS(1, pvm_nrecv(-1, -1) > 0);
     IS(1, pvm_recvf(own) == rank_by_value);
     /* The first of the two messages with the highest rank was received. */
@@ -376,9 +378,15 @@ int main(int argc, char **argv)
     IS(0x40001, me);
     if (argc > 1 && strcmp(argv[1], "catch") == 0) {
         IS(0, pvm_catchout(stdout));
-        if (argc > 2)
+        if (argc > 2 && strcmp(argv[argc - 1], "bare") == 0)
             IS(1, pvm_setopt(PvmShowTids, 0));
-        IS(1, pvm_spawn("child", NULL, 0, NULL, 1, tids));
+        IS(1, pvm_spawn(argc > 2 && strcmp(argv[2], "lost") == 0 ? "lost" : "child", NULL, 0, NULL, 1, tids));
+        return pvm_exit();
+    }
+    if (argc > 1 && strcmp(argv[1], "orphan") == 0) {
+        IS(0x40008, pvm_parent());
+        pvm_setopt(PvmAutoErr, 0);
+        IS(PvmNoParent, pvm_siblings(&siblings));
         return pvm_exit();
     }
     if (argc > 1 && strcmp(argv[1], "siblings") == 0) {

@@ -3,6 +3,8 @@
 
 #include "check.h"
 
+int pvmendtask(void);
+
 #include <poll.h>
 #include <pthread.h>
 #include <sys/wait.h>
@@ -29,6 +31,18 @@ static void *talk(void *argument)
     return 0;
 }
 
+/* Only receives: the other threads take in its messages, too, and must wake it. */
+static void *listen_only(void *argument)
+{
+    int tag = (int)(long)argument, i, number;
+
+    for (i = 0; i < ROUNDS; i++) {
+        IS(0, pvm_precv(me, tag, &number, 1, PVM_INT, 0, 0, 0));
+        IS(i, number);
+    }
+    return 0;
+}
+
 /* Meanwhile creates and frees buffers and queries the daemon. */
 static void *disturb(void *argument)
 {
@@ -50,6 +64,66 @@ static void *disturb(void *argument)
     return argument;
 }
 
+/* Calls that do not wait for messages end while another thread runs a handler, also if messages have arrived. */
+static void *ask(void *argument)
+{
+    int number = 1;
+
+    IS(0, pvm_psend(me, 52, &number, 1, PVM_INT));
+    IS(PvmOk, pvm_pstat(me));
+    IS(0, pvm_nrecv(me, 53));
+    return argument;
+}
+
+static int handled;
+
+/* A handler that waits for another thread. */
+static int wait_for_thread(int mid)
+{
+    pthread_t asker;
+
+    IS(1, mid > 0);
+    IS(0, pthread_create(&asker, 0, ask, 0));
+    IS(0, pthread_join(asker, 0));
+    handled++;
+    return 0;
+}
+
+/* A handler in which the process becomes another task. */
+static int leave(int mid)
+{
+    IS(1, mid > 0);
+    IS(0, pvm_exit());
+    me = pvm_mytid();
+    handled++;
+    return 0;
+}
+
+/* Messages that had arrived for the old task do not reach the next task of the process. */
+static void become_another_task(void)
+{
+    int number = 6, tag;
+
+    for (tag = 61; tag <= 63; tag++)
+        IS(0, pvm_psend(me, tag, &number, 1, PVM_INT));
+    IS(0, pvm_nrecv(me, 99)); /* takes in the first message */
+    pvmendtask();
+    me = pvm_mytid();
+    IS(1, me > 0);
+    IS(0, pvm_nrecv(-1, 62));
+    IS(0, pvm_nrecv(-1, 63));
+
+    handled = 0;
+    IS(0, pvm_psend(me, 64, &number, 1, PVM_INT));
+    IS(0, pvm_psend(me, 65, &number, 1, PVM_INT));
+    IS(1, pvm_addmhf(-1, 64, -1, leave) >= 0);
+    pvm_nrecv(-1, 99);
+    IS(1, handled);
+    IS(1, me > 0);
+    IS(0, pvm_nrecv(-1, 65));
+    IS(0, pvm_nrecv(-1, 65));
+}
+
 static int ready(int fd, int span)
 {
     struct pollfd one = {fd, POLLIN, 0};
@@ -63,6 +137,8 @@ int main(void)
     int i, *fds, status, number = 5;
     pid_t pid;
 
+    /* Ends a test that hangs. */
+    alarm(60);
     me = pvm_mytid();
     IS(1, me > 0);
     for (i = 0; i < 6; i++)
@@ -71,12 +147,45 @@ int main(void)
         IS(0, pthread_join(threads[i], 0));
     IS(0, pvm_nrecv(-1, -1));
 
+    for (i = 0; i < 3; i++)
+        IS(0, pthread_create(&threads[i], 0, listen_only, (void *)(long)(100 + i)));
+    for (i = 0; i < 3 * ROUNDS; i++) {
+        int round = i / 3;
+
+        IS(0, pvm_psend(me, 100 + i % 3, &round, 1, PVM_INT));
+        if (i % 100 == 0)
+            usleep(300);
+    }
+    for (i = 0; i < 3; i++)
+        IS(0, pthread_join(threads[i], 0));
+    IS(0, pvm_nrecv(-1, -1));
+
+    i = pvm_addmhf(me, 50, -1, wait_for_thread);
+    IS(1, i >= 0);
+    IS(0, pvm_psend(me, 50, &number, 1, PVM_INT));
+    IS(0, pvm_nrecv(me, 51));
+    IS(1, handled);
+    IS(0, pvm_delmhf(i));
+    IS(1, pvm_recv(me, 52) > 0);
+    become_another_task();
+
     IS(1, pvm_getfds(&fds));
     IS(0, ready(fds[0], 0));
     IS(0, pvm_psend(me, 9, &number, 1, PVM_INT));
     IS(1, ready(fds[0], 20000));
     IS(1, pvm_nrecv(me, 9) > 0);
     IS(0, ready(fds[0], 0));
+
+    /* A poll that finds nothing takes in one message, and the descriptor shows the other one. */
+    IS(0, pvm_psend(me, 9, &number, 1, PVM_INT));
+    IS(0, pvm_psend(me, 10, &number, 1, PVM_INT));
+    IS(1, ready(fds[0], 20000));
+    IS(0, pvm_nrecv(me, 11));
+    IS(1, ready(fds[0], 20000));
+    IS(0, pvm_nrecv(me, 11));
+    IS(0, ready(fds[0], 0));
+    IS(1, pvm_nrecv(me, 10) > 0);
+    IS(1, pvm_nrecv(me, 9) > 0);
 
     pid = fork();
     if (pid == 0)

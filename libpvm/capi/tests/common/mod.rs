@@ -9,7 +9,8 @@ use sempa_proto::frame::{FrameDecoder, encode_control};
 use sempa_proto::message::DSIG_X86_64;
 use sempa_proto::table::{HostEntry, HostTable, TaskInfo};
 use sempa_proto::task::{
-    Claim, MailboxClass, MailboxRequest, Reply, Request, Sink, ToDaemon, ToTask, Welcome,
+    Claim, MailboxClass, MailboxRequest, NotifyRequest, NotifySubjects, Reply, Request, Sink,
+    ToDaemon, ToTask, Welcome,
 };
 use sempa_proto::{HostId, Message, Micros, PvmError, Tid};
 use std::collections::BTreeMap;
@@ -187,6 +188,11 @@ pub(crate) const TASK_TID: i32 = 0x40001;
 /// Tid that the fake daemon reports for a started task.
 pub(crate) const CHILD_TID: i32 = 0x40002;
 
+/// Tid of a parent that has exited before it sent the list of siblings.
+pub(crate) const EXITED_PARENT_TID: i32 = 0x40008;
+/// Name of a program that the fake daemon starts and loses before its output has ended.
+const LOST_PROGRAM: &str = "lost";
+
 /// Fake daemon that serves one task at a time: sends the welcome message and answers simple
 /// requests.
 pub(crate) struct FakeDaemon {
@@ -285,7 +291,7 @@ impl TaskConnection {
             restart_info: None,
             handoff: None,
         }));
-        if self.parent.is_task() {
+        if self.parent.is_task() && self.parent.raw() != EXITED_PARENT_TID {
             self.send_siblings();
         }
     }
@@ -334,6 +340,24 @@ impl TaskConnection {
         }
     }
 
+    /// Notifies the task of the exit of another task.
+    fn send_exit_notification(&mut self, tid: Tid, ctx: i32, tag: i32) {
+        let mut body = sempa_proto::body::Packer::new(sempa_proto::body::Encoding::Xdr);
+        body.pack_int(tid.raw());
+        self.send(&ToTask::Deliver {
+            message: Message {
+                src: Tid::MY_DAEMON,
+                dst: Tid::from_raw(TASK_TID),
+                ctx,
+                tag,
+                wid: 0,
+                enc: sempa_proto::message::ENC_XDR,
+                body: body.finish(),
+            },
+            deliver_after: None,
+        });
+    }
+
     fn answer_request(&mut self, request: Request) -> Reply {
         let failure_reply = |error| Reply::Failed {
             error,
@@ -357,17 +381,35 @@ impl TaskConnection {
                 host: HostId::MASTER,
                 flags: 4,
                 name: String::new(),
-                pid: 77,
+                pid: 4077,
                 uid: 0,
                 migrating: false,
                 paused: false,
                 suspended: false,
+                namespace_pid: 77,
+                stopping: false,
+                leftover_processes: 0,
             }]),
             Request::Spawn(request_content) if request_content.program == "nowhere" => {
                 Reply::Spawned(vec![
                     Err(PvmError::NoFile);
                     request_content.task_count as usize
                 ])
+            }
+            Request::Spawn(request_content) if request_content.program == LOST_PROGRAM => {
+                let output_messages = [(-2, &b""[..]), (8, &b"one\nhalf"[..])];
+                self.send_child_output(request_content.output_sink, CHILD_TID, &output_messages);
+                Reply::Spawned(vec![Ok(Tid::from_raw(CHILD_TID))])
+            }
+            Request::Notify(NotifyRequest {
+                subjects: NotifySubjects::TaskExit(tids),
+                ctx,
+                tag,
+                ..
+            }) => {
+                tids.into_iter()
+                    .for_each(|tid| self.send_exit_notification(tid, ctx, tag));
+                Reply::Done
             }
             Request::Spawn(request_content) => {
                 let output_messages = [

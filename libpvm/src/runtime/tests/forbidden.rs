@@ -76,7 +76,7 @@ fn forbid_syscall(syscall_number: libc::c_long, second_argument: Option<u32>) {
 /// names.
 #[test]
 #[ignore = "child process of the tests of what is forbidden"]
-fn child_exchanges_messages_under_restriction() {
+fn subprocess_exchanges_messages_under_restriction() {
     let socket = std::env::var_os("WITHOUT_SOCKET")
         .expect("told where")
         .into();
@@ -134,7 +134,7 @@ fn exchange_restricted(restriction: &str) {
     let mut child = Command::new(std::env::current_exe().expect("known"))
         .args([
             "--exact",
-            "runtime::tests::forbidden::child_exchanges_messages_under_restriction",
+            "runtime::tests::forbidden::subprocess_exchanges_messages_under_restriction",
             "--ignored",
         ])
         .envs([

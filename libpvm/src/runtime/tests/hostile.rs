@@ -304,7 +304,11 @@ fn ring_is_read_despite_cleared_doorbell() {
         std::thread::scope(|scope| {
             let receive_thread = scope.spawn(|| wait_for_next_message(&b));
             wait_until("a sleeper", || {
-                b.0.shared_state.lock().has_event_waiters().then_some(())
+                b.inner
+                    .shared_state
+                    .lock()
+                    .has_event_waiters()
+                    .then_some(())
             });
             // The doorbell now shows no sleeping thread and an awake drainer thread, so the writer
             // wakes no thread.
@@ -355,7 +359,7 @@ fn pools_of_one_peer_are_bounded() {
 /// Helper process of another test: sends messages until it is killed.
 #[test]
 #[ignore = "child process of another test"]
-fn child_writes_without_end() {
+fn subprocess_writes_without_end() {
     let socket = std::env::var_os("WRITES_TO_SOCKET")
         .expect("told where")
         .into();
@@ -388,7 +392,7 @@ fn killed_writer_leaves_whole_messages_only() {
         let mut writer = Command::new(std::env::current_exe().expect("known"))
             .args([
                 "--exact",
-                "runtime::tests::hostile::child_writes_without_end",
+                "runtime::tests::hostile::subprocess_writes_without_end",
                 "--ignored",
             ])
             .env("WRITES_TO_SOCKET", fake.socket_path())

@@ -166,7 +166,7 @@ fn thread_waiting_at_socket_gets_ring_messages() {
             let receive_thread =
                 scope.spawn(|| b.wait_for_inbox(deadline, &mut |inbox| inbox.take_first(|_| true)));
             wait_until("a sleeper at the socket", || {
-                b.0.shared_state.has_socket_waiter().then_some(())
+                b.inner.shared_state.has_socket_waiter().then_some(())
             });
             a.send(xdr_message(b.tid(), n, "")).expect("sent");
             let received_message = receive_thread
@@ -466,7 +466,7 @@ fn ready_fd_reports_ring_messages() {
     let (a, b) = tasks_with_ring(&fake);
     b.ready_fd().expect("a descriptor");
     a.send(xdr_message(b.tid(), 5, "")).expect("sent");
-    let ready_event = b.0.shared_state.ready_event().expect("just made");
+    let ready_event = b.inner.shared_state.ready_event().expect("just made");
     let mut fds = [PollFd::new(ready_event.as_fd(), PollFlags::POLLIN)];
     assert_eq!(
         poll(&mut fds, PollTimeout::try_from(60_000u32).expect("short")),

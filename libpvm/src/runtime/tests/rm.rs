@@ -16,6 +16,7 @@ use sempa_proto::task::{
     ToDaemon, ToTask,
 };
 use sempa_proto::{HostId, Micros, PvmError, Tid};
+use std::collections::VecDeque;
 use std::thread;
 
 const ALL_SERVICES: RmServices = RmServices {
@@ -112,6 +113,64 @@ fn spawn_is_answered_by_rm() {
         (*request == Request::Config).then(|| Reply::Hosts(HostTable::default()))
     });
     assert_eq!(task.config(), Ok(HostTable::default()));
+}
+
+/// Drains the inbox, and acknowledges each message to its sender.
+fn acknowledge_messages(task: &Runtime) -> bool {
+    let mut messages = VecDeque::new();
+    task.drain_inbox_into(&mut messages);
+    for message in messages {
+        let acknowledgement = xdr_message(message.src, 8, bytes::Bytes::new());
+        task.send(acknowledgement).expect("sent");
+    }
+    true
+}
+
+/// A handle with an intake processes messages while its requests wait for the resource manager or
+/// for the daemon.
+#[test]
+fn intake_processes_messages_during_requests() {
+    let fake = FakeDaemon::start();
+    let (rm, task) = enroll_rm_and_task(&fake, ALL_SERVICES);
+    let task = task.with_intake(Some(acknowledge_messages));
+    let interrupt = || {
+        let message = xdr_message(task.tid(), 7, bytes::Bytes::new());
+        rm.send(message).expect("sent");
+        // Without the intake no acknowledgement arrives.
+        assert_eq!(wait_for_next_message(&rm).tag, 8);
+    };
+    thread::scope(|scope| {
+        let spawn_thread = scope.spawn(|| task.spawn(worker_request()));
+        let request_message = wait_for_next_message(&rm);
+        interrupt();
+        let results = vec![Err(PvmError::NoFile); 2];
+        let answer_body = pack_tids(&results);
+        send_answer(&rm, &request_message, request_message.wid, answer_body);
+        assert_eq!(spawn_thread.join().expect("ended"), Ok(results));
+        let request_thread = scope.spawn(|| task.request_and_wait(Request::NewContext));
+        let id = fake.wait_for_request("the request", |r| *r == Request::NewContext);
+        interrupt();
+        fake.send_reply(task.tid(), id, Reply::Context(5));
+        assert_eq!(request_thread.join().expect("ended"), Reply::Context(5));
+    });
+}
+
+/// A request ends with its reply although another thread has the right to process the messages that
+/// have arrived.
+#[test]
+fn request_does_not_wait_for_intake() {
+    let fake = FakeDaemon::start();
+    let (rm, task) = enroll_rm_and_task(&fake, ALL_SERVICES);
+    let task = task.with_intake(Some(|_| false));
+    let message = xdr_message(task.tid(), 7, bytes::Bytes::new());
+    rm.send(message).expect("sent");
+    thread::scope(|scope| {
+        let request_thread = scope.spawn(|| task.request_and_wait(Request::NewContext));
+        let id = fake.wait_for_request("the request", |r| *r == Request::NewContext);
+        fake.send_reply(task.tid(), id, Reply::Context(5));
+        assert_eq!(request_thread.join().expect("ended"), Reply::Context(5));
+    });
+    assert_eq!(wait_for_next_message(&task).tag, 7);
 }
 
 /// An answer with a wrong wait id is accepted, as in PVM.

@@ -105,14 +105,15 @@ impl Machine {
         };
         if let Ok(report) = &result {
             entry.newest_checkpoint = Some(report.name.clone());
+            let has_only_ended_tasks = entry.has_only_ended_tasks();
             let ended_members = std::mem::take(&mut entry.ended_members);
             entry.members.retain(|tid| !ended_members.contains(tid));
             entry.recent_deaths.retain_tasks(&report.tasks);
+            if has_only_ended_tasks && entry.activity == JobActivity::Idle {
+                self.check_job_soon(job);
+            }
         } else if entry.activity == JobActivity::Idle && entry.has_only_ended_tasks() {
-            let ended_job = job;
-            self.job_checkpoints()
-                .into_iter()
-                .for_each(|job_checkpoints| job_checkpoints.maybe_ended_jobs.push(ended_job));
+            self.check_job_soon(job);
         }
         if let (Err(CheckpointFailure::NoSuchJob(_)), Some(uncertainty_end)) =
             (&result, death_uncertainty_end)
@@ -133,6 +134,13 @@ impl Machine {
         }
         if let Ok(report) = &result {
             self.queue_copy(job, &report.name);
+        }
+    }
+
+    /// Takes an inventory soon, because all known tasks of the job have ended.
+    fn check_job_soon(&mut self, job: Tid) {
+        if let Some(job_checkpoints) = self.job_checkpoints() {
+            job_checkpoints.maybe_ended_jobs.push(job);
         }
     }
 

@@ -69,13 +69,20 @@ impl Machine {
         }
         let Some(OpenInventory {
             purpose,
-            inventory,
+            mut inventory,
             silent_host,
             ..
         }) = job_checkpoints.inventories.remove(&inventory_number)
         else {
             return;
         };
+        let counts_leftovers = matches!(
+            purpose,
+            InventoryPurpose::CheckTasksEnded(_) | InventoryPurpose::ReleaseClaims
+        );
+        if !counts_leftovers {
+            inventory.tasks.retain(|task| !task.is_leftover());
+        }
         match (purpose, silent_host) {
             (InventoryPurpose::BeginCheckpoint(job), None) => {
                 self.begin_snapshot(job, &inventory.tasks)
@@ -110,7 +117,11 @@ impl Machine {
                 self.check_job_ended(job, &inventory.tasks)
             }
             // The silent host may have tasks of the job, so the job's checkpoints are retained.
-            (InventoryPurpose::CheckJobEnded(_), Some(_)) => {}
+            (InventoryPurpose::CheckJobEnded(job), Some(_)) => self.release_later(job),
+            (InventoryPurpose::ReleaseClaims, None) => {
+                self.release_ended_jobs(Some(&inventory.tasks))
+            }
+            (InventoryPurpose::ReleaseClaims, Some(_)) => self.release_ended_jobs(None),
         }
     }
 
@@ -125,9 +136,9 @@ impl Machine {
     }
 }
 
-/// Returns the tasks of a job: its first task, the `known_tids` members, and all tasks that any of
-/// these has spawned. Adds the tasks found to `known_tids`. Tasks that serve the virtual machine
-/// belong to no job.
+/// Returns the tasks of a job, and the leftovers of its tasks if `tasks` contains leftovers: its
+/// first task, the `known_tids` members, and all tasks that any of these has spawned. Adds the
+/// tasks found to `known_tids`. Tasks that serve the virtual machine belong to no job.
 pub(super) fn job_members(
     job: Tid,
     known_tids: &mut BTreeSet<Tid>,

@@ -187,9 +187,12 @@ impl Machine {
         let Some(job_checkpoints) = self.job_checkpoints() else {
             return;
         };
-        let Some(entry) = job_checkpoints.jobs.get(&job) else {
+        let key = job_checkpoints.claim_key(job);
+        let Some(entry) = job_checkpoints.jobs.get_mut(&job) else {
             return;
         };
+        let may_have_claim = std::mem::take(&mut entry.may_have_claim);
+        let members = entry.members.clone();
         let checkpoints: Vec<String> = [&entry.newest_checkpoint, &entry.restart_checkpoint]
             .into_iter()
             .flatten()
@@ -207,6 +210,26 @@ impl Machine {
                 protected_checkpoints,
             });
             self.remove_job_copies(job);
+        }
+        if may_have_claim {
+            self.release_when_ended(key, members);
+        }
+    }
+
+    /// Has the claim of an idle job released when its tasks have ended. A host that may have tasks
+    /// of the job is lost.
+    pub(super) fn release_later(&mut self, job: Tid) {
+        let Some(job_checkpoints) = self.job_checkpoints() else {
+            return;
+        };
+        let key = job_checkpoints.claim_key(job);
+        let entry = job_checkpoints.jobs.get(&job);
+        if let Some(entry) = entry
+            && entry.may_have_claim
+            && entry.activity == JobActivity::Idle
+        {
+            let members = entry.members.clone();
+            self.release_when_ended(key, members);
         }
     }
 }

@@ -9,11 +9,14 @@
 //!   seals the checkpoint when it has all parts.
 //! - If a host is lost, each job that has a schedule and had tasks on that host rolls back: the
 //!   job's remaining tasks are killed before any task is notified of the loss. When no task of the
-//!   job remains, the job is restarted from its newest checkpoint.
+//!   job remains, the job is restarted from its newest checkpoint. If the store finds that this
+//!   checkpoint is damaged, the one before it is used.
 
 mod admission;
+mod claims;
 mod completion;
 mod copies;
+mod damage;
 mod inventory;
 mod job_end;
 mod last_messages;
@@ -22,6 +25,7 @@ mod recently_dead;
 mod removal;
 mod restart;
 mod rollback;
+mod taken_over;
 
 pub use copies::{COPIES_MAX, CopyPolicy};
 pub(super) use last_messages::KnownExits;
@@ -31,7 +35,7 @@ use checkpoint_protocol::{RestartId, Restarts, SnapshotId, SnapshotOutput, Snaps
 use inventory::job_members;
 use sempa_proto::checkpoint::{
     CHECKPOINT_TASKS_MAX, CHECKPOINT_VERSION, CheckpointFailure, CheckpointMeta, CheckpointReport,
-    CheckpointSchedule, SavedGroup, SavedMailboxEntry, StoreFailure, TaskMeta,
+    CheckpointSchedule, ClaimKey, SavedGroup, SavedMailboxEntry, StoreFailure, TaskMeta,
 };
 use sempa_proto::migration::{Failure, Step, TaskFacts};
 use sempa_proto::table::TaskInfo;
@@ -59,10 +63,6 @@ const RESTART_RETRY_INTERVAL: Micros = Micros::from_secs(2);
 const RESTART_RETRY_INTERVAL_MAX: Micros = Micros::from_secs(600);
 /// Largest number of restarted tasks whose incarnations are remembered.
 const INCARNATIONS_MAX: usize = 1 << 20;
-/// Delay of a restart after the loss of a host. After the delay all tasks on the lost host are
-/// dead, because its daemon has exited after its own, shorter lease, and the tasker with the
-/// daemon.
-const LOST_HOST_RESTART_DELAY: Micros = Micros::from_secs(2);
 /// Interval between checks whether the last tasks of a job have ended.
 const EXIT_CHECK_INTERVAL: Micros = Micros::from_millis(20);
 /// Largest number of checks whether the last tasks of a job have ended.
@@ -81,11 +81,10 @@ enum JobActivity {
     /// A snapshot is being taken.
     TakingSnapshot(SnapshotId),
     /// The job rolls back to its newest checkpoint, and its remaining tasks are being killed. The
-    /// restart begins when the lost host, if there is one, has left the host table and `not_before`
-    /// has passed. The checks for remaining tasks are counted.
+    /// restart begins when the lost host, if there is one, has left the host table and its lease is
+    /// over. The checks for remaining tasks are counted.
     RollingBack {
         lost_host: Option<HostId>,
-        not_before: Micros,
         why: String,
         check_count: u32,
     },
@@ -95,8 +94,11 @@ enum JobActivity {
         report: CheckpointReport,
         check_count: u32,
     },
-    /// The job is being restarted from a checkpoint.
-    Restarting,
+    /// The job is being restarted from a checkpoint, by the restart with this number.
+    Restarting(u64),
+    /// Another virtual machine has restarted the job: its tasks here are being killed. The checks
+    /// for remaining tasks are counted.
+    TakenOver { check_count: u32 },
 }
 
 /// The master's checkpoint state of one job.
@@ -132,11 +134,15 @@ struct CheckpointedJob {
     recent_deaths: recently_dead::RecentDeaths,
     /// Name of the job's newest checkpoint.
     newest_checkpoint: Option<String>,
+    /// True if the store did not contain the newest checkpoint at the last attempt to restart.
+    is_newest_missing: bool,
     /// Name of the checkpoint from which the job was restarted.
     restart_checkpoint: Option<String>,
     /// How the job's first task has ended.
     first_task_end: job_end::FirstTaskEnd,
     copies: copies::JobCopies,
+    /// True if this virtual machine may have the claim of the job in the store.
+    may_have_claim: bool,
 }
 
 impl CheckpointedJob {
@@ -198,6 +204,8 @@ enum InventoryPurpose {
     BeginRestart(u64),
     /// Check whether this job has ended. All its known tasks have ended.
     CheckJobEnded(Tid),
+    /// Check which jobs with unreleased claims have ended.
+    ReleaseClaims,
 }
 
 #[derive(Debug)]
@@ -207,6 +215,14 @@ struct OpenInventory {
     inventory: Inventory,
     /// A host that is lost and has not replied, so its tasks are unknown; `None` if there is none.
     silent_host: Option<HostId>,
+}
+
+/// What the store has found wrong with the checkpoint of a restart.
+#[derive(Debug)]
+struct Damage {
+    why: String,
+    /// True if the store does not contain the checkpoint.
+    is_missing: bool,
 }
 
 /// A restart from a checkpoint that was requested or is in progress.
@@ -222,6 +238,10 @@ struct OpenRestart {
     restart_id: Option<RestartId>,
     /// Contexts that were assigned to the restarted tasks.
     assigned_contexts: Vec<(i32, Tid)>,
+    /// How the store has detected that the checkpoint is damaged; `None` if it has not.
+    damage: Option<Damage>,
+    /// True if what the earlier tasks have left behind was ordered to be killed.
+    has_killed_leftovers: bool,
 }
 
 /// The master's state of all checkpoints and restarts.
@@ -237,10 +257,16 @@ pub(super) struct JobCheckpoints {
     /// Parts of checkpoints that are being unpacked and sent to their hosts.
     parts_in_transfer: BTreeSet<MigrationId>,
     snapshot_contents: BTreeMap<SnapshotId, SnapshotContents>,
+    /// Checkpoints that the store is completing, with the claims of their jobs.
+    seals_in_progress: BTreeMap<SnapshotId, ClaimKey>,
+    unreleased_claims: claims::UnreleasedClaims,
     /// The latest incarnation of any restarted task.
     latest_incarnation: u16,
     /// Incarnation of each restarted task.
     incarnations: BTreeMap<Tid, u16>,
+    /// Origins of the restarted jobs that were first checkpointed in other virtual machines; see
+    /// [`CheckpointMeta::origin`]. At most [`INCARNATIONS_MAX`].
+    origins: BTreeMap<Tid, Micros>,
     /// Creation time of this virtual machine, as time of day; 0 before the first event.
     created_at: Micros,
     /// Jobs whose known tasks have all ended and for which an inventory must be taken.
@@ -267,11 +293,14 @@ impl JobCheckpoints {
         }
     }
 
-    /// Makes room for another job. If there are already [`JOBS_MAX`] jobs, forgets an idle job;
-    /// returns false if no job is idle.
-    fn make_room_for(&mut self, job: Tid) -> bool {
+    /// Returns the job that must be forgotten to make room for another job: an idle one, if there
+    /// are already [`JOBS_MAX`] jobs.
+    ///
+    /// # Errors
+    /// [`PvmError::OutOfRes`] if no job is idle.
+    fn job_to_forget_for(&self, job: Tid) -> Result<Option<Tid>, PvmError> {
         if self.jobs.len() < JOBS_MAX || self.jobs.contains_key(&job) {
-            return true;
+            return Ok(None);
         }
         let idle_job = |entry: &CheckpointedJob| {
             entry.schedule.is_none()
@@ -283,7 +312,7 @@ impl JobCheckpoints {
             .iter()
             .find(|(_, entry)| idle_job(entry))
             .map(|(tid, _)| *tid);
-        idle_job.is_some_and(|idle_job| self.jobs.remove(&idle_job).is_some())
+        idle_job.map(Some).ok_or(PvmError::OutOfRes)
     }
 
     fn job_of_snapshot(&self, snapshot: SnapshotId) -> Option<Tid> {
@@ -333,16 +362,27 @@ impl Machine {
         let Some(job_checkpoints) = self.job_checkpoints() else {
             return;
         };
-        if !job_checkpoints.make_room_for(job) {
-            let reason = format!("{JOBS_MAX} jobs have scheduled checkpoints already, the limit");
-            return self.reply_error(tid, id, PvmError::OutOfRes, reason);
+        match job_checkpoints.job_to_forget_for(job) {
+            Ok(None) => {}
+            Ok(Some(idle_job)) => self.forget_job(idle_job),
+            Err(error) => {
+                let reason =
+                    format!("{JOBS_MAX} jobs have scheduled checkpoints already, the limit");
+                return self.reply_error(tid, id, error, reason);
+            }
         }
+        let Some(job_checkpoints) = self.job_checkpoints() else {
+            return;
+        };
         let entry = job_checkpoints.jobs.entry(job).or_default();
         match schedule {
             Some(CheckpointSchedule::Disabled) => {
                 entry.schedule = None;
-                if entry.is_stuck() {
-                    self.forget_job(job);
+                if let JobActivity::RollingBack { why, .. } = &entry.activity
+                    && entry.is_stuck()
+                {
+                    let cause = why.clone();
+                    self.give_up_rollback(job, cause, "its periodic checkpoints were switched off");
                 }
                 return self.reply(tid, id, Reply::Done);
             }
@@ -360,7 +400,8 @@ impl Machine {
             JobActivity::TakingSnapshot(_)
             | JobActivity::RollingBack { .. }
             | JobActivity::EndingJob { .. }
-            | JobActivity::Restarting => {
+            | JobActivity::TakenOver { .. }
+            | JobActivity::Restarting(_) => {
                 return match must_wait {
                     true => self.reply(
                         tid,
@@ -598,7 +639,7 @@ impl Machine {
         let own_host = self.config.host;
         match output {
             SnapshotOutput::Order { host, part, order } => {
-                self.send_migration_order(host, part, order)
+                self.send_migration_order(host, part, *order)
             }
             SnapshotOutput::CountTasks(counted_snapshot) => {
                 self.request_inventory(InventoryPurpose::VerifySnapshot(counted_snapshot))
@@ -688,11 +729,12 @@ impl Machine {
             contexts,
             ..
         } = stored_contents;
-        let schedule = master
-            .checkpoints
-            .jobs
-            .get(&job)
-            .and_then(|entry| entry.schedule);
+        let mut schedule = None;
+        if let Some(entry) = master.checkpoints.jobs.get_mut(&job) {
+            (schedule, entry.may_have_claim) = (entry.schedule, true);
+        }
+        let key = master.checkpoints.claim_key(job);
+        master.checkpoints.seals_in_progress.insert(snapshot, key);
         let (version, wire_version) = (CHECKPOINT_VERSION, WIRE_VERSION);
         let meta = CheckpointMeta {
             version,
@@ -705,6 +747,7 @@ impl Machine {
             mailbox_entries: mailbox,
             contexts,
             schedule,
+            origin: key.origin,
         };
         let protected_checkpoints = master.checkpoints.needed_checkpoints();
         self.outputs.push_back(Output::SealCheckpoint {
@@ -728,6 +771,7 @@ impl Machine {
         else {
             return;
         };
+        let key = job_checkpoints.seals_in_progress.remove(&snapshot);
         if let Ok((checkpoint, _)) = &result
             && job_checkpoints.job_of_snapshot(snapshot).is_none()
         {
@@ -745,11 +789,24 @@ impl Machine {
             })
         });
         job_checkpoints.snapshots.on_sealed(snapshot, result);
+        // The store has claimed the job. The master may have forgotten the job meanwhile.
+        let job = key.and_then(|key| job_checkpoints.jobs.get(&key.job));
+        if let Some(key) = key
+            && job.is_none_or(|entry| !entry.may_have_claim)
+        {
+            self.release_when_ended(key, BTreeSet::new());
+        }
     }
 
+    /// Forgets a job. Its claim is released when its tasks have ended.
     fn forget_job(&mut self, job: Tid) {
-        if let Some(job_checkpoints) = self.job_checkpoints() {
-            job_checkpoints.jobs.remove(&job);
+        let Some(job_checkpoints) = self.job_checkpoints() else {
+            return;
+        };
+        let key = job_checkpoints.claim_key(job);
+        let entry = job_checkpoints.jobs.remove(&job);
+        if let Some(entry) = entry.filter(|entry| entry.may_have_claim) {
+            self.release_when_ended(key, entry.members);
         }
     }
 
@@ -768,7 +825,9 @@ impl Machine {
             JobActivity::Idle if entry.schedule.is_some() || entry.has_open_request() => {
                 self.begin_checkpoint(job)
             }
-            JobActivity::RollingBack { .. } | JobActivity::EndingJob { .. } => {
+            JobActivity::RollingBack { .. }
+            | JobActivity::EndingJob { .. }
+            | JobActivity::TakenOver { .. } => {
                 self.request_inventory(InventoryPurpose::CheckTasksEnded(job))
             }
             _ => {}

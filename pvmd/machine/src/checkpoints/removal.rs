@@ -21,7 +21,7 @@ impl CheckpointedJob {
             || matches!(
                 self.activity,
                 JobActivity::RollingBack { .. }
-                    | JobActivity::Restarting
+                    | JobActivity::Restarting(_)
                     | JobActivity::EndingJob { .. }
             )
     }

@@ -2,18 +2,17 @@
 //! that rebuild the tasks.
 
 use super::completion::checkpoint_interval;
-use super::job_end::FirstTaskEnd;
-use super::recently_dead::RecentDeaths;
 use super::{
     ATTEMPTS_MAX, CheckpointedJob, INCARNATIONS_MAX, Inventory, InventoryPurpose, JobActivity,
-    OpenRestart, restart_retry_interval,
+    JobCheckpoints, OpenRestart, restart_retry_interval,
 };
 use crate::restart_engine::WorldCall as Again;
 use crate::rpc::RpcPurpose;
-use crate::{Machine, Output};
+use crate::{Machine, Output, Timer};
 use checkpoint_protocol::{RestartOutput, RestartTask, TargetEvent};
 use sempa_proto::checkpoint::{
-    CHECKPOINT_VERSION, CheckpointMeta, RestartFailure, RestartReport, StoreFailure,
+    CHECKPOINT_VERSION, CheckpointMeta, CheckpointSchedule, RestartFailure, RestartReport,
+    StoreFailure, WriterVersion,
 };
 use sempa_proto::event::EventKind;
 use sempa_proto::host::SavedTask;
@@ -25,6 +24,101 @@ use sempa_proto::tasker::{MemoryWrite, ToTasker};
 use sempa_proto::{HostId, Micros, MigrationId, RequestId, Tid, WIRE_VERSION};
 use std::collections::{BTreeMap, BTreeSet};
 
+impl CheckpointedJob {
+    /// Updates the job after its restart from a checkpoint. `schedule` is the schedule in the
+    /// checkpoint, which applies if the job has no other one. Returns the time until the next
+    /// checkpoint, if the job has a schedule.
+    fn continue_from(
+        &mut self,
+        checkpoint: &str,
+        members: &BTreeSet<Tid>,
+        schedule: Option<CheckpointSchedule>,
+    ) -> Option<Micros> {
+        self.schedule = self.schedule.or(schedule);
+        (self.restart_checkpoint, self.newest_checkpoint) =
+            (Some(checkpoint.into()), Some(checkpoint.into()));
+        (self.members, self.ended_members) = (members.clone(), BTreeSet::new());
+        (self.first_task_end, self.recent_deaths) = Default::default();
+        self.attempt_count = 0;
+        self.schedule
+            .map(|schedule| checkpoint_interval(schedule, Some(self.last_duration)))
+    }
+}
+
+impl JobCheckpoints {
+    /// Records the origin of a restarted job that was first checkpointed in another virtual
+    /// machine.
+    fn record_origin(&mut self, meta: &CheckpointMeta) {
+        if meta.origin == self.created_at {
+            self.origins.remove(&meta.job);
+            return;
+        }
+        self.origins.insert(meta.job, meta.origin);
+        while self.origins.len() > INCARNATIONS_MAX {
+            self.origins.pop_first();
+        }
+    }
+}
+
+/// What the end of a restart means for the entry of its job, with the time until the job's next
+/// check.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum ActivityEnd {
+    /// The activity belongs to another restart, which continues, or another virtual machine has
+    /// taken over the job.
+    Unchanged,
+    /// The job runs again.
+    Idle(Option<Micros>),
+    /// The restart is tried again; without a time, when the store has named an older checkpoint.
+    RollsBack(Option<Micros>),
+    /// The job has no entry any more.
+    Forgotten,
+}
+
+impl JobCheckpoints {
+    /// Updates the entry of a job after the end of a restart that has set the job's activity.
+    /// `rollback` has the reason of a rollback, and is true if its checkpoint is damaged.
+    fn end_activity(
+        &mut self,
+        (job, restart_number): (Tid, u64),
+        failure: Option<&RestartFailure>,
+        rollback: Option<(String, bool)>,
+        (checkpoint, members, schedule): (&str, &BTreeSet<Tid>, Option<CheckpointSchedule>),
+    ) -> ActivityEnd {
+        let entry = self.jobs.get_mut(&job);
+        let Some(entry) =
+            entry.filter(|entry| entry.activity == JobActivity::Restarting(restart_number))
+        else {
+            return ActivityEnd::Unchanged;
+        };
+        entry.activity = JobActivity::Idle;
+        entry.attempt_count += 1;
+        let Some(failure) = failure else {
+            return ActivityEnd::Idle(entry.continue_from(checkpoint, members, schedule));
+        };
+        // Any other obstacle may disappear, so the restart is tried again later.
+        let runs_elsewhere = matches!(failure, RestartFailure::RunsElsewhere { .. });
+        let may_retry = entry.schedule.is_some() || entry.attempt_count < ATTEMPTS_MAX;
+        match rollback {
+            Some((why, is_damaged)) if may_retry && !runs_elsewhere => {
+                entry.activity = JobActivity::RollingBack {
+                    lost_host: None,
+                    why,
+                    check_count: 0,
+                };
+                // A damaged checkpoint is not tried again. The restart continues when the store has
+                // named an older checkpoint.
+                let delay = restart_retry_interval(entry.attempt_count);
+                ActivityEnd::RollsBack((!is_damaged).then_some(delay))
+            }
+            _ => {
+                self.jobs.remove(&job);
+                ActivityEnd::Forgotten
+            }
+        }
+    }
+}
+
 impl Machine {
     /// Master: handles a request to restart from a checkpoint.
     pub(crate) fn handle_restart_request(
@@ -33,6 +127,7 @@ impl Machine {
         checkpoint: String,
         host_names: Vec<String>,
         must_wait: bool,
+        force: bool,
     ) {
         let why = format!("requested by {tid}");
         self.restart_checkpoint(
@@ -41,12 +136,14 @@ impl Machine {
             host_names,
             must_wait.then_some((tid, id)),
             why,
+            force,
         );
         if !must_wait {
             self.reply(tid, id, Reply::Done);
         }
     }
 
+    /// Begins a restart. Returns its number.
     pub(super) fn restart_checkpoint(
         &mut self,
         checkpoint: String,
@@ -54,10 +151,9 @@ impl Machine {
         host_names: Vec<String>,
         waiter: Option<(Tid, RequestId)>,
         why: String,
-    ) {
-        let Some(job_checkpoints) = self.job_checkpoints() else {
-            return;
-        };
+        force: bool,
+    ) -> Option<u64> {
+        let job_checkpoints = self.job_checkpoints()?;
         job_checkpoints.last_restart_number += 1;
         let restart_number = job_checkpoints.last_restart_number;
         let open_restart = OpenRestart {
@@ -69,6 +165,8 @@ impl Machine {
             meta: None,
             restart_id: None,
             assigned_contexts: Vec::new(),
+            damage: None,
+            has_killed_leftovers: false,
         };
         job_checkpoints
             .open_restarts
@@ -76,16 +174,18 @@ impl Machine {
         self.outputs.push_back(Output::OpenCheckpoint {
             restart_number,
             checkpoint,
+            force,
         });
+        Some(restart_number)
     }
 
     /// Handles the store's report on an opened checkpoint: requests an inventory for the restart.
-    /// The restart fails if the store could not open the checkpoint, or if the checkpoint has
-    /// another version.
+    /// The restart fails if the store could not open the checkpoint, if the job runs in another
+    /// virtual machine, or if the checkpoint has another version.
     pub(crate) fn handle_checkpoint_opened(
         &mut self,
         restart_number: u64,
-        result: Result<CheckpointMeta, StoreFailure>,
+        result: Result<CheckpointMeta, RestartFailure>,
     ) {
         let Some(open_restart) = self
             .job_checkpoints()
@@ -95,26 +195,17 @@ impl Machine {
         };
         match result {
             Ok(meta) if (meta.wire_version, meta.version) != (WIRE_VERSION, CHECKPOINT_VERSION) => {
-                let CheckpointMeta {
-                    wire_version,
-                    version,
-                    ..
-                } = meta;
-                let why = format!(
-                    "the libraries in this checkpoint use protocol version {wire_version}, and its format is version \
-                     {version}; this virtual machine uses {WIRE_VERSION} and {CHECKPOINT_VERSION}: restart it with \
-                     the version that wrote it"
-                );
-                self.finish_restart(
-                    restart_number,
-                    Err(RestartFailure::Store(StoreFailure(why))),
-                );
+                let writer = WriterVersion {
+                    format: meta.version,
+                    wire: meta.wire_version,
+                };
+                self.finish_restart(restart_number, Err(RestartFailure::OtherVersion(writer)));
             }
             Ok(meta) => {
                 open_restart.meta = Some(meta);
                 self.request_inventory(InventoryPurpose::BeginRestart(restart_number));
             }
-            Err(why) => self.finish_restart(restart_number, Err(RestartFailure::Store(why))),
+            Err(why) => self.finish_restart(restart_number, Err(why)),
         }
     }
 
@@ -125,6 +216,10 @@ impl Machine {
             Ok(plan) => plan,
             Err(why) => return self.finish_restart(restart_number, Err(why)),
         };
+        // Tasks of the job may run on a lost host, which no inventory contains.
+        if let Some(wait) = self.lost_tasks_wait() {
+            return self.set_timer(wait, Timer::RestartDue(restart_number));
+        }
         let Some(master) = self.master.as_deref_mut() else {
             return;
         };
@@ -147,7 +242,17 @@ impl Machine {
             open_restart.restart_id = Some(id);
         }
         let entry = job_checkpoints.jobs.entry(job).or_default();
-        entry.activity = JobActivity::Restarting;
+        (entry.activity, entry.may_have_claim) = (JobActivity::Restarting(restart_number), true);
+    }
+
+    /// Continues a restart that has waited for the end of a lost host's lease.
+    pub(crate) fn retry_begin_restart(&mut self, restart_number: u64) {
+        let is_open = self
+            .job_checkpoints()
+            .is_some_and(|k| k.open_restarts.contains_key(&restart_number));
+        if is_open {
+            self.request_inventory(InventoryPurpose::BeginRestart(restart_number));
+        }
     }
 
     /// Plans a restart. Returns the job, the group of restarted tasks, and each task with its
@@ -173,10 +278,9 @@ impl Machine {
             .ok_or_else(closed_error)?;
         let meta = open_restart.meta.as_ref().ok_or_else(closed_error)?;
         let job = job_checkpoints.jobs.get(&meta.job);
-        let is_rollback = open_restart.rollback_job.is_some();
         let may_restart = |job: &CheckpointedJob| match job.activity {
             JobActivity::Idle => !job.has_open_request(),
-            JobActivity::Restarting => is_rollback,
+            JobActivity::Restarting(number) => number == restart_number,
             _ => false,
         };
         if job.is_some_and(|job| !may_restart(job)) {
@@ -322,6 +426,7 @@ impl Machine {
                 });
             }
             RestartOutput::AnnounceLocation(part) => {
+                self.kill_leftovers_of_restart(part.id);
                 self.restore_shared_state(part.id);
                 self.publish_location(&part);
             }
@@ -344,6 +449,31 @@ impl Machine {
                 });
                 self.finish_restart(restart_number, result);
             }
+        }
+    }
+
+    /// Orders all hosts to kill what the earlier processes of a job have left behind, before the
+    /// first location of the restarted tasks is announced: the restarted tasks have their children
+    /// again, so these would be second copies. Each daemon acknowledges a location after it has
+    /// passed on the order, and the tasks run after the acknowledgements.
+    fn kill_leftovers_of_restart(&mut self, part_id: MigrationId) {
+        let Some(job_checkpoints) = self.job_checkpoints() else {
+            return;
+        };
+        let restart = job_checkpoints.restarts.restart_of(part_id);
+        let restart_number = restart.and_then(|restart| job_checkpoints.restart_number_of(restart));
+        let open_restart = restart_number
+            .and_then(|restart_number| job_checkpoints.open_restarts.get_mut(&restart_number));
+        let Some(open_restart) = open_restart else {
+            return;
+        };
+        if std::mem::replace(&mut open_restart.has_killed_leftovers, true) {
+            return;
+        }
+        let tasks = open_restart.meta.iter().flat_map(|meta| &meta.tasks);
+        let tids: Vec<Tid> = tasks.map(|task_meta| task_meta.tid).collect();
+        for tid in tids {
+            self.order_leftovers_killed(tid);
         }
     }
 
@@ -415,8 +545,6 @@ impl Machine {
         restart_number: u64,
         result: Result<RestartReport, RestartFailure>,
     ) {
-        self.outputs
-            .push_back(Output::CloseCheckpoint { restart_number });
         let Some(job_checkpoints) = self.job_checkpoints() else {
             return;
         };
@@ -431,8 +559,10 @@ impl Machine {
             restart_id,
             assigned_contexts,
             rollback_job,
+            damage,
             ..
         } = open_restart;
+        let damage = damage.filter(|_| result.is_err());
         let job = rollback_job
             .or(meta.as_ref().map(|meta| meta.job))
             .unwrap_or_default();
@@ -441,48 +571,31 @@ impl Machine {
             .flat_map(|meta| &meta.tasks)
             .map(|task_meta| task_meta.tid)
             .collect();
-        let mut next_check_delay = None;
-        // Any other activity means that a host was lost in the meantime, and that the job already
-        // rolls back again.
-        if let Some(entry) = job_checkpoints
-            .jobs
-            .get_mut(&job)
-            .filter(|entry| entry.activity == JobActivity::Restarting)
-        {
-            entry.activity = JobActivity::Idle;
-            entry.attempt_count += 1;
-            if result.is_ok() {
-                entry.schedule = entry
-                    .schedule
-                    .or(meta.as_ref().and_then(|meta| meta.schedule));
-                (entry.restart_checkpoint, entry.first_task_end) =
-                    (Some(checkpoint.clone()), FirstTaskEnd::default());
-                (entry.newest_checkpoint, next_check_delay) = (
-                    Some(checkpoint.clone()),
-                    entry
-                        .schedule
-                        .map(|schedule| checkpoint_interval(schedule, Some(entry.last_duration))),
-                );
-                (entry.members, entry.ended_members) = (members.clone(), BTreeSet::new());
-                entry.recent_deaths = RecentDeaths::default();
-                entry.attempt_count = 0;
-            } else if rollback_job.is_some()
-                && (entry.schedule.is_some() || entry.attempt_count < ATTEMPTS_MAX)
-            {
-                // The obstacle may disappear, so the restart is tried again later.
-                entry.activity = JobActivity::RollingBack {
-                    lost_host: None,
-                    not_before: Micros(0),
-                    why: why.clone(),
-                    check_count: 0,
-                };
-                next_check_delay = Some(restart_retry_interval(entry.attempt_count));
-            } else {
-                job_checkpoints.jobs.remove(&job);
-            }
+        let key = meta
+            .as_ref()
+            .map_or_else(|| job_checkpoints.claim_key(job), CheckpointMeta::claim_key);
+        if let (Ok(_), Some(meta)) = (&result, &meta) {
+            job_checkpoints.record_origin(meta);
         }
-        if let Some(next_check_delay) = next_check_delay {
-            self.schedule_check(job, next_check_delay);
+        let has_begun = restart_id.is_some();
+        let schedule = meta.as_ref().and_then(|meta| meta.schedule);
+        let end = job_checkpoints.end_activity(
+            (job, restart_number),
+            result.as_ref().err(),
+            rollback_job.map(|_| (why.clone(), damage.is_some())),
+            (&checkpoint, &members, schedule),
+        );
+        let (is_retried, is_forgotten) = (
+            matches!(end, ActivityEnd::RollsBack(_)),
+            end == ActivityEnd::Forgotten,
+        );
+        // A restart that has begun may have tasks to end before the claim is released.
+        self.outputs.push_back(Output::CloseCheckpoint {
+            restart_number,
+            keeps_claim: result.is_ok() || has_begun || is_retried,
+        });
+        if let ActivityEnd::Idle(Some(delay)) | ActivityEnd::RollsBack(Some(delay)) = end {
+            self.schedule_check(job, delay);
         }
         if result.is_ok() {
             // The job runs again, so its checkpoint must no longer be marked as that of an ended
@@ -492,9 +605,16 @@ impl Machine {
                 has_ended: false,
                 protected_checkpoints: Vec::new(),
             });
+            self.keep_claim(key);
         }
-        if result.is_err() && restart_id.is_some() {
+        if result.is_err() && has_begun {
             self.undo_restart(&members, assigned_contexts);
+        }
+        if is_forgotten || (result.is_err() && has_begun && !is_retried) {
+            self.release_when_ended(key, members);
+        }
+        if let Some(damage) = damage {
+            self.condemn_checkpoint(&checkpoint, job, rollback_job, damage);
         }
         self.record_event(restart_event(checkpoint, job, why, &result));
         if let Some((tid, id)) = waiter {

@@ -4,8 +4,8 @@
 use super::inventory::job_members;
 use super::recently_dead::RecentDeaths;
 use super::{
-    CheckpointedJob, EXIT_CHECK_INTERVAL, EXIT_CHECKS_MAX, JobActivity, LOST_HOST_RESTART_DELAY,
-    RESTART_RETRY_INTERVAL, SIGKILL,
+    CheckpointedJob, EXIT_CHECK_INTERVAL, EXIT_CHECKS_MAX, JobActivity, RESTART_RETRY_INTERVAL,
+    SIGKILL,
 };
 use crate::Machine;
 use crate::rpc::RpcPurpose;
@@ -15,7 +15,7 @@ use sempa_proto::host::HostRequest;
 use sempa_proto::migration::{Failure, Step};
 use sempa_proto::table::TaskInfo;
 use sempa_proto::task::Reply;
-use sempa_proto::{HostId, Micros, Tid};
+use sempa_proto::{HostId, Tid};
 use std::collections::BTreeSet;
 
 impl Machine {
@@ -28,6 +28,7 @@ impl Machine {
         self.roll_back_jobs_on(host, Some(host), &why, |_| {
             CheckpointFailure::HostLost(host)
         });
+        self.end_members_on(host);
     }
 
     /// Master: handles the end of a host's tasker. All tasks of the host have died with the tasker.
@@ -40,6 +41,59 @@ impl Machine {
             failure: Failure::Engine(why.clone()),
         };
         self.roll_back_jobs_on(host, None, &why, failure);
+    }
+
+    /// Master: returns which of the tasks belong to a job that rolls back, or that is being
+    /// restarted from a checkpoint.
+    pub(crate) fn find_awaiting_restart(&self, mut tids: Vec<Tid>) -> Vec<Tid> {
+        let jobs = self.master.iter().flat_map(|m| m.checkpoints.jobs.values());
+        let awaiting_jobs: Vec<&CheckpointedJob> = jobs
+            .filter(|job| {
+                matches!(
+                    job.activity,
+                    JobActivity::RollingBack { .. } | JobActivity::Restarting(_)
+                )
+            })
+            .collect();
+        tids.retain(|tid| awaiting_jobs.iter().any(|job| job.members.contains(tid)));
+        tids
+    }
+
+    /// Records that the tasks of a host have ended with it. Jobs that do not roll back may thereby
+    /// have ended.
+    fn end_members_on(&mut self, host: HostId) {
+        let Some(job_checkpoints) = self.job_checkpoints() else {
+            return;
+        };
+        let members: BTreeSet<Tid> = job_checkpoints
+            .jobs
+            .values()
+            .flat_map(|job| job.members.difference(&job.ended_members))
+            .copied()
+            .collect();
+        let ended_members: BTreeSet<Tid> = members
+            .into_iter()
+            .filter(|tid| self.location(*tid) == Some(host))
+            .collect();
+        let Some(job_checkpoints) = self.job_checkpoints() else {
+            return;
+        };
+        for (job, entry) in &mut job_checkpoints.jobs {
+            let may_run = matches!(
+                entry.activity,
+                JobActivity::Idle | JobActivity::TakingInventory | JobActivity::TakingSnapshot(_)
+            );
+            if !may_run || entry.has_only_ended_tasks() {
+                continue;
+            }
+            let ended_with_host = entry.members.intersection(&ended_members).copied();
+            let ended_with_host: Vec<Tid> = ended_with_host.collect();
+            entry.ended_members.extend(ended_with_host);
+            // The end of a checkpoint in progress checks the job, too.
+            if entry.activity == JobActivity::Idle && entry.has_only_ended_tasks() {
+                job_checkpoints.maybe_ended_jobs.push(*job);
+            }
+        }
     }
 
     /// Master: called when hosts have joined. Tries again to restart the jobs that could not be
@@ -111,7 +165,6 @@ impl Machine {
         let affected_jobs: Vec<(Tid, BTreeSet<Tid>)> = affected_jobs
             .map(|(tid, job)| (*tid, job.members.clone()))
             .collect();
-        let not_before = self.now + LOST_HOST_RESTART_DELAY;
         for (job, members) in affected_jobs {
             let why = why.to_string();
             let (mut waiters, mut had_open_request) = (Vec::new(), false);
@@ -119,7 +172,6 @@ impl Machine {
                 had_open_request = entry.has_open_request();
                 entry.activity = JobActivity::RollingBack {
                     lost_host,
-                    not_before,
                     why: why.clone(),
                     check_count: 0,
                 };
@@ -152,13 +204,20 @@ impl Machine {
     /// Handles an inventory of a job whose tasks must end: kills the remaining tasks, or continues
     /// the rollback or the end of the job if no task remains.
     pub(super) fn check_tasks_ended(&mut self, job: Tid, tasks: &[TaskInfo]) {
-        let Some(entry) = self.job_checkpoints().and_then(|k| k.jobs.get_mut(&job)) else {
+        let lost_tasks_wait = self.lost_tasks_wait();
+        let Some(job_checkpoints) = self.job_checkpoints() else {
             return;
         };
-        let remaining_tasks: Vec<Tid> = job_members(job, &mut entry.members, tasks)
-            .iter()
-            .map(|task| task.tid)
-            .collect();
+        let key = job_checkpoints.claim_key(job);
+        let Some(entry) = job_checkpoints.jobs.get_mut(&job) else {
+            return;
+        };
+        let (leftovers, members): (Vec<TaskInfo>, Vec<TaskInfo>) =
+            job_members(job, &mut entry.members, tasks)
+                .into_iter()
+                .partition(TaskInfo::is_leftover);
+        let remaining_tasks: Vec<Tid> = members.iter().map(|task| task.tid).collect();
+        let remaining_leftovers: Vec<Tid> = leftovers.iter().map(|task| task.tid).collect();
         let (JobActivity::RollingBack {
             check_count: check_counter,
             ..
@@ -166,35 +225,48 @@ impl Machine {
         | JobActivity::EndingJob {
             check_count: check_counter,
             ..
+        }
+        | JobActivity::TakenOver {
+            check_count: check_counter,
         }) = &mut entry.activity
         else {
             return;
         };
-        *check_counter += 1;
-        let gives_up = *check_counter >= EXIT_CHECKS_MAX;
+        // A task on a lost host may run until the end of the host's lease.
+        if lost_tasks_wait.is_none() {
+            *check_counter = check_counter.saturating_add(1);
+        }
+        let (check_count, gives_up) = (*check_counter, *check_counter >= EXIT_CHECKS_MAX);
         match &entry.activity {
             JobActivity::EndingJob { report, .. } if remaining_tasks.is_empty() || gives_up => {
                 let (report, waiters) = (report.clone(), std::mem::take(&mut entry.waiters));
+                if remaining_tasks.is_empty() {
+                    entry.may_have_claim = false;
+                    let members = entry.members.clone();
+                    match remaining_leftovers.is_empty() && lost_tasks_wait.is_none() {
+                        true => self.release_claim(key),
+                        false => self.release_when_ended(key, members),
+                    }
+                }
                 self.forget_job(job);
                 for (tid, id) in waiters {
                     self.reply(tid, id, Reply::Checkpointed(Ok(report.clone())));
                 }
                 return;
             }
-            JobActivity::RollingBack {
-                lost_host,
-                not_before,
-                why,
-                ..
-            } if remaining_tasks.is_empty() || gives_up => {
-                let (lost_host, not_before, why) = (*lost_host, *not_before, why.clone());
-                return self.restart_after_rollback(
+            JobActivity::TakenOver { .. } => {
+                return self.end_rest_of_taken_over_job(
                     job,
-                    lost_host,
-                    not_before,
-                    why,
-                    remaining_tasks.len(),
+                    &remaining_tasks,
+                    &remaining_leftovers,
+                    check_count,
                 );
+            }
+            JobActivity::RollingBack { lost_host, why, .. }
+                if remaining_tasks.is_empty() || gives_up =>
+            {
+                let (lost_host, why) = (*lost_host, why.clone());
+                return self.restart_after_rollback(job, lost_host, why, remaining_tasks.len());
             }
             _ => {}
         }
@@ -202,7 +274,8 @@ impl Machine {
             // The inventory includes tasks that the job has spawned since the previous inventory.
             self.kill_task(tid);
         }
-        self.schedule_check(job, EXIT_CHECK_INTERVAL);
+        let delay = lost_tasks_wait.unwrap_or_default();
+        self.schedule_check(job, delay.max(EXIT_CHECK_INTERVAL));
     }
 
     pub(super) fn kill_task(&mut self, tid: Tid) {
@@ -223,7 +296,6 @@ impl Machine {
         &mut self,
         job: Tid,
         lost_host: Option<HostId>,
-        not_before: Micros,
         why: String,
         remaining_count: usize,
     ) {
@@ -231,28 +303,41 @@ impl Machine {
             .job_checkpoints()
             .and_then(|k| k.jobs.get(&job)?.newest_checkpoint.clone());
         let Some(checkpoint) = newest_checkpoint else {
-            return self.forget_job(job);
+            return self.give_up_rollback(job, why, "it has no checkpoint");
         };
         if remaining_count > 0 {
             let cause = format!("{why}, and {remaining_count} of its tasks have not ended");
-            self.record_event(EventKind::RestartFailed {
-                checkpoint,
-                cause,
-                why: "it would run twice".into(),
-            });
-            return self.forget_job(job);
+            return self.give_up_rollback(job, cause, "it would run twice");
         }
         // A lost host stays in the table for a moment. A deleted host ends its tasks after it was
         // removed from the table.
-        let is_present = lost_host.is_some_and(|lost_host| {
-            self.table.get(lost_host).is_some() || self.is_leaving(lost_host)
+        // The tasks of lost hosts have ended when their leases are over; more than one host may
+        // have had tasks of the job. The tasks of a host whose tasker has ended have ended with the
+        // tasker.
+        let is_in_table = lost_host.is_some_and(|host| self.table.get(host).is_some());
+        let wait = self.lost_tasks_wait();
+        if is_in_table || wait.is_some() {
+            let delay = wait.unwrap_or_default().max(EXIT_CHECK_INTERVAL);
+            return self.schedule_check(job, delay);
+        }
+        let restart_number =
+            self.restart_checkpoint(checkpoint, Some(job), Vec::new(), None, why, false);
+        let entry = self.job_checkpoints().and_then(|k| k.jobs.get_mut(&job));
+        if let (Some(entry), Some(restart_number)) = (entry, restart_number) {
+            entry.activity = JobActivity::Restarting(restart_number);
+        }
+    }
+
+    /// Forgets a job that rolls back and will not be restarted. The event ends the wait of those
+    /// who expect the restart. `cause` is the reason for the rollback.
+    pub(super) fn give_up_rollback(&mut self, job: Tid, cause: String, why: &str) {
+        let entry = self.job_checkpoints().and_then(|k| k.jobs.get(&job));
+        let newest_checkpoint = entry.and_then(|entry| entry.newest_checkpoint.clone());
+        self.record_event(EventKind::RestartFailed {
+            checkpoint: newest_checkpoint.unwrap_or_else(|| format!("of job {job}")),
+            cause,
+            why: why.into(),
         });
-        if is_present || self.now < not_before {
-            return self.schedule_check(job, EXIT_CHECK_INTERVAL);
-        }
-        if let Some(entry) = self.job_checkpoints().and_then(|k| k.jobs.get_mut(&job)) {
-            entry.activity = JobActivity::Restarting;
-        }
-        self.restart_checkpoint(checkpoint, Some(job), Vec::new(), None, why);
+        self.forget_job(job);
     }
 }

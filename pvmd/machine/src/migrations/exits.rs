@@ -40,12 +40,15 @@ impl Machine {
         let Some(migration) = self.migrations.undecided_exits.remove(&id) else {
             return;
         };
+        let continues_at_target = *order == MigrationOrder::Release;
         let Some(task) = self.tasks.get_mut(migration.tid) else {
-            return;
+            return self.settle_leftovers(migration.tid, continues_at_target);
         };
         let (status, usage) = task.exit_report.unwrap_or_default();
         task.transferring_migration = None;
-        if *order == MigrationOrder::Release {
+        // Before the target may run its copies of these processes.
+        self.settle_leftovers(migration.tid, continues_at_target);
+        if continues_at_target {
             self.send_step_report(id, StepReport::SourceKilled(usage));
             self.transfer_ownership(&migration);
         } else {

@@ -242,11 +242,15 @@ impl Machine {
 
     /// Notifies the coordinators of migrations, checkpoints and restarts that a host is lost.
     pub(super) fn notify_coordinators_of_lost_host(&mut self, host: HostId) {
-        let now = self.now;
+        let (now, replacement_time) = (self.now, self.replacement_time(host));
+        if self.master.is_some() {
+            self.record_lost_lease(host);
+        }
         let Some(master) = &mut self.master else {
             return;
         };
-        master.migrations.coordinator.on_host_lost(now, host);
+        let coordinator = &mut master.migrations.coordinator;
+        coordinator.on_host_lost(now, host, replacement_time);
         master.checkpoints.snapshots.on_host_lost(host);
         master.checkpoints.restarts.on_host_lost(host);
         master

@@ -120,6 +120,10 @@ impl Machine {
         if let Some(arrival) = self.arrival_of(id) {
             is_paused |= arrival.suspension.is_some();
             (arrival.pause_ordered, arrival.library_quiesced) = (is_paused, is_paused);
+            let tid = arrival.tid;
+            if is_paused {
+                self.owner_control.stopped_tasks.insert(tid);
+            }
         }
         self.send_to_tasker(ToTasker::Run {
             migration: id,

@@ -75,6 +75,16 @@ impl GroupClient {
         )
     }
 
+    fn instance(&mut self, raw_tid: i32) -> i32 {
+        self.ask(
+            99,
+            GroupRequest::Instance {
+                group: GROUP_NAME.to_vec(),
+                tid: Tid::from_raw(raw_tid),
+            },
+        )
+    }
+
     /// Enters the barrier and returns the resulting answers. The answer for this task may come
     /// only later, when other tasks enter.
     fn barrier(&mut self, task: i32, count: i32) -> Vec<(i32, i32)> {
@@ -233,8 +243,10 @@ fn leaving_member_can_be_replaced() {
 fn barrier_for_all_ignores_leaving_members() {
     let mut s = GroupClient::with_members(3);
     s.barrier(0, ALL_MEMBERS);
-    // A member that joins later does not change the expected count, whether it stays or leaves.
-    assert_eq!((s.join(5), s.leave(5)), (3, 0));
+    // A member that joins later does not change the expected count; −1 then means another count.
+    assert_eq!(s.join(5), 3);
+    assert_eq!(s.barrier(1, ALL_MEMBERS), [(1, -3)]);
+    assert_eq!(s.leave(5), 0);
     s.barrier(1, ALL_MEMBERS);
     s.send(
         2,
@@ -245,6 +257,31 @@ fn barrier_for_all_ignores_leaving_members() {
     assert_eq!(s.answers(), [(0, 0), (1, 0), (2, 0)]);
     s.barrier(0, ALL_MEMBERS);
     assert_eq!(s.end_task(1), [(0, -19)]);
+}
+
+/// A freeze for −1 waits for the present members, and a frozen group is not frozen again. A lookup
+/// of −1 returns the instance number that the next member gets.
+#[test]
+fn minus_one_means_all_members_or_no_member() {
+    let mut s = GroupClient::with_members(3);
+    assert_eq!(s.instance(-1), 3);
+    assert_eq!((s.leave(1), s.instance(-1), s.join(1)), (0, 1, 1));
+    assert_eq!(s.freeze(0, ALL_MEMBERS), []);
+    assert_eq!(s.freeze(1, 2), [(1, -3)]);
+    assert_eq!(s.freeze(1, 3), []);
+    assert_eq!(s.freeze(2, ALL_MEMBERS), [(0, 3), (1, 3), (2, 3)]);
+    assert_eq!(s.freeze(0, ALL_MEMBERS), [(0, -18)]);
+    assert_eq!(s.instance(-1), 3);
+    let mut s = GroupClient::with_members(3);
+    s.freeze(0, ALL_MEMBERS);
+    s.freeze(1, ALL_MEMBERS);
+    s.send(
+        2,
+        GroupRequest::Leave {
+            group: GROUP_NAME.to_vec(),
+        },
+    );
+    assert_eq!(s.answers(), [(0, 2), (1, 2), (2, 0)]);
 }
 
 /// A frozen group accepts no members and breaks when a member leaves or ends.

@@ -169,6 +169,7 @@ fn pause_is_visible_in_list_log_and_refusal() {
             guests: event_guests,
             duration,
             why,
+            ..
         } if *event_host == host(2) && *event_guests == guests => {
             assert_eq!(why, "olga is there");
             Some(*duration)

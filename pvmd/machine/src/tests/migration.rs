@@ -192,6 +192,9 @@ fn random_migrations_keep_message_order() {
                 "seed {seed}"
             );
             assert!(!task.migrating);
+            // The process that runs keeps the number that it had before all migrations.
+            let proc = &sim.procs[sim.proc_of(task.tid)];
+            assert_eq!(task.namespace_pid, proc.namespace_pid, "seed {seed}");
         }
     }
     assert!(migrated_total > 160, "only {migrated_total} moves happened");

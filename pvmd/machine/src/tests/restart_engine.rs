@@ -192,6 +192,10 @@ fn restarted_program_keeps_tid_env_and_messages() {
             );
             let p = &sim.procs[new_proc];
             assert_eq!((p.tid(), p.host), (tid, host(3)));
+            // The new process has reported a process id of its own.
+            let (new_pid, listed_task) = (p.namespace_pid, list_task(&mut sim, console, tid));
+            assert_eq!(listed_task[0].namespace_pid, new_pid, "seed {seed}");
+            let p = &sim.procs[new_proc];
             assert!(
                 p.env.contains(&"SEMPA_AGAIN=1".into()) && p.env.contains(&"COLOUR=blue".into()),
                 "{:?}",

@@ -3,7 +3,7 @@
 use super::{CHECKPOINT_LIMIT_MAX, STORE_LIMIT_BYTES_MIN};
 use checkpoint::store::{InvalidCheckpointId, StoreError};
 use pvmd_machine::COPIES_MAX;
-use sempa_proto::checkpoint::StoreFailure;
+use sempa_proto::checkpoint::{MetaError, RestartFailure, StoreFailure};
 use sempa_proto::frame::FrameError;
 use thiserror::Error;
 
@@ -66,7 +66,16 @@ pub(crate) enum CheckpointError {
     OpenCheckpoint(StoreError),
     /// The metadata of the checkpoint could not be decoded. Nothing has changed.
     #[error("{name} cannot be read: {source}")]
-    DecodeMeta { name: String, source: FrameError },
+    DecodeMeta { name: String, source: MetaError },
+    /// The claim of a job could not be read or written. It is unchanged.
+    #[error(transparent)]
+    Claim(StoreError),
+    /// The claim of a job could not be decoded. It is unchanged.
+    #[error(
+        "the record that says where the job runs cannot be read: {0}; nothing was changed. If the job does not run \
+         anywhere, remove its file claim-… from the store"
+    )]
+    DecodeClaim(FrameError),
     /// A checkpoint that must not be used was not removed. Other checkpoints that must not be used
     /// may have been removed.
     #[error(transparent)]
@@ -84,5 +93,17 @@ pub(crate) enum CheckpointError {
 impl From<CheckpointError> for StoreFailure {
     fn from(error: CheckpointError) -> Self {
         Self(error.to_string())
+    }
+}
+
+impl From<CheckpointError> for RestartFailure {
+    fn from(error: CheckpointError) -> Self {
+        match error {
+            CheckpointError::DecodeMeta {
+                source: MetaError::OtherVersion(version),
+                ..
+            } => Self::OtherVersion(version),
+            error => Self::Store(error.into()),
+        }
     }
 }

@@ -4,8 +4,10 @@
 //! Operations that may wait for a disk run on blocking threads. Most of them report their result as
 //! an event.
 
+mod claims;
 mod error;
 mod removal;
+pub(crate) use claims::ClaimIdentity;
 pub(crate) use error::{CheckpointError, StoreSettingsError};
 
 use super::bulk_tcp::{BulkConnection, RecordReader, RecordWriter};
@@ -18,10 +20,11 @@ use checkpoint::store::{
     StoredCheckpoint,
 };
 use checkpoint_protocol::SnapshotId;
+use claims::{ClaimFailure, JobClaims};
 use pvmd_machine::io::Event;
 use pvmd_machine::{COPIES_MAX, CopyPolicy};
-use sempa_proto::checkpoint::{CheckpointEntry, CheckpointMeta, StoreFailure};
-use sempa_proto::frame::{from_bytes, to_bytes};
+use sempa_proto::checkpoint::{CheckpointEntry, CheckpointMeta, ClaimKey, StoreFailure};
+use sempa_proto::frame::to_bytes;
 use sempa_proto::host::SavedTask;
 use sempa_proto::migration::Failure;
 use sempa_proto::runtime_paths::RuntimePaths;
@@ -207,6 +210,7 @@ pub(crate) struct CheckpointService {
     /// Marks that are to be written into checkpoints: the job of the checkpoint has ended or runs
     /// again. The marks must be written in the order of the queue.
     pending_marks: removal::PendingMarks,
+    claims: JobClaims,
 }
 
 fn lock<T>(shared: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -218,6 +222,7 @@ impl CheckpointService {
     pub(crate) fn new(
         paths: RuntimePaths,
         settings: Result<StoreSettings, StoreSettingsError>,
+        claim_identity: ClaimIdentity,
         inputs: InputSender,
     ) -> Self {
         let (store, drafts, open_checkpoints, pending_marks) = Default::default();
@@ -229,6 +234,7 @@ impl CheckpointService {
             drafts,
             open_checkpoints,
             pending_marks,
+            claims: JobClaims::new(claim_identity),
         }
     }
 
@@ -372,8 +378,9 @@ impl CheckpointService {
         });
     }
 
-    /// Completes a checkpoint, and then removes checkpoints that exceed the limits of the store,
-    /// except `kept_checkpoints`. Reports [`Event::CheckpointSealed`].
+    /// Completes a checkpoint, and claims the job if this is its first one. Then removes
+    /// checkpoints that exceed the limits of the store, except `kept_checkpoints`. Reports
+    /// [`Event::CheckpointSealed`].
     pub(crate) fn seal(
         &self,
         snapshot: SnapshotId,
@@ -381,13 +388,21 @@ impl CheckpointService {
         kept_checkpoints: Vec<String>,
         now: Micros,
     ) {
+        let key = meta.claim_key();
         let (drafts, meta) = (
             self.drafts.clone(),
             to_bytes(meta).map_err(CheckpointError::EncodeMeta),
         );
-        let inputs = self.inputs.clone();
+        let (inputs, claims) = (self.inputs.clone(), self.claims.clone());
         self.spawn_reporting(move |store| {
             let draft = lock(&drafts).remove(&snapshot).and_then(Arc::into_inner);
+            // Another virtual machine that has taken over the job writes its checkpoints now.
+            if let Ok(store) = &store
+                && let Err(failure) = claims.confirm_claim(store, key, &inputs)
+            {
+                let result = Err(failure.into());
+                return Event::CheckpointSealed { snapshot, result };
+            }
             let result = draft.ok_or(CheckpointError::Abandoned).and_then(|draft| {
                 let info = draft.finish(&meta?).map_err(CheckpointError::Finish)?;
                 let _in_span = info_span!("checkpoint", id = %info.id).entered();
@@ -395,6 +410,7 @@ impl CheckpointService {
                 // same, and the limits are enforced at the next checkpoint.
                 match store {
                     Ok(store) => {
+                        claims.claim_if_new(&store, key, now, &inputs);
                         removal::remove_superfluous(&store, now, &kept_checkpoints, &inputs);
                     }
                     Err(why) => tracing::warn!("{why}"),
@@ -412,22 +428,45 @@ impl CheckpointService {
         tokio::task::spawn_blocking(move || drop(draft));
     }
 
-    /// Opens a checkpoint for reading. Reports [`Event::CheckpointOpened`].
-    pub(crate) fn open_checkpoint(&self, restart: u64, name: String) {
-        let open_checkpoints = self.open_checkpoints.clone();
+    /// Opens a checkpoint for reading, and claims its job; by force if `is_forced` is true. Reports
+    /// [`Event::CheckpointOpened`].
+    pub(crate) fn open_checkpoint(&self, restart: u64, name: String, now: Micros, is_forced: bool) {
+        let (open_checkpoints, inputs) = (self.open_checkpoints.clone(), self.inputs.clone());
+        let claims = self.claims.clone();
         let _in_span = info_span!("checkpoint", id = %name).entered();
         self.spawn_reporting(move |store| {
-            let result = store.and_then(|store| {
+            let open_result = store.and_then(|store| {
                 let id: CheckpointId = name.parse().map_err(CheckpointError::InvalidName)?;
-                let checkpoint = store
-                    .open_checkpoint(&id)
-                    .map_err(CheckpointError::OpenCheckpoint)?;
-                let meta: CheckpointMeta = from_bytes(checkpoint.description())
+                let checkpoint = store.open_checkpoint(&id).map_err(|error| {
+                    report_damage(&inputs, restart, &error);
+                    CheckpointError::OpenCheckpoint(error)
+                })?;
+                let meta = CheckpointMeta::decode(checkpoint.description())
                     .map_err(|source| CheckpointError::DecodeMeta { name, source })?;
-                lock(&open_checkpoints).insert(restart, Arc::new(checkpoint));
-                Ok(meta)
+                Ok((store, checkpoint, meta))
             });
-            let result = result.map_err(StoreFailure::from);
+            let result = match open_result {
+                Err(error) => Err(error.into()),
+                Ok((store, checkpoint, meta)) => {
+                    let key = meta.claim_key();
+                    claims.record_restart(restart, key);
+                    match claims.claim_job(&store, key, now, is_forced) {
+                        Err(failure) => {
+                            if let ClaimFailure::RunsElsewhere { holder, .. } = &failure {
+                                claims.report_take_over(key, holder.clone(), &inputs);
+                            }
+                            Err(failure.into())
+                        }
+                        Ok(is_new) => {
+                            if is_new {
+                                claims.record_restart_only(key);
+                            }
+                            lock(&open_checkpoints).insert(restart, Arc::new(checkpoint));
+                            Ok(meta)
+                        }
+                    }
+                }
+            };
             Event::CheckpointOpened {
                 restart_number: restart,
                 result,
@@ -442,19 +481,60 @@ impl CheckpointService {
         tid: Tid,
     ) -> impl FnOnce(&Path) -> Result<(), Failure> + Send + 'static {
         let checkpoint = lock(&self.open_checkpoints).get(&restart).cloned();
+        let inputs = self.inputs.clone();
         move |dir| {
             let checkpoint = checkpoint
                 .ok_or_else(|| Failure::Images("the checkpoint is no longer open".into()))?;
-            checkpoint
-                .unpack_task(tid, dir)
-                .map(drop)
-                .map_err(|e| Failure::Images(e.to_string()))
+            checkpoint.unpack_task(tid, dir).map(drop).map_err(|error| {
+                report_damage(&inputs, restart, &error);
+                Failure::Images(error.to_string())
+            })
         }
     }
 
-    /// Closes a checkpoint opened by [`CheckpointService::open_checkpoint`].
-    pub(crate) fn close_checkpoint(&self, restart: u64) {
+    /// Marks a checkpoint as damaged. If `rollback_job` is `Some`, also finds the next older
+    /// checkpoint of this job and reports it as [`Event::OlderCheckpointFound`].
+    pub(crate) fn mark_damaged(&self, name: String, why: String, rollback_job: Option<ClaimKey>) {
+        let inputs = self.inputs.clone();
+        let _in_span = info_span!("checkpoint", id = %name).entered();
+        self.spawn_work(move |store| {
+            let find_older = |key: Option<ClaimKey>| {
+                let (store, id) = (store?, name.parse().map_err(CheckpointError::InvalidName)?);
+                // Without the mark the checkpoint is only refused again when it is read again.
+                store
+                    .mark_damaged(&id, Some(&why))
+                    .unwrap_or_else(|error| tracing::warn!("{error}"));
+                let Some(key) = key else { return Ok(None) };
+                let is_same_job = |description: &[u8]| {
+                    CheckpointMeta::decode(description).is_ok_and(|meta| meta.claim_key() == key)
+                };
+                store
+                    .find_older_checkpoint(&id, key.job, is_same_job)
+                    .map_err(CheckpointError::List)
+            };
+            let result = find_older(rollback_job);
+            if let Err(error) = &result {
+                tracing::warn!("{error}");
+            }
+            let Some(ClaimKey { job, .. }) = rollback_job else {
+                return;
+            };
+            let _ = inputs.blocking_send(Input::Event(Event::OlderCheckpointFound {
+                job,
+                damaged_checkpoint: name,
+                why,
+                result: result
+                    .map(|older_id| older_id.map(|id| id.to_string()))
+                    .map_err(StoreFailure::from),
+            }));
+        });
+    }
+
+    /// Closes a checkpoint opened by [`CheckpointService::open_checkpoint`]. If `keeps_claim` is
+    /// false, releases the job, unless it was claimed before the checkpoint was opened.
+    pub(crate) fn close_checkpoint(&self, restart: u64, keeps_claim: bool) {
         lock(&self.open_checkpoints).remove(&restart);
+        self.end_restart_claim(restart, keeps_claim);
     }
 
     /// Lists all checkpoints of the store, also the unreadable ones. Reports
@@ -485,7 +565,9 @@ impl CheckpointService {
                                 task_count: u32::try_from(checkpoint.parts.len())
                                     .unwrap_or(u32::MAX),
                                 stored_bytes: checkpoint.bytes,
-                                unusable_reason: None,
+                                unusable_reason: checkpoint.damage.map(|why| {
+                                    format!("it was damaged when it was last read: {why}")
+                                }),
                                 job_ended_at: checkpoint.job_ended_at,
                                 copy_hosts: Vec::new(),
                             });
@@ -522,6 +604,20 @@ impl CheckpointService {
     }
 }
 
+/// Reports that a restart has found its checkpoint damaged or missing, if that is the reason for
+/// the error. Must be called before the error itself is reported.
+fn report_damage(inputs: &InputSender, restart_number: u64, error: &StoreError) {
+    if error.is_damage() || error.is_missing() {
+        let why = error.to_string();
+        let event = Event::CheckpointDamaged {
+            restart_number,
+            why,
+            is_missing: error.is_missing(),
+        };
+        let _ = inputs.blocking_send(Input::Event(event));
+    }
+}
+
 fn read_part(path: &Path) -> Result<SavedTask, Failure> {
     let images_failure = |why: String| Failure::Images(format!("{}: {why}", path.display()));
     let file_metadata =
@@ -531,8 +627,8 @@ fn read_part(path: &Path) -> Result<SavedTask, Failure> {
             "a file of at most {PART_RECORD_BYTES_MAX} bytes was expected"
         )));
     }
-    from_bytes(&std::fs::read(path).map_err(|e| images_failure(e.to_string()))?)
-        .map_err(|e| images_failure(e.to_string()))
+    let bytes = std::fs::read(path).map_err(|e| images_failure(e.to_string()))?;
+    SavedTask::decode(&bytes).map_err(|e| images_failure(e.to_string()))
 }
 
 /// Returns a function that writes the record file into the folder of a task's images.

@@ -115,6 +115,13 @@ impl CheckpointService {
                 .mark_jobs_ended(&ids, job_ended_at)
                 .map_err(CheckpointError::MarkJobEnd);
             mark_result.unwrap_or_else(|why| tracing::warn!("{why}"));
+            if job_ended_at.is_none() {
+                // The job was restarted from these checkpoints, so they are intact.
+                for id in &ids {
+                    let unmark_result = store.mark_damaged(id, None);
+                    unmark_result.unwrap_or_else(|why| tracing::warn!("{why}"));
+                }
+            }
             if let Some(now) = job_ended_at {
                 remove_superfluous(&store, now, &kept_checkpoints, &inputs);
             }

@@ -2,6 +2,7 @@
 //! they transfer data and images.
 
 mod image_transfers;
+mod stream_trouble;
 
 use super::bulk_fallback::BulkFallbacks;
 use super::images::ImageTransfers;

@@ -80,6 +80,9 @@ impl VmApi for World {
             migrating: false,
             paused: false,
             suspended: false,
+            namespace_pid: 0,
+            stopping: false,
+            leftover_processes: 0,
         };
         let spawner_info =
             |(tid, s): (&Tid, &Spawner)| unspawned_task_info(*tid, s.parent, s.host, s.user);

@@ -278,6 +278,28 @@ static void listening(void) {
     CHECK(sendto(datagrams, "self", 4, 0, (void *)&udp, sizeof udp) == 4 && recv(datagrams, got, 8, 0) == 4);
 }
 
+/* Sockets that are bound to an address of the source only, the second by its connection. */
+static void host_address(void) {
+    struct sockaddr_in here = {.sin_family = AF_INET}, peer = {.sin_family = AF_INET, .sin_port = htons(9)};
+    int bound = socket(AF_INET, SOCK_DGRAM, 0), connected = socket(AF_INET, SOCK_DGRAM, 0);
+    CHECK(inet_pton(AF_INET, extra, &here.sin_addr) == 1 && inet_pton(AF_INET, extra, &peer.sin_addr) == 1);
+    CHECK(bind(bound, (void *)&here, sizeof here) == 0 && connect(connected, (void *)&peer, sizeof peer) == 0);
+    moved();
+}
+
+/* The other half of each pair is closed, as a Java virtual machine does it with one of its pairs. */
+static void lone_halves(void) {
+    int kinds[] = {SOCK_STREAM, SOCK_DGRAM, SOCK_SEQPACKET}, pair[3][2];
+    char got[8];
+    for (int k = 0; k < 3; k++) {
+        CHECK(socketpair(AF_UNIX, kinds[k], 0, pair[k]) == 0);
+        close(pair[k][1]);
+    }
+    moved();
+    CHECK(read(pair[0][0], got, sizeof got) == 0);
+    for (int k = 0; k < 3; k++) CHECK(send(pair[k][0], "x", 1, MSG_NOSIGNAL) == -1);
+}
+
 static void named_within(void) {
     struct sockaddr_un name = {.sun_family = AF_UNIX};
     char got[8];
@@ -328,7 +350,8 @@ int main(int argc, char **argv) {
         {"descriptor-in-flight", descriptor_in_flight}, {"events", events}, {"polls", polls}, {"timers", timers},
         {"signals", signals}, {"watches", watches}, {"pidfds", pidfds}, {"memory-files", memory_files},
         {"numbers", numbers}, {"listening", listening}, {"named-within", named_within}, {"terminal", terminal},
-        {"unread-watches", unread_watches}, {"options", options}, {"asynchronous", asynchronous}, {0, 0},
+        {"unread-watches", unread_watches}, {"options", options}, {"asynchronous", asynchronous},
+        {"lone-halves", lone_halves}, {"host-address", host_address}, {0, 0},
     };
     return run_row(rows, argc, argv);
 }

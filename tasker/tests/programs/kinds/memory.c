@@ -83,6 +83,49 @@ static void locked_for_good(void) {
     puts(strstr(flags, " lo") ? "kept" : "forgotten");
 }
 
+static int readable(const char *at) {
+    int p[2];
+    CHECK(pipe(p) == 0);
+    int written = write(p[1], at, 1);
+    CHECK(written == 1 || errno == EFAULT);
+    close(p[0]);
+    close(p[1]);
+    return written == 1;
+}
+
+static void guarded(void) {
+    char *at = anonymous(16 * 4096);
+    memset(at, 7, 16 * 4096);
+    NEED(madvise(at + 4 * 4096, 4096, 102 /* MADV_GUARD_INSTALL */) == 0);
+    moved();
+    for (int i = 0; i < 16; i++) CHECK(i == 4 ? !readable(at + i * 4096) : at[i * 4096] == 7);
+    CHECK(madvise(at + 4 * 4096, 4096, 103 /* MADV_GUARD_REMOVE */) == 0 && at[4 * 4096] == 0);
+}
+
+static void sealed(void) {
+    char *at = anonymous(4096);
+    strcpy(at, "sealed");
+    CHECK(mprotect(at, 4096, PROT_READ) == 0);
+    NEED(syscall(462 /* mseal */, at, 4096, 0) == 0);
+    CHECK(mprotect(at, 4096, PROT_READ | PROT_WRITE) == -1 && errno == EPERM);
+    moved();
+    CHECK(!strcmp(at, "sealed"));
+    puts(mprotect(at, 4096, PROT_READ | PROT_WRITE) == 0 ? "forgotten" : "kept");
+}
+
+static void droppable(void) {
+    char flags[256];
+    char *at = mmap(0, 4096, PROT_READ | PROT_WRITE, 0x08 /* MAP_DROPPABLE */ | MAP_ANONYMOUS, -1, 0);
+    NEED(at != MAP_FAILED);
+    strcpy(at, "there");
+    moved();
+    flags_of(at, flags, sizeof flags);
+    CHECK(!at[0] || !strcmp(at, "there"));
+    at[0] = 1;
+    CHECK(at[0] == 0 || at[0] == 1);
+    puts(strstr(flags, " dp") ? "kept" : "forgotten");
+}
+
 static void mapped(void) {
     enum { PAGES = 64, SIZE = PAGES * 4096 };
     char zeros[4096] = {0};
@@ -174,7 +217,7 @@ static void language(void) {
 int main(int argc, char **argv) {
     const struct row rows[] = {
         {"big", big}, {"advised", advised}, {"mapped", mapped}, {"stack", stack}, {"heap", heap}, {"language", language},
-        {"locked-for-good", locked_for_good}, {0, 0},
+        {"locked-for-good", locked_for_good}, {"guarded", guarded}, {"sealed", sealed}, {"droppable", droppable}, {0, 0},
     };
     return run_row(rows, argc, argv);
 }

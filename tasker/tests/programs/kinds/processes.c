@@ -245,6 +245,83 @@ static void random_addresses(void) {
     puts(personality(0xffffffff) == ADDR_NO_RANDOMIZE ? "kept" : "as usual");
 }
 
+static uint64_t number_in(const char *path, const char *after, int base) {
+    char text[256] = "", *start = text;
+    int fd = open(path, O_RDONLY);
+    CHECK(fd >= 0 && read(fd, text, sizeof text - 1) > 0);
+    close(fd);
+    if (*after) CHECK((start = strstr(text, after)));
+    return strtoull(start + strlen(after), 0, base);
+}
+
+static void set_to(const char *path, const char *text) {
+    int fd = open(path, O_WRONLY);
+    CHECK(fd >= 0 && write(fd, text, strlen(text)) == (ssize_t)strlen(text));
+    close(fd);
+}
+
+static volatile int slack_is_set, slack_may_be_read;
+
+static void *slack_of_thread(void *unused) {
+    CHECK(prctl(PR_SET_TIMERSLACK, 123456) == 0);
+    slack_is_set = 1;
+    UNTIL(slack_may_be_read);
+    CHECK(prctl(PR_GET_TIMERSLACK) == 123456);
+    return unused;
+}
+
+static void settings(void) {
+    pthread_t thread;
+    int status, has_autogroup = access("/proc/self/autogroup", W_OK) == 0;
+    CHECK(pthread_create(&thread, 0, slack_of_thread, 0) == 0);
+    UNTIL(slack_is_set);
+    CHECK(prctl(PR_SET_TIMERSLACK, 77777) == 0);
+    set_to("/proc/self/coredump_filter", "0x7f");
+    if (has_autogroup) set_to("/proc/self/autogroup", "9");
+    pid_t child = fork();
+    if (child == 0) {
+        set_to("/proc/self/coredump_filter", "0x3");
+        UNTIL(told_to_go());
+        _exit(number_in("/proc/self/coredump_filter", "", 16) == 3 && prctl(PR_GET_TIMERSLACK) == 77777 ? 50 : 51);
+    }
+    UNTIL(number_in("/proc/self/coredump_filter", "", 16) == 0x7f);
+    moved();
+    CHECK(number_in("/proc/self/coredump_filter", "", 16) == 0x7f);
+    CHECK(prctl(PR_GET_TIMERSLACK) == 77777);
+    if (has_autogroup) CHECK(number_in("/proc/self/autogroup", " nice ", 10) == 9);
+    slack_may_be_read = 1;
+    CHECK(pthread_join(thread, 0) == 0);
+    CHECK(waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) == 50);
+}
+
+static void write_or_execute(void) {
+    NEED(prctl(65 /* PR_SET_MDWE */, 1, 0, 0, 0) == 0);
+    moved();
+    puts(prctl(66 /* PR_GET_MDWE */, 0, 0, 0, 0) == 0 ? "forgotten" : "kept");
+}
+
+static void memory_errors(void) {
+    NEED(prctl(PR_MCE_KILL, PR_MCE_KILL_SET, PR_MCE_KILL_EARLY, 0, 0) == 0);
+    moved();
+    puts(prctl(PR_MCE_KILL_GET, 0, 0, 0, 0) == PR_MCE_KILL_EARLY ? "kept" : "forgotten");
+}
+
+/* A child with its own memory and the parent's table of descriptors. */
+static void shared_descriptors(void) {
+    int p[2], status;
+    char byte = 0;
+    CHECK(pipe(p) == 0);
+    pid_t child = syscall(SYS_clone, CLONE_FILES | SIGCHLD, 0, 0, 0, 0);
+    if (child == 0) {
+        UNTIL(told_to_go());
+        dup2(p[1], 300);
+        _exit(0);
+    }
+    moved();
+    CHECK(waitpid(child, &status, 0) == child && status == 0);
+    CHECK(write(300, "x", 1) == 1 && read(p[0], &byte, 1) == 1 && byte == 'x');
+}
+
 static void filtered(void) {
     struct sock_filter all[] = {BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW)};
     struct sock_fprog program = {1, all};
@@ -292,7 +369,9 @@ int main(int argc, char **argv) {
     const struct row rows[] = {
         {"children", children}, {"zombie", zombie}, {"stopped", stopped}, {"family", family},
         {"shared-memory", shared_memory}, {"shared-memory-file", shared_memory_file}, {"surroundings", surroundings},
-        {"groups", groups}, {"random-addresses", random_addresses}, {"filtered", filtered}, {"bound", bound}, {"batch", batch}, {"output", output}, {0, 0},
+        {"groups", groups}, {"random-addresses", random_addresses}, {"filtered", filtered}, {"bound", bound}, {"batch", batch}, {"output", output},
+        {"settings", settings}, {"write-or-execute", write_or_execute}, {"memory-errors", memory_errors},
+        {"shared-descriptors", shared_descriptors}, {0, 0},
     };
     return run_row(rows, argc, argv);
 }

@@ -12,7 +12,9 @@
 #include <sys/ioctl.h>
 #include <sys/mman.h>
 #include <sys/msg.h>
+#include <sys/prctl.h>
 #include <sys/ptrace.h>
+#include <sys/resource.h>
 #include <sys/sem.h>
 #include <sys/shm.h>
 #include <sys/socket.h>
@@ -289,6 +291,94 @@ static void own_name(void) { own_namespace(CLONE_NEWUTS); }
 static void own_users(void) { own_namespace(CLONE_NEWUSER); }
 static void own_processes(void) { own_namespace(CLONE_NEWPID); }
 
+/* What the second thread of a row gets of its own. */
+static int unshared;
+static volatile int is_unshared;
+
+static void *unshares(void *unused) {
+    is_unshared = unshare(unshared) == 0 ? 1 : -1;
+    UNTIL(told_to_go());
+    return unused;
+}
+
+static void own_of_a_thread(int kind) {
+    pthread_t thread;
+    unshared = kind;
+    CHECK(pthread_create(&thread, 0, unshares, 0) == 0);
+    UNTIL(is_unshared);
+    NEED(is_unshared == 1);
+    moved();
+    CHECK(pthread_join(thread, 0) == 0);
+}
+
+static void directory_of_a_thread(void) { own_of_a_thread(CLONE_FS); }
+static void descriptors_of_a_thread(void) { own_of_a_thread(CLONE_FILES); }
+static void network_of_a_thread(void) { own_of_a_thread(CLONE_NEWNET); }
+static void name_of_a_thread(void) { own_of_a_thread(CLONE_NEWUTS); }
+static void processes_of_a_thread(void) { own_of_a_thread(CLONE_NEWPID); }
+
+static void in_vfork(void) {
+    static volatile pid_t child;
+    const char *sign = in_place("go");
+    child = vfork();
+    if (child == 0) {
+        if (write(1, "ready\n", 6) != 6) _exit(1);
+        while (access(sign, F_OK)) usleep(1000);
+        _exit(0);
+    }
+    CHECK(waitpid(child, 0, 0) == child);
+}
+
+static char stack_of_child[1 << 16];
+
+static int runs_until_go(void *unused) {
+    (void)unused;
+    while (!told_to_go()) usleep(1000);
+    _exit(0);
+}
+
+static void sharing_child(int flags) {
+    int status;
+    pid_t child = clone(runs_until_go, stack_of_child + sizeof stack_of_child, flags | SIGCHLD, 0);
+    CHECK(child > 0);
+    moved();
+    CHECK(waitpid(child, &status, 0) == child && status == 0);
+}
+
+static void memory_of_a_child(void) { sharing_child(CLONE_VM); }
+static void directory_of_a_child(void) { sharing_child(CLONE_FS); }
+
+static void few_descriptors(void) {
+    struct rlimit limit = {atoi(extra), 4096};
+    CHECK(setrlimit(RLIMIT_NOFILE, &limit) == 0);
+    while (dup(0) >= 0) {}
+    moved();
+}
+
+static void other_socket(void) {
+    int fd = socket(AF_VSOCK, SOCK_STREAM, 0);
+    if (fd < 0) fd = socket(AF_ALG, SOCK_SEQPACKET, 0);
+    NEED(fd >= 0);
+    moved();
+}
+
+/* From now on the program may mount nothing, whatever rights it has. */
+static void confined(void) {
+    uint64_t handled[2] = {1 /* LANDLOCK_ACCESS_FS_EXECUTE */, 0};
+    int rules = syscall(444 /* landlock_create_ruleset */, handled, 8, 0);
+    NEED(rules >= 0);
+    CHECK(prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0 && syscall(446 /* landlock_restrict_self */, rules, 0) == 0);
+    close(rules);
+    moved();
+}
+
+static void own_control_group(void) { own_namespace(CLONE_NEWCGROUP); }
+
+static void own_time(void) {
+    NEED(unshare(0x80 /* CLONE_NEWTIME */) == 0);
+    moved();
+}
+
 static void *waits(void *unused) {
     printf("thread %d\n", thread_id());
     fflush(stdout);
@@ -326,7 +416,12 @@ int main(int argc, char **argv) {
         {"orphan", orphan}, {"linked", linked}, {"removed-directory", removed_directory}, {"own-root", own_root},
         {"own-mounts", own_mounts}, {"own-network", own_network}, {"own-ipc", own_ipc}, {"own-name", own_name},
         {"own-users", own_users}, {"own-processes", own_processes}, {"counting-eventfd", counting_eventfd}, {"packets", packets},
-        {"of-a-process", of_a_process}, {"another-user", another_user}, {"another-group", another_group}, {"traced", traced}, {"tracer", tracer}, {0, 0},
+        {"of-a-process", of_a_process}, {"another-user", another_user}, {"another-group", another_group}, {"traced", traced}, {"tracer", tracer},
+        {"directory-of-a-thread", directory_of_a_thread}, {"descriptors-of-a-thread", descriptors_of_a_thread},
+        {"network-of-a-thread", network_of_a_thread}, {"name-of-a-thread", name_of_a_thread},
+        {"processes-of-a-thread", processes_of_a_thread}, {"in-vfork", in_vfork}, {"memory-of-a-child", memory_of_a_child},
+        {"directory-of-a-child", directory_of_a_child}, {"few-descriptors", few_descriptors}, {"other-socket", other_socket},
+        {"own-control-group", own_control_group}, {"own-time", own_time}, {"confined", confined}, {0, 0},
     };
     return run_row(rows, argc, argv);
 }

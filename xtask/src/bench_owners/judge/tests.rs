@@ -194,6 +194,7 @@ fn events_with_paused_guests() -> Vec<EventEntry> {
         guests: guests.clone(),
         duration: Micros(9),
         why: String::new(),
+        leftovers: Vec::new(),
     };
     let resumed_event = EventKind::GuestsResumed {
         host: host_id(2),

@@ -3,7 +3,7 @@
 use super::JobScenario;
 use crate::tests::sim::{Sim, host, seeds};
 use sempa_proto::task::{Reply, Request};
-use sempa_proto::{Micros, Tid};
+use sempa_proto::{HostId, Micros, Tid};
 
 #[test]
 fn lost_host_rolls_job_back() {
@@ -36,6 +36,37 @@ fn lost_host_rolls_job_back() {
         scenario.exchange_messages(100);
         scenario.run_until_all_connected();
         scenario.run_until_all_received();
+    }
+}
+
+/// A user restarts a job whose host is lost: the restart waits until the lease of the host is
+/// over, because its tasks may still run there.
+#[test]
+fn requested_restart_waits_for_the_lease_of_a_lost_host() {
+    for seed in seeds(30) {
+        let mut scenario = JobScenario::new(seed, 3, 6);
+        let checkpoint = scenario.checkpoint(None);
+        let name = checkpoint
+            .unwrap_or_else(|why| panic!("{why} (seed {seed})"))
+            .name;
+        let lost_host = host(2);
+        let outage = Micros::from_secs(60);
+        scenario
+            .sim
+            .separate_hosts(HostId::MASTER, lost_host, outage);
+        super::report_loss(&mut scenario.sim, lost_host);
+        for tid in scenario.tids.clone() {
+            let proc = scenario.sim.proc_of(tid);
+            if scenario.sim.procs[proc].host != lost_host {
+                scenario.sim.exit_proc(proc, 9);
+            }
+        }
+        let is_restarted = (0..50).any(|_| {
+            scenario.sim.advance(Micros::from_millis(10));
+            scenario.restart(&name, &[]).is_ok()
+        });
+        assert!(is_restarted, "seed {seed}");
+        scenario.run_until_all_connected();
     }
 }
 

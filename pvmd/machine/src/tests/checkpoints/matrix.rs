@@ -68,6 +68,7 @@ impl Trial {
                     checkpoint: earlier_checkpoint.clone(),
                     host_names: Vec::new(),
                     wait_for_end: true,
+                    force: false,
                 };
                 scenario.sim.request(scenario.console, restart_request)
             }

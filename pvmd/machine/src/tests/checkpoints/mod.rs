@@ -1,9 +1,12 @@
 //! Checkpoints, host losses and restarts of jobs whose tasks exchange messages.
 
 mod admission;
+mod claims;
 mod copies;
+mod damage;
 mod host_loss;
 mod last_messages;
+mod leftovers;
 mod limits;
 mod matrix;
 mod own_state;
@@ -13,7 +16,7 @@ mod stuck;
 
 use super::scenario::{evict_guests_request, welcome_guests_request};
 use super::sim::{Proc, Received, Sim, host, seeds};
-use crate::{HostId, MachineConfig};
+use crate::{Event, HostId, MachineConfig};
 use sempa_proto::checkpoint::{
     CheckpointFailure, CheckpointReport, CheckpointSchedule, RestartFailure,
 };
@@ -188,6 +191,7 @@ impl JobScenario {
                 checkpoint: checkpoint_name.into(),
                 host_names,
                 wait_for_end: true,
+                force: false,
             },
         );
         let Reply::Restarted(result) = reply else {
@@ -313,6 +317,12 @@ fn is_listed(sim: &Sim, tid: Tid) -> bool {
         .values()
         .filter(|node| node.is_alive)
         .any(|node| node.machine.tasks.get(tid).is_some())
+}
+
+/// Lets the master find the loss of a host at once.
+fn report_loss(sim: &mut Sim, host: HostId) {
+    let why = "its session broke".into();
+    sim.handle(HostId::MASTER, Event::HostLost { host, why });
 }
 
 fn spawn_children(sim: &mut Sim, spawner: usize, count: u32) -> Vec<Tid> {

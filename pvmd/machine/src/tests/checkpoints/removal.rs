@@ -175,6 +175,7 @@ fn checkpoint_in_use_is_not_removed() {
                 checkpoint: checkpoint_name.clone(),
                 host_names: Vec::new(),
                 wait_for_end: true,
+                force: false,
             },
         );
         assert_eq!(

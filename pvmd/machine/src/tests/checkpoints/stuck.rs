@@ -11,7 +11,7 @@ use sempa_proto::{Micros, Tid};
 
 /// Creates a job that has lost a host and that no other host accepts. Returns the job and the
 /// number of processes before the loss.
-fn unplaceable_job(seed: u64) -> (JobScenario, usize) {
+pub(super) fn unplaceable_job(seed: u64) -> (JobScenario, usize) {
     let mut scenario = JobScenario::new(seed, 4, 6);
     scenario
         .checkpoint(Some(Micros::from_millis(600)))
@@ -47,7 +47,7 @@ fn restart_failure_times(scenario: &mut JobScenario) -> Vec<Micros> {
     failure_times.map(|event| event.at).collect()
 }
 
-fn cancel_checkpointing(scenario: &mut JobScenario, job: Tid) {
+pub(super) fn cancel_checkpointing(scenario: &mut JobScenario, job: Tid) {
     let request = Request::Checkpoint {
         job,
         schedule: Some(CheckpointSchedule::Disabled),
@@ -101,13 +101,29 @@ fn restart_retries_back_off_until_a_host_joins() {
     }
 }
 
-/// The master no longer repeats the restart of a job whose checkpointing is cancelled.
+/// The master no longer repeats the restart of a job whose checkpointing is cancelled. An event
+/// tells this to those who wait for the restart.
 #[test]
 fn cancelled_checkpointing_stops_restart_retries() {
     let (mut scenario, process_count) = unplaceable_job(1);
     let job = scenario.job_tid();
     scenario.sim.advance(Micros::from_secs(60));
+    let find_request = Request::FindAwaitingRestart { tids: vec![job] };
+    let awaiting_tasks = scenario.sim.ask(scenario.console, find_request.clone());
+    assert_eq!(awaiting_tasks, Reply::AwaitingRestart(vec![job]));
     cancel_checkpointing(&mut scenario, job);
+    let events = list_events(&mut scenario.sim, scenario.console);
+    assert!(
+        matches!(
+            events.last(),
+            Some(EventKind::RestartFailed { why, .. })
+                if why == "its periodic checkpoints were switched off"
+        ),
+        "{:?}",
+        events.last()
+    );
+    let awaiting_tasks = scenario.sim.ask(scenario.console, find_request);
+    assert_eq!(awaiting_tasks, Reply::AwaitingRestart(Vec::new()));
     let failure_count = restart_failure_times(&mut scenario).len();
     assert!(failure_count > 10, "{failure_count} times");
     scenario.sim.verdicts.clear();

@@ -144,7 +144,7 @@ impl Sim {
         }
     }
 
-    pub(super) fn inject_fault(&mut self, victim: Victim, fault: Fault) {
+    pub(in crate::tests) fn inject_fault(&mut self, victim: Victim, fault: Fault) {
         let host_id = victim.host();
         match (victim, fault) {
             (Victim::Source | Victim::Target | Victim::Master, Fault::Kill) => {
@@ -296,6 +296,7 @@ impl Sim {
                     .into_iter()
                     .flatten()
                     .for_each(|message| self.send_to_tasker(host_id, message));
+                self.check_tasker_lease(host_id);
             }
             Victim::ResourceManager => {
                 let proc = self.injection.resource_manager_proc.expect("there is one");

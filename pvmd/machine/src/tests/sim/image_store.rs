@@ -4,7 +4,8 @@ use super::{Proc, Received, Sim, SimEvent};
 use crate::{Event, Output};
 use checkpoint_protocol::SnapshotId;
 use sempa_proto::checkpoint::{
-    CheckpointEntry, CheckpointMeta, RemovalRefusal, RemovalResults, RemovalSelection, StoreFailure,
+    CheckpointEntry, CheckpointMeta, ClaimKey, JobHolder, RemovalRefusal, RemovalResults,
+    RemovalSelection, RestartFailure, StoreFailure,
 };
 use sempa_proto::frame::from_bytes;
 use sempa_proto::host::SavedTask;
@@ -31,6 +32,54 @@ pub(super) struct StoredImage {
     record: Option<SavedTask>,
 }
 
+/// The claims of this virtual machine in the store.
+#[derive(Debug, Default)]
+pub(in crate::tests) struct OwnClaims {
+    keys: BTreeSet<ClaimKey>,
+    /// Claims that restarts in progress need, by the number of the restart.
+    used_by_restarts: BTreeMap<u64, ClaimKey>,
+    /// Claims that are released at the end of the last restart that needs them.
+    restart_only: BTreeSet<ClaimKey>,
+}
+
+impl OwnClaims {
+    pub(in crate::tests) fn contains(&self, key: ClaimKey) -> bool {
+        self.keys.contains(&key)
+    }
+
+    pub(in crate::tests) fn is_empty(&self) -> bool {
+        self.keys.is_empty()
+    }
+
+    fn begin_restart(&mut self, restart_number: u64, key: ClaimKey) {
+        self.used_by_restarts.insert(restart_number, key);
+        if self.keys.insert(key) {
+            self.restart_only.insert(key);
+        }
+    }
+
+    fn end_restart(&mut self, restart_number: u64, keeps_claim: bool) {
+        let Some(key) = self.used_by_restarts.remove(&restart_number) else {
+            return;
+        };
+        if keeps_claim {
+            self.restart_only.remove(&key);
+        }
+        if self.restart_only.contains(&key) {
+            self.release(key);
+        }
+    }
+
+    fn release(&mut self, key: ClaimKey) {
+        if self.used_by_restarts.values().any(|used| *used == key) {
+            self.restart_only.insert(key);
+        } else {
+            self.restart_only.remove(&key);
+            self.keys.remove(&key);
+        }
+    }
+}
+
 /// Image directories, checkpoints, and restored processes that do not run yet.
 #[derive(Debug, Default)]
 pub(in crate::tests) struct ImageStore {
@@ -38,6 +87,16 @@ pub(in crate::tests) struct ImageStore {
     drafts: BTreeMap<SnapshotId, BTreeMap<Tid, StoredImage>>,
     checkpoints: BTreeMap<String, (CheckpointMeta, BTreeMap<Tid, StoredImage>)>,
     open_checkpoints: BTreeMap<u64, String>,
+    /// Damaged checkpoints. A damaged image of a task is found when the task is restarted, damage
+    /// of the rest (`None`) when the checkpoint is opened.
+    pub(in crate::tests) damage: BTreeMap<String, Option<Tid>>,
+    /// Claims of other virtual machines.
+    pub(in crate::tests) foreign_claims: BTreeMap<ClaimKey, JobHolder>,
+    pub(in crate::tests) own_claims: OwnClaims,
+    /// Number of times that the store cannot be read when it looks for an older checkpoint.
+    pub(in crate::tests) failing_search_count: u32,
+    /// Checkpoints that are marked as damaged.
+    pub(in crate::tests) marked_checkpoints: BTreeSet<String>,
     /// Names of the checkpoints of jobs that have ended.
     checkpoints_of_ended_jobs: BTreeSet<String>,
     pub(super) built_procs: BTreeMap<(HostId, MigrationId), Proc>,
@@ -82,16 +141,40 @@ impl ImageStore {
     }
 
     pub(in crate::tests) fn newest_name(&self) -> String {
-        let snapshot_number = |name: &&String| {
-            name.rsplit('-')
-                .next()
-                .and_then(|snapshot_number| snapshot_number.parse::<SnapshotId>().ok())
-        };
         self.checkpoints
             .keys()
-            .max_by_key(snapshot_number)
+            .max_by_key(|name| snapshot_number(name))
             .expect("there is one")
             .clone()
+    }
+
+    /// Returns the newest checkpoint of the job that is older than `name` and not marked as
+    /// damaged.
+    fn older_name(&self, name: &str, key: Option<ClaimKey>) -> Option<String> {
+        let is_older = |(older_name, (meta, _)): &(&String, &(CheckpointMeta, _))| {
+            Some(meta.claim_key()) == key
+                && snapshot_number(older_name) < snapshot_number(name)
+                && !self.marked_checkpoints.contains(*older_name)
+        };
+        self.checkpoints
+            .iter()
+            .filter(is_older)
+            .map(|(older_name, _)| older_name.clone())
+            .max_by_key(|older_name| snapshot_number(older_name))
+    }
+
+    /// Returns the result of a search for an older checkpoint.
+    fn next_search_result(
+        &mut self,
+        older_checkpoint: Option<String>,
+    ) -> Result<Option<String>, StoreFailure> {
+        match self.failing_search_count.checked_sub(1) {
+            None => Ok(older_checkpoint),
+            Some(remaining_count) => {
+                self.failing_search_count = remaining_count;
+                Err(StoreFailure("the disk does not answer".into()))
+            }
+        }
     }
 
     /// Returns the names of the checkpoints of jobs that have ended.
@@ -164,6 +247,33 @@ impl ImageStore {
         self.checkpoints = other_store.checkpoints;
     }
 
+    /// Adds the checkpoints of another virtual machine that uses the same store. `origin` is the
+    /// start time of that virtual machine. Returns their names, oldest first.
+    pub(in crate::tests) fn add_foreign_checkpoints(
+        &mut self,
+        other_store: Self,
+        origin: Micros,
+    ) -> Vec<String> {
+        let mut names = Vec::new();
+        for (name, (meta, images)) in other_store.checkpoints {
+            let meta = CheckpointMeta {
+                vm_start_time: origin,
+                origin,
+                ..meta
+            };
+            let name = format!("other-{name}");
+            self.checkpoints.insert(name.clone(), (meta, images));
+            names.push(name);
+        }
+        names.sort_by_key(|name| snapshot_number(name));
+        names
+    }
+
+    /// Returns the key of a checkpoint's job.
+    pub(in crate::tests) fn claim_key(&self, name: &str) -> ClaimKey {
+        self.checkpoints[name].0.claim_key()
+    }
+
     /// Returns, for each birth host, the highest task number in all checkpoints.
     pub(in crate::tests) fn highest_task_numbers(&self) -> BTreeMap<HostId, u32> {
         let tids = self
@@ -179,6 +289,11 @@ impl ImageStore {
         }
         highest_numbers
     }
+}
+
+/// Returns the number of the snapshot from which the checkpoint with this name was made.
+fn snapshot_number(name: &str) -> Option<SnapshotId> {
+    name.rsplit('-').next()?.parse().ok()
 }
 
 impl Sim {
@@ -202,6 +317,13 @@ impl Sim {
             };
             self.image_store.images.insert((host_id, migration), image);
         }
+    }
+
+    /// Lets the master find that another virtual machine has taken over a job.
+    pub(in crate::tests) fn take_over_job(&mut self, key: ClaimKey, by: JobHolder) {
+        self.image_store.own_claims.keys.remove(&key);
+        self.image_store.foreign_claims.insert(key, by.clone());
+        self.schedule_soon(HostId::MASTER, Event::JobTakenOver { key, by });
     }
 
     /// Builds a stopped process from images. Panics if there are no images of a process.
@@ -237,17 +359,25 @@ impl Sim {
             return false;
         };
         let tid = proc.spawned_tid;
-        let is_duplicate = self
-            .procs
-            .iter()
-            .any(|p| p.spawned_tid == tid && !p.exited && !self.is_host_removed(p.host));
+        let is_duplicate = self.procs.iter().any(|p| p.spawned_tid == tid && !p.exited);
         assert!(
             !is_duplicate,
             "two live copies of {tid:?} (seed {})",
             self.seed
         );
+        let has_leftovers = self
+            .leftovers
+            .keys()
+            .any(|(_, left_by)| Some(*left_by) == tid);
+        assert!(
+            !has_leftovers,
+            "{tid:?} runs again next to its children (seed {})",
+            self.seed
+        );
         (proc.stopped_for_migration, proc.paused) = (false, is_paused);
+        proc.is_held = false;
         self.procs.push(proc);
+        self.hold_procs(host_id);
         true
     }
 
@@ -410,8 +540,11 @@ impl Sim {
                 tid,
                 receiver,
             } => {
-                let (_, images) = &self.image_store.checkpoints
-                    [&self.image_store.open_checkpoints[&restart_number]];
+                let name = &self.image_store.open_checkpoints[&restart_number];
+                if self.image_store.damage.get(name) == Some(&Some(tid)) {
+                    return self.report_damaged_image(restart_number, migration, receiver);
+                }
+                let (_, images) = &self.image_store.checkpoints[name];
                 let image = images[&tid].clone();
                 self.image_store.images.insert((host_id, migration), image);
                 self.deliver_images(host_id, migration, receiver);
@@ -428,27 +561,96 @@ impl Sim {
             Output::OpenCheckpoint {
                 restart_number,
                 checkpoint,
+                force,
+            } => self.open_checkpoint(host_id, restart_number, checkpoint, force),
+            Output::CloseCheckpoint {
+                restart_number,
+                keeps_claim,
             } => {
-                let meta = self
-                    .image_store
-                    .checkpoints
-                    .get(&checkpoint)
-                    .map(|(meta, _)| meta.clone());
-                self.image_store
-                    .open_checkpoints
-                    .insert(restart_number, checkpoint);
-                self.schedule_soon(
-                    host_id,
-                    Event::CheckpointOpened {
-                        restart_number,
-                        result: meta.ok_or(StoreFailure("there is no such checkpoint".into())),
-                    },
-                );
-            }
-            Output::CloseCheckpoint { restart_number } => {
                 self.image_store.open_checkpoints.remove(&restart_number);
+                let own_claims = &mut self.image_store.own_claims;
+                own_claims.end_restart(restart_number, keeps_claim);
             }
+            Output::ReleaseJob { key } => self.image_store.own_claims.release(key),
             other => self.carry_out_for_drafts(host_id, other),
+        }
+    }
+
+    fn open_checkpoint(
+        &mut self,
+        host_id: HostId,
+        restart_number: u64,
+        checkpoint: String,
+        force: bool,
+    ) {
+        let meta = self
+            .image_store
+            .checkpoints
+            .get(&checkpoint)
+            .map(|(meta, _)| meta.clone());
+        let is_damaged = self.image_store.damage.get(&checkpoint) == Some(&None);
+        let is_missing = meta.is_none();
+        self.image_store
+            .open_checkpoints
+            .insert(restart_number, checkpoint);
+        let (at, why) = (self.now + Micros(1_000), "a byte was changed".to_string());
+        let result = match is_damaged {
+            true => Err(RestartFailure::Store(StoreFailure(why.clone()))),
+            false => meta.ok_or(RestartFailure::Store(StoreFailure(
+                "there is no such checkpoint".into(),
+            ))),
+        };
+        let result = result.and_then(|meta| {
+            let key = meta.claim_key();
+            match self.image_store.foreign_claims.get(&key) {
+                Some(holder) if !force => Err(RestartFailure::RunsElsewhere {
+                    holder: holder.clone(),
+                    time_until_force: Micros(0),
+                }),
+                _ => {
+                    self.image_store.foreign_claims.remove(&key);
+                    let own_claims = &mut self.image_store.own_claims;
+                    own_claims.begin_restart(restart_number, key);
+                    Ok(meta)
+                }
+            }
+        });
+        if is_damaged || is_missing {
+            let event = Event::CheckpointDamaged {
+                restart_number,
+                why,
+                is_missing,
+            };
+            self.schedule(at, SimEvent::Machine(host_id, event));
+        }
+        let event = Event::CheckpointOpened {
+            restart_number,
+            result,
+        };
+        self.schedule(at, SimEvent::Machine(host_id, event));
+    }
+
+    /// Reports that the master has found an image damaged when it unpacked the image for a restart.
+    fn report_damaged_image(
+        &mut self,
+        restart_number: u64,
+        migration: MigrationId,
+        receiver: Option<HostId>,
+    ) {
+        let why = "a byte was changed".to_string();
+        let result = Err(Failure::Images(why.clone()));
+        let failure = match receiver {
+            Some(_) => Event::ImagesSent { migration, result },
+            None => Event::ImagesReceived { migration, result },
+        };
+        let damage = Event::CheckpointDamaged {
+            restart_number,
+            why,
+            is_missing: false,
+        };
+        let at = self.now + Micros(1_000);
+        for event in [damage, failure] {
+            self.schedule(at, SimEvent::Machine(HostId::MASTER, event));
         }
     }
 
@@ -494,6 +696,8 @@ impl Sim {
                 );
                 let result = self.random_store_failure().map(|()| {
                     let name = format!("set-{snapshot}");
+                    let key = meta.claim_key();
+                    self.image_store.own_claims.keys.insert(key);
                     self.image_store
                         .checkpoints
                         .insert(name.clone(), (*meta, draft));
@@ -531,6 +735,26 @@ impl Sim {
                     } else {
                         self.image_store.checkpoints_of_ended_jobs.remove(&name)
                     };
+                }
+            }
+            Output::MarkDamaged {
+                checkpoint,
+                why,
+                rollback_job,
+            } => {
+                let older_checkpoint = self.image_store.older_name(&checkpoint, rollback_job);
+                self.image_store
+                    .marked_checkpoints
+                    .insert(checkpoint.clone());
+                if let Some(ClaimKey { job, .. }) = rollback_job {
+                    let result = self.image_store.next_search_result(older_checkpoint);
+                    let event = Event::OlderCheckpointFound {
+                        job,
+                        damaged_checkpoint: checkpoint,
+                        why,
+                        result,
+                    };
+                    self.schedule_soon(host_id, event);
                 }
             }
             Output::RemoveCheckpoints {

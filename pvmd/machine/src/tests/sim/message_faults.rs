@@ -7,6 +7,7 @@ use super::fault_injection::{Fault, StepEdge, Victim};
 use crate::Event;
 use sempa_proto::HostId;
 use sempa_proto::host::HostMsg;
+use sempa_proto::tasker::FromTasker;
 use std::collections::BTreeMap;
 
 /// The name of a message, and the edge: the daemon has not handled the message yet, or has handled
@@ -34,6 +35,12 @@ fn message_name(event: &Event) -> Option<String> {
             message: HostMsg::StepReport { report, .. },
             ..
         } => format!("report {report:?}"),
+        // Heartbeats, renewals and answers belong to no operation.
+        Event::HostControl {
+            message: HostMsg::Heartbeat { .. } | HostMsg::HeartbeatAck { .. },
+            ..
+        }
+        | Event::Tasker(FromTasker::LeaseRenewed { .. } | FromTasker::Pong) => return None,
         Event::HostControl { message, .. } => format!("host {message:?}"),
         Event::Tasker(message) => format!("tasker {message:?}"),
         Event::HostData { .. } | Event::HostLost { .. } | Event::Wake => return None,

@@ -9,6 +9,7 @@ mod data_channels;
 mod fake_world;
 pub(super) mod fault_injection;
 mod image_store;
+mod leases;
 mod links;
 mod losses;
 pub(super) mod message_faults;
@@ -32,6 +33,7 @@ use sempa_proto::ids::RouteId;
 use sempa_proto::link::{Link, LinkEvent, LinkFrame};
 use sempa_proto::message::DSIG_X86_64;
 use sempa_proto::migration::Verdict;
+use sempa_proto::rm::{CTX_RM, TAG_PING};
 use sempa_proto::runtime_paths::RuntimePaths;
 use sempa_proto::task::{
     Claim, Hello, OnDaemonExit, Reply, Request, ResumeToken, SendWatermark, TASK_MAGIC, ToDaemon,
@@ -42,11 +44,12 @@ use sempa_proto::{HostId, Micros, MigrationId, PvmError, RequestId, Tid, WIRE_VE
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
 use std::path::PathBuf;
+pub(super) use taskers::STARTED_NAMESPACE_PID;
 
 /// Simulated time after which [`Sim::run_until`] fails a run that has not finished.
 const STUCK_TIMEOUT: Micros = Micros::from_secs(600);
 /// Time after which a silent host counts as lost.
-const LEASE: Micros = Micros::from_millis(500);
+pub(super) const LEASE: Micros = Micros::from_millis(500);
 
 pub(super) fn host(index: u16) -> HostId {
     HostId::new(index).expect("small")
@@ -78,6 +81,7 @@ pub(super) struct Node {
     deferred_events: Option<fault_injection::DeferredEvents>,
     /// Orders that the stopped tasker must receive when it resumes; `None` while it runs.
     deferred_orders: Option<Vec<ToTasker>>,
+    tasker_lease: leases::TaskerLease,
 }
 
 #[derive(Clone, Debug)]
@@ -99,6 +103,8 @@ enum SimEvent {
     MemoryTransferEnd(HostId, MigrationId, HostId, Tid),
     /// Two separated hosts can connect again.
     Reconnection(HostId, HostId),
+    /// The lease of a host's tasker may have reached a deadline.
+    LeaseCheck(HostId),
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -161,6 +167,10 @@ pub(super) struct Sim {
     respawned_procs: BTreeMap<(HostId, MigrationId), (usize, Tid)>,
     /// Processes that ignored a request to exit, one entry for each request.
     pub(super) exit_ignoring_procs: Vec<usize>,
+    /// What ended tasks have left behind on each host; true if it is stopped.
+    pub(super) leftovers: BTreeMap<(HostId, Tid), bool>,
+    /// True if leftover processes do not stop, so that no tasker reports that they have stopped.
+    pub(super) leftovers_never_stop: bool,
 }
 
 fn host_pair(a: HostId, b: HostId) -> (HostId, HostId) {
@@ -229,6 +239,8 @@ impl Sim {
             image_store: image_store::ImageStore::default(),
             respawned_procs: BTreeMap::new(),
             exit_ignoring_procs: Vec::new(),
+            leftovers: BTreeMap::new(),
+            leftovers_never_stop: false,
         };
         let mut master_config = machine_config(HostId::MASTER, "h1");
         configure(&mut master_config);
@@ -287,6 +299,7 @@ impl Sim {
             is_tasker_dead: false,
             deferred_events,
             deferred_orders,
+            tasker_lease: leases::TaskerLease::default(),
         };
         self.nodes.insert(id, node);
         self.carry_out_outputs(id);
@@ -315,7 +328,7 @@ impl Sim {
         self.schedule(at, event);
     }
 
-    fn send_from_tasker(&mut self, host_id: HostId, message: FromTasker) {
+    pub(in crate::tests) fn send_from_tasker(&mut self, host_id: HostId, message: FromTasker) {
         self.send_in_order(
             Channel::Tasker(host_id),
             SimEvent::Machine(host_id, Event::Tasker(message)),
@@ -379,6 +392,7 @@ impl Sim {
             host: host_id,
             program: program.to_string(),
             spawned_tid,
+            namespace_pid: self.procs.len() as i32 + 50_000,
             env,
             on_daemon_exit: OnDaemonExit::Terminate,
             conn: None,
@@ -397,6 +411,7 @@ impl Sim {
             deferred_notifications: Vec::new(),
             quiesce_request: None,
             stopped_for_migration: false,
+            is_held: false,
             paused: false,
             pause_serial: 0,
             quiesce_runs: 0,
@@ -408,6 +423,8 @@ impl Sim {
             exited: false,
             images_remain: false,
             cpu_micros: 0,
+            answers_pings: false,
+            child_holds_socket: false,
         });
         self.procs.len() - 1
     }
@@ -427,7 +444,7 @@ impl Sim {
             magic: TASK_MAGIC,
             version: WIRE_VERSION,
             claim,
-            namespace_pid: pid,
+            namespace_pid: self.procs[proc].namespace_pid,
             program,
             on_daemon_exit,
         };
@@ -562,6 +579,11 @@ impl Sim {
                     "{id} got two replies"
                 );
             }
+            ToTask::Deliver { message, .. } if (message.ctx, message.tag) == (CTX_RM, TAG_PING) => {
+                if self.procs[proc].answers_pings {
+                    self.announce_alive(proc);
+                }
+            }
             ToTask::Deliver {
                 message,
                 deliver_after,
@@ -616,7 +638,9 @@ impl Sim {
                     redirect_address: taskers::redirect_address(proc),
                 };
                 self.send_from_proc(conn, host_id, Event::TaskControl { conn, message });
-                self.close_connection(proc);
+                if !self.procs[proc].child_holds_socket {
+                    self.close_connection(proc);
+                }
                 self.notify_links(proc, &LinkEvent::RouteDown);
             }
         }
@@ -774,6 +798,7 @@ impl Sim {
                 );
             }
             Some(SimEvent::Reconnection(a, b)) => self.connect_hosts(a, b),
+            Some(SimEvent::LeaseCheck(host_id)) => self.check_tasker_lease(host_id),
             Some(SimEvent::VictimResumption(victim)) => self.resume_victim(victim),
             Some(SimEvent::MemoryTransferEnd(host_id, migration, source_host, tid)) => {
                 self.end_memory_transfer(host_id, migration, source_host, tid)

@@ -54,6 +54,11 @@ impl Sim {
             }
             Output::StartTasker => {}
             Output::SendToTasker(message) => self.send_to_tasker(host_id, message),
+            Output::KillTasker { .. } => {
+                if !self.nodes[&host_id].is_tasker_dead {
+                    self.kill_tasker(host_id);
+                }
+            }
             Output::Log { text, .. } => self
                 .nodes
                 .get_mut(&host_id)

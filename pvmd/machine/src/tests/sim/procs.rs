@@ -1,11 +1,14 @@
 //! A simulated process with a model of its task library.
 
 use super::{Sim, SimEvent};
-use crate::ConnId;
+use crate::{ConnId, Event};
 use bytes::Bytes;
 use sempa_proto::link::{Link, LinkEvent};
+use sempa_proto::message::DSIG_X86_64;
+use sempa_proto::rm::CTX_RM;
+use sempa_proto::sm::SM_ALIVE;
 use sempa_proto::task::{
-    Claim, OnDaemonExit, Reply, Request, RmInfo, SendWatermark, ToTask, Welcome,
+    Claim, OnDaemonExit, Reply, Request, RmInfo, SendWatermark, ToDaemon, ToTask, Welcome,
 };
 use sempa_proto::{HostId, Message, MigrationId, RequestId, RouteId, Tid};
 use std::collections::BTreeMap;
@@ -25,6 +28,8 @@ pub(in crate::tests) struct Proc {
     pub(super) program: String,
     /// Tid by which the tasker knows this process; `None` if no tasker started the process.
     pub(in crate::tests) spawned_tid: Option<Tid>,
+    /// Process id in the process's own PID namespace. A copy that is built from images keeps it.
+    pub(in crate::tests) namespace_pid: i32,
     pub(in crate::tests) env: Vec<String>,
     pub(super) on_daemon_exit: OnDaemonExit,
     pub(in crate::tests) conn: Option<ConnId>,
@@ -46,6 +51,8 @@ pub(in crate::tests) struct Proc {
     pub(super) deferred_notifications: Vec<(SendWatermark, Message)>,
     pub(super) quiesce_request: Option<(MigrationId, Vec<PathBuf>)>,
     pub(super) stopped_for_migration: bool,
+    /// True if the process is stopped because the lease of its tasker permits no process to run.
+    pub(super) is_held: bool,
     /// True if the process is paused for the owner of its host or by a suspension.
     pub(super) paused: bool,
     /// Number of orders to pause or resume the process so far.
@@ -66,6 +73,10 @@ pub(in crate::tests) struct Proc {
     /// True if the process ended with its host or tasker and its images can still be restored.
     pub(super) images_remain: bool,
     pub(super) cpu_micros: u64,
+    /// True if the process answers its daemon's questions whether it runs.
+    pub(in crate::tests) answers_pings: bool,
+    /// True if a child process holds the socket, so that quiescing does not close the connection.
+    pub(in crate::tests) child_holds_socket: bool,
 }
 
 impl Proc {
@@ -88,9 +99,18 @@ impl Proc {
         self.quiesce_request.is_some()
     }
 
-    /// True while the process is paused or stopped for a migration.
+    /// True while the process is paused, held by a lease, or stopped for a migration.
     pub(in crate::tests) fn is_frozen(&self) -> bool {
-        self.stopped_for_migration || self.paused
+        self.stopped_for_migration || self.paused || self.is_held
+    }
+
+    pub(in crate::tests) fn is_program(&self, name: &str) -> bool {
+        self.program.ends_with(name)
+    }
+
+    /// Stops the process from outside, as SIGSTOP does.
+    pub(in crate::tests) fn stop(&mut self) {
+        self.paused = true;
     }
 
     pub(in crate::tests) fn notifications(&self, tag: i32) -> Vec<Message> {
@@ -119,6 +139,31 @@ impl Proc {
 }
 
 impl Sim {
+    /// Continues a process that was stopped from outside.
+    pub(in crate::tests) fn continue_proc(&mut self, proc: usize) {
+        self.procs[proc].paused = false;
+        self.resume_proc(proc);
+    }
+
+    /// Lets a load watcher or resource manager tell its daemon that it runs. It answers the
+    /// daemon's questions from now on.
+    pub(in crate::tests) fn announce_alive(&mut self, proc: usize) {
+        let p = &mut self.procs[proc];
+        p.answers_pings = true;
+        let message = Message {
+            src: p.tid(),
+            dst: Tid::MY_DAEMON,
+            ctx: CTX_RM,
+            tag: SM_ALIVE,
+            wid: 0,
+            enc: DSIG_X86_64,
+            body: Bytes::new(),
+        };
+        let (conn, host_id) = (p.conn.expect("connected"), p.host);
+        let message = ToDaemon::Message(message);
+        self.send_from_proc(conn, host_id, Event::TaskControl { conn, message });
+    }
+
     /// Handles the message by which the daemon accepts a process as a task.
     pub(super) fn on_welcome(&mut self, proc: usize, welcome: Welcome) {
         let p = &mut self.procs[proc];

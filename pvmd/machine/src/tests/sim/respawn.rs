@@ -239,6 +239,7 @@ impl Sim {
         };
         let p = &mut self.procs[proc];
         (p.spawned_tid, p.stopped_for_migration, p.paused) = (Some(tid), false, is_paused);
+        self.hold_procs(host_id);
         self.connect_if_runnable(proc);
         Some(FromTasker::Running { migration, result })
     }

@@ -8,6 +8,10 @@ use sempa_proto::task::{Redirect, RedirectAddress};
 use sempa_proto::tasker::{DumpReport, FromTasker, MemoryWrite, TaskerCapabilities, ToTasker};
 use sempa_proto::{HostId, Micros, MigrationId, Tid};
 
+/// Process id, in its own PID namespace, of each process that a tasker starts. The process that
+/// connects is a child of that process and has another one.
+pub(in crate::tests) const STARTED_NAMESPACE_PID: i32 = 40_000;
+
 /// Returns the address that the library of a process reports for its redirect.
 pub(super) fn redirect_address(proc: usize) -> RedirectAddress {
     RedirectAddress {
@@ -19,6 +23,11 @@ pub(super) fn redirect_address(proc: usize) -> RedirectAddress {
 impl Sim {
     /// Kills the tasker of a host with all its processes. A new tasker starts at once.
     pub(in crate::tests) fn kill_tasker(&mut self, host_id: HostId) {
+        // A stopped tasker is dead, too.
+        self.nodes
+            .get_mut(&host_id)
+            .expect("it is there")
+            .deferred_orders = None;
         let dead_procs: Vec<usize> = (0..self.procs.len())
             .filter(|p| self.procs[*p].host == host_id && self.procs[*p].spawned_tid.is_some())
             .collect();
@@ -29,6 +38,7 @@ impl Sim {
         self.injection.memory_lost_hosts.insert(host_id);
         self.pre_copy_targets
             .retain(|_, target_host| *target_host != host_id);
+        self.leftovers.retain(|(host, _), _| *host != host_id);
         // Messages that the dead tasker had sent arrive before the report of its death.
         self.nodes
             .get_mut(&host_id)
@@ -59,6 +69,53 @@ impl Sim {
         }
         self.close_connection(proc);
         self.report_exit(proc, status);
+    }
+
+    /// Ends the process of a task, which leaves processes behind. They are stopped if the task was.
+    pub(in crate::tests) fn exit_and_leave_processes(&mut self, proc: usize, process_count: u32) {
+        let host_id = self.procs[proc].host;
+        let tid = self.procs[proc].tid();
+        let p = &mut self.procs[proc];
+        p.images_remain |= p.stopped_for_migration && !p.exited;
+        let are_stopped = p.paused || p.stopped_for_migration;
+        self.leftovers.insert((host_id, tid), are_stopped);
+        let pids = (0..process_count as i32).map(|n| 7000 + n).collect();
+        self.send_from_tasker(
+            host_id,
+            FromTasker::LeftBehind {
+                tid,
+                process_count,
+                pids,
+            },
+        );
+        self.exit_proc(proc, 0);
+    }
+
+    fn handle_leftover_order(&mut self, host_id: HostId, message: &ToTasker) {
+        let (tid, must_run) = match message {
+            ToTasker::StopLeftovers { tid } => (*tid, false),
+            ToTasker::ResumeLeftovers { tid } => (*tid, true),
+            ToTasker::KillLeftovers { tid } => {
+                if self.leftovers.remove(&(host_id, *tid)).is_some() {
+                    self.send_from_tasker(
+                        host_id,
+                        FromTasker::LeftBehind {
+                            tid: *tid,
+                            process_count: 0,
+                            pids: Vec::new(),
+                        },
+                    );
+                }
+                return;
+            }
+            _ => return,
+        };
+        if let Some(is_stopped) = self.leftovers.get_mut(&(host_id, tid)) {
+            *is_stopped = !must_run && !self.leftovers_never_stop;
+            if *is_stopped {
+                self.send_from_tasker(host_id, FromTasker::LeftoversStopped { tid });
+            }
+        }
     }
 
     /// Ends the process of a task while a child process holds the socket open: the connection is
@@ -109,8 +166,16 @@ impl Sim {
 
     pub(super) fn handle_tasker_order(&mut self, host_id: HostId, message: ToTasker) {
         match message {
+            ToTasker::Ping => self.send_from_tasker(host_id, FromTasker::Pong),
+            ToTasker::RenewLease { freeze_at, kill_at } => {
+                self.renew_tasker_lease(host_id, freeze_at, kill_at)
+            }
             ToTasker::Start(start) => {
                 let tid = start.tid;
+                if self.is_lease_frozen(host_id) {
+                    let reason = "the lease has run out".into();
+                    return self.send_from_tasker(host_id, FromTasker::StartFailed { tid, reason });
+                }
                 if start.path.to_string_lossy().contains("broken") {
                     return self.send_from_tasker(
                         host_id,
@@ -135,6 +200,7 @@ impl Sim {
                     FromTasker::Started {
                         tid,
                         pid: 1000 + proc as i32,
+                        namespace_pid: STARTED_NAMESPACE_PID,
                     },
                 );
                 self.connect_if_runnable(proc);
@@ -168,6 +234,9 @@ impl Sim {
                     self.resume_proc(proc);
                 }
             }
+            ToTasker::StopLeftovers { .. }
+            | ToTasker::ResumeLeftovers { .. }
+            | ToTasker::KillLeftovers { .. } => self.handle_leftover_order(host_id, &message),
             message => self.handle_source_order(host_id, message),
         }
     }
@@ -294,8 +363,9 @@ impl Sim {
                 }
                 FromTasker::MigrationAborted { migration }
             }
-            ToTasker::KillSource { migration, .. } => {
+            ToTasker::KillSource { migration, tid } => {
                 self.injection.killed_sources.insert(migration);
+                self.handle_leftover_order(host_id, &ToTasker::KillLeftovers { tid });
                 FromTasker::SourceKilled {
                     migration,
                     usage: Usage::default(),
@@ -426,9 +496,8 @@ impl Sim {
             self.seed
         );
         let source_host = self.procs[proc].host;
-        let is_source_dead = self.injection.killed_sources.contains(&migration)
-            || self.procs[proc].exited
-            || self.is_host_removed(source_host);
+        let is_source_dead =
+            self.injection.killed_sources.contains(&migration) || self.procs[proc].exited;
         assert!(
             is_source_dead,
             "two live copies of {tid} (seed {})",
@@ -446,6 +515,8 @@ impl Sim {
         assert!(p.conn.is_none(), "only a quiesced task can migrate");
         // Drops messages of a connection that the process had closed before the migration.
         p.deferred_events.clear();
+        p.is_held = false;
+        self.hold_procs(host_id);
         self.send_from_tasker(
             host_id,
             FromTasker::Running {

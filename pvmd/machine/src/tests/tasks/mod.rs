@@ -4,7 +4,7 @@ mod output_collection;
 mod placement_leases;
 mod resource_manager;
 
-use super::sim::{Received, Sim, host, seeds};
+use super::sim::{Received, STARTED_NAMESPACE_PID, Sim, host, seeds};
 use crate::HostId;
 use crate::tasks::Inbox;
 use bytes::Bytes;
@@ -613,6 +613,38 @@ fn mailbox_is_shared_by_all_hosts() {
             .collect::<Vec<_>>(),
         [("y", Tid::NONE)]
     );
+}
+
+/// `pvm_tasks` lists the process id of the process that makes the PVM calls, as that process has
+/// it. Before a task connects, the process that the tasker has started counts.
+#[test]
+fn listed_pid_is_what_getpid_returns() {
+    let (mut sim, console) = Sim::cluster(12, 2);
+    let tids: Vec<Tid> = ["child", "sleep"]
+        .into_iter()
+        .flat_map(|program| {
+            spawned_tids(sim.ask(console, Request::Spawn(spawn_request(program, 2))))
+        })
+        .flatten()
+        .collect();
+    sim.advance(Micros::from_millis(50));
+    let Reply::Tasks(tasks) = sim.ask(
+        console,
+        Request::Tasks {
+            selector: Tid::NONE,
+        },
+    ) else {
+        panic!("no list")
+    };
+    for task in &tasks {
+        let expected_pid = match tids.iter().position(|tid| *tid == task.tid) {
+            None => sim.procs[console].namespace_pid,
+            Some(0..2) => sim.procs[sim.proc_of(task.tid)].namespace_pid,
+            Some(_) => STARTED_NAMESPACE_PID,
+        };
+        assert_eq!(task.namespace_pid, expected_pid, "{task:?}");
+    }
+    assert_eq!(tasks.len(), 5);
 }
 
 /// The host concerned answers requests for task lists, clocks, and the status of hosts and tasks,

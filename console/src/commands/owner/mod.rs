@@ -5,10 +5,14 @@
 //! that only this user can write, so load watchers trust these files. Load watchers answer status
 //! queries of any user.
 
+mod confirmation;
+
+use self::confirmation::Confirmation;
 use crate::arguments::parse_duration;
 use crate::clock::unix_micros;
 use crate::command::{CommandSpec, LocalCommand, LocalContext, ParsedCommand};
 use crate::outcome::Outcome;
+use crate::output::tables::process_count_text;
 use crate::parse_error::ParseError;
 use pvm_load_watcher::hours::WeeklyHours;
 use pvm_load_watcher::owner::format_utc_time;
@@ -19,6 +23,7 @@ use pvm_load_watcher::owner_override::{
 use pvm_load_watcher::policy::{POLICY_BYTES_MAX, Policy, PolicyError};
 use pvm_load_watcher::published_policy::{self, PublishedPolicyError};
 use pvm_load_watcher::status::{GuestStatus, WatcherStatus, query_all};
+use pvm_load_watcher::user_files::{FileContent, FileVersion};
 use sempa_proto::Micros;
 use serde_json::json;
 use std::fs::File;
@@ -253,10 +258,11 @@ impl LocalCommand for OwnerCommand {
     fn run(&self, _context: &LocalContext) -> Outcome {
         let dir = overrides_dir(std::env::var_os(OVERRIDES_DIR_VAR).map(Into::into));
         let uid = nix::unistd::geteuid().as_raw();
+        let confirm = |content, version| Confirmation::wait(uid, content, version);
         match self {
             Self::Status => status_outcome(&dir, uid),
-            Self::Policy(action) => run_policy(&dir, uid, action),
-            _ => write_override(&dir, uid, self),
+            Self::Policy(action) => run_policy(&dir, uid, action, confirm),
+            _ => write_override(&dir, uid, self, confirm),
         }
     }
 }
@@ -289,7 +295,14 @@ fn read_policy(file: &Path) -> Result<String, PolicyFileError> {
     Ok(text)
 }
 
-fn run_policy(dir: &Path, uid: u32, action: &PolicyAction) -> Outcome {
+/// Shows, publishes or withdraws the policy. `confirm` returns which load watchers have read a
+/// version of a file.
+fn run_policy(
+    dir: &Path,
+    uid: u32,
+    action: &PolicyAction,
+    confirm: impl Fn(FileContent, Option<FileVersion>) -> Confirmation,
+) -> Outcome {
     let path = published_policy::policy_file(dir, uid);
     let path_text = path.display();
     let text = match action {
@@ -310,25 +323,45 @@ fn run_policy(dir: &Path, uid: u32, action: &PolicyAction) -> Outcome {
         },
         PolicyAction::Withdraw => None,
     };
-    let is_change = *action != PolicyAction::Show;
-    if is_change && let Err(error) = published_policy::write(dir, uid, text.as_deref()) {
-        let advice = format!(
-            "nothing has changed; check the file, or set another folder with {OVERRIDES_DIR_VAR}"
-        );
-        return Outcome::from_refusal(format!(
-            "owner: {path_text} cannot be written: {error}; {advice}"
-        ));
+    let no_policy_text = "you have no policy here; 'owner policy FILE' publishes one\n";
+    if *action == PolicyAction::Show {
+        let json = json!({ "policy": text, "file": path });
+        let output_text = text.unwrap_or_else(|| no_policy_text.into());
+        return Outcome::with_json(output_text, json, false);
     }
-    let json = json!({ "policy": text, "file": path });
-    let output_text = match text {
-        Some(text) if is_change => format!("your policy is in force ({path_text}):\n{text}"),
-        Some(text) => text,
-        None => "you have no policy here; 'owner policy FILE' publishes one\n".into(),
+    let written_file = match published_policy::write(dir, uid, text.as_deref()) {
+        Ok(written_file) => written_file,
+        Err(error) => {
+            let advice = format!(
+                "nothing has changed; check the file, or set another folder with {OVERRIDES_DIR_VAR}"
+            );
+            return Outcome::from_refusal(format!(
+                "owner: {path_text} cannot be written: {error}; {advice}"
+            ));
+        }
     };
-    Outcome::with_json(output_text, json, false)
+    let path = written_file.as_ref().map_or(path, |(_, path)| path.clone());
+    let version = written_file.map(|(version, _)| version);
+    let confirmation = confirm(FileContent::Policy, version);
+    let output_text = match &text {
+        Some(text) if confirmation.is_complete() => {
+            format!("your policy is in force ({}):\n{text}", path.display())
+        }
+        Some(text) => format!("your policy is written ({}):\n{text}", path.display()),
+        None => no_policy_text.into(),
+    };
+    let json = json!({ "policy": text, "file": path });
+    confirmation.outcome(output_text, json)
 }
 
-fn write_override(dir: &Path, uid: u32, command: &OwnerCommand) -> Outcome {
+/// Writes the override that the command describes. `confirm` returns which load watchers have read
+/// a version of a file.
+fn write_override(
+    dir: &Path,
+    uid: u32,
+    command: &OwnerCommand,
+    confirm: impl Fn(FileContent, Option<FileVersion>) -> Confirmation,
+) -> Outcome {
     // A file that cannot be trusted counts as empty and is replaced.
     let new_override = apply_command(
         owner_override::read(dir, uid).unwrap_or_default(),
@@ -336,11 +369,13 @@ fn write_override(dir: &Path, uid: u32, command: &OwnerCommand) -> Outcome {
         unix_micros(),
     );
     match owner_override::write(dir, uid, &new_override) {
-        Ok(()) => Outcome::with_json(
-            format!("your directives: {}\n", describe_override(&new_override)),
-            override_json(&new_override),
-            false,
-        ),
+        Ok(written_file) => {
+            let version = written_file.map(|(version, _)| version);
+            confirm(FileContent::Override, version).outcome(
+                format!("your directives: {}\n", describe_override(&new_override)),
+                override_json(&new_override),
+            )
+        }
         Err(error) => {
             let path = owner_override::override_file(dir, uid);
             let advice = format!(
@@ -414,14 +449,19 @@ fn status_text(status: &WatcherStatus) -> String {
                     user,
                     since_us,
                     cpu_s,
+                    leftover_processes,
                 }: &GuestStatus| {
         let since_text = if *since_us == 0 {
             "?".into()
         } else {
             format_utc_time(Micros(*since_us))
         };
+        let left_text = match leftover_processes {
+            0 => String::new(),
+            count => format!(" (ended), left {}", process_count_text(*count)),
+        };
         format!(
-            "  task      {tid} {program} of {user}, process {pid}, since {since_text}, {cpu_s:.1} s of processor\n"
+            "  task      {tid}{left_text} {program} of {user}, process {pid}, since {since_text}, {cpu_s:.1} s of processor\n"
         )
     };
     out.extend(status.tasks.iter().map(line));
@@ -570,14 +610,28 @@ mod tests {
         }
     }
 
+    /// No load watcher runs.
+    fn confirm_by_none(_: FileContent, _: Option<FileVersion>) -> Confirmation {
+        Confirmation::default()
+    }
+
+    fn confirmed_by(name: &str) -> Confirmation {
+        Confirmation {
+            confirmed: vec![name.into()],
+            unconfirmed: Vec::new(),
+        }
+    }
+
     /// The parts of an override accumulate and can be removed one by one. An empty override leaves
     /// no file.
     #[test]
     fn directives_accumulate_and_can_be_removed() {
         let dir = tempfile::tempdir().expect("a folder");
         let uid = nix::unistd::geteuid().as_raw();
-        let apply_line =
-            |line: &str| write_override(dir.path(), uid, &parse_line(line).expect(line)).text;
+        let apply_line = |line: &str| {
+            let command = parse_line(line).expect(line);
+            write_override(dir.path(), uid, &command, confirm_by_none).text
+        };
         assert!(
             apply_line("never mon-fri 9-17")
                 .starts_with("your directives: no guests mon-fri 9:00-17:00")
@@ -608,11 +662,16 @@ mod tests {
         let dir = tempfile::tempdir().expect("a folder");
         let uid = nix::unistd::geteuid().as_raw();
         let (file, show_policy) = (dir.path().join("mine.toml"), || {
-            run_policy(dir.path(), uid, &PolicyAction::Show).text
+            run_policy(dir.path(), uid, &PolicyAction::Show, confirm_by_none).text
         });
         let publish = |text: &str| {
             std::fs::write(&file, text).expect("the test's own file");
-            run_policy(dir.path(), uid, &PolicyAction::Publish(file.clone()))
+            run_policy(
+                dir.path(),
+                uid,
+                &PolicyAction::Publish(file.clone()),
+                |_, _| confirmed_by("virtual machine pvm of alice"),
+            )
         };
         assert!(show_policy().starts_with("you have no policy here"));
         let outcome = publish("leave_after = 30\n");
@@ -633,18 +692,28 @@ mod tests {
         assert!(size_refusal.contains("longer than"), "{size_refusal}");
         assert_eq!(show_policy(), "leave_after = 30\n");
         assert!(
-            run_policy(dir.path(), uid, &PolicyAction::Publish("/nowhere/x".into()))
-                .refusal
-                .is_some()
+            run_policy(
+                dir.path(),
+                uid,
+                &PolicyAction::Publish("/nowhere/x".into()),
+                confirm_by_none
+            )
+            .refusal
+            .is_some()
         );
-        run_policy(dir.path(), uid, &PolicyAction::Withdraw);
+        run_policy(dir.path(), uid, &PolicyAction::Withdraw, confirm_by_none);
         assert!(show_policy().starts_with("you have no policy here"));
     }
 
     /// If the override cannot be written, the refusal is one line.
     #[test]
     fn write_error_is_one_line() {
-        let outcome = write_override(Path::new("/nowhere"), 7, &OwnerCommand::TaskLimit(Some(1)));
+        let outcome = write_override(
+            Path::new("/nowhere"),
+            7,
+            &OwnerCommand::TaskLimit(Some(1)),
+            confirm_by_none,
+        );
         let line = outcome.refusal.expect("refused");
         assert!(
             outcome.failed
