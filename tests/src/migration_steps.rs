@@ -635,7 +635,7 @@ impl<'a> MigrationFaults<'a> {
 /// example a tasker, ends at the latest after this duration, even if the migration still waits for
 /// the process.
 fn leaseless_fault_time() -> Duration {
-    Duration::from_secs(if tests_all_cases() { 30 } else { 7 })
+    Duration::from_secs(if tests_all_cases() { 30 } else { 13 })
 }
 
 /// Succeeds if the console that migrates the task has ended.

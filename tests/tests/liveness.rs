@@ -228,8 +228,8 @@ fn tasks_of_a_single_host_outlive_the_lease() {
     wait_for_lines(&vm, 10);
     let stopped_daemon = StoppedProcess::new(bed.host(1), ProcessRole::Daemon);
     wait_until_still(&vm);
-    // The lease is 3 s long.
-    let lease_end = Instant::now() + Duration::from_secs(4);
+    // The lease is 6 s long.
+    let lease_end = Instant::now() + Duration::from_secs(7);
     wait_for(TIMEOUT, || match Instant::now() > lease_end {
         true => Ok(()),
         false => Err("the lease has not run out".into()),
