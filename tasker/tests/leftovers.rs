@@ -94,11 +94,24 @@ fn wait_until_none_left(tasker: &mut Tasker, ended_tid: Tid) {
     });
 }
 
-fn stop_leftovers_and_wait(tasker: &mut Tasker) {
-    tasker.send(ToTasker::StopLeftovers { tid: tid(1) });
+fn wait_until_leftovers_stopped(tasker: &mut Tasker) {
     tasker.wait_for_value(&mut Vec::new(), |message| {
         matches!(message, FromTasker::LeftoversStopped { .. }).then_some(())
     });
+}
+
+fn stop_leftovers_and_wait(tasker: &mut Tasker) {
+    tasker.send(ToTasker::StopLeftovers { tid: tid(1) });
+    wait_until_leftovers_stopped(tasker);
+}
+
+/// Lets the only process that the task has left behind run, and kills the process.
+fn resume_and_kill_leftover(tasker: &mut Tasker, pid: i32) {
+    tasker.send(ToTasker::ResumeLeftovers { tid: tid(1) });
+    wait_until_runs(pid);
+    tasker.send(ToTasker::KillLeftovers { tid: tid(1) });
+    wait_until_none_left(tasker, tid(1));
+    assert!(!is_alive(pid));
 }
 
 /// Runs `test` with the mechanism of this host and with signals. Without the right to create
@@ -120,15 +133,9 @@ fn killed_task_leaves_stopped_child() {
         pause_and_wait(tasker);
         let left = kill_first_process(tasker);
         assert_eq!(left, (1, vec![child]));
-        tasker.wait_for_value(&mut Vec::new(), |message| {
-            matches!(message, FromTasker::LeftoversStopped { .. }).then_some(())
-        });
+        wait_until_leftovers_stopped(tasker);
         assert_stands_still(tasker, child);
-        tasker.send(ToTasker::ResumeLeftovers { tid: tid(1) });
-        wait_until_runs(child);
-        tasker.send(ToTasker::KillLeftovers { tid: tid(1) });
-        wait_until_none_left(tasker, tid(1));
-        assert!(!is_alive(child));
+        resume_and_kill_leftover(tasker, child);
     });
 }
 
@@ -188,7 +195,7 @@ fn leftover_of_a_migration_waits_for_the_decision() {
     }
 }
 
-/// What a task has left behind ends with the tasker.
+/// The processes that a task has left behind end with the tasker.
 #[test]
 fn leftovers_end_with_the_tasker() {
     let mut tasker = Tasker::start();
@@ -359,11 +366,7 @@ fn tasker_child_is_left_behind() {
         stop_leftovers_and_wait(tasker);
         assert_stands_still(tasker, child);
         // The namespace does not end while the process exists.
-        tasker.send(ToTasker::ResumeLeftovers { tid: tid(1) });
-        wait_until_runs(child);
-        tasker.send(ToTasker::KillLeftovers { tid: tid(1) });
-        wait_until_none_left(tasker, tid(1));
-        assert!(!is_alive(child));
+        resume_and_kill_leftover(tasker, child);
     });
 }
 

@@ -70,24 +70,18 @@ fn exit_after_catchout_ends_when_a_host_is_lost() {
     assert!(result.stdout.ends_with(&end), "{result:?}");
 }
 
-/// Runs `pvm spawn '->' PLACE PROGRAM FILE [ARGUMENT]` with a checkpoint, and has `lose` cause a
-/// rollback for the reason `why`. The console must show the output of the restarted task, and end
+/// Runs `pvm spawn '->' PLACE two_words FILE [CHILD_HOST]` with a checkpoint, and has `lose` cause
+/// a rollback for the reason `why`. The console must show the output of the restarted task, and end
 /// with this task.
-fn check_rollback(
-    place: &str,
-    program: &str,
-    argument: Option<&str>,
-    lose: impl FnOnce(&Testbed),
-    why: &str,
-) {
+fn check_rollback(place: &str, child_host: Option<&str>, lose: impl FnOnce(&Testbed), why: &str) {
     let bed = require_testbed(3);
     let vm = Vm::start(&bed, VmSettings::default()).expect("a virtual machine");
     vm.add_hosts(&["h2", "h3"]).expect("the others join");
-    let program = vm.compile_program(program).expect("gcc");
+    let program = vm.compile_program("two_words").expect("gcc");
     let file = vm.user_home().join("second-word");
     let texts = [&program, &file].map(|path| path.to_str().expect("text").to_string());
     let mut command = vec!["spawn", "->", place, &texts[0], &texts[1]];
-    command.extend(argument);
+    command.extend(child_host);
     let command = vm.start_pvm(&command).expect("starts");
     let tid = wait_for(TIMEOUT, || {
         let out = command.stdout_so_far().map_err(|error| error.to_string())?;
@@ -122,7 +116,7 @@ fn kill_h3(bed: &Testbed) {
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn console_job_continues_after_its_rollback() {
-    check_rollback("-h3", "two_words", None, kill_h3, "h3 was lost");
+    check_rollback("-h3", None, kill_h3, "h3 was lost");
 }
 
 /// A job rolls back because a host is lost that has only tasks which the console does not show. The
@@ -130,7 +124,7 @@ fn console_job_continues_after_its_rollback() {
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn console_job_continues_after_the_loss_of_a_hidden_task() {
-    check_rollback("-h1", "two_hosts", Some("h3"), kill_h3, "h3 was lost");
+    check_rollback("-h1", Some("h3"), kill_h3, "h3 was lost");
 }
 
 /// A job rolls back because the tasker of its task is killed. The host remains, and its daemon ends
@@ -142,11 +136,5 @@ fn console_job_continues_after_the_loss_of_a_tasker() {
         let is_tasker = |line: &str| line.contains("pvm-tasker");
         bed.host(3).kill_matching_processes(is_tasker);
     };
-    check_rollback(
-        "-h3",
-        "two_words",
-        None,
-        kill_tasker,
-        "the tasker of h3 has ended",
-    );
+    check_rollback("-h3", None, kill_tasker, "the tasker of h3 has ended");
 }
