@@ -2,22 +2,16 @@
 //! otherwise to the master's log.
 //!
 //! A collector also receives a mark for each task that was requested, for each task that was
-//! started, and at the end of each task's output. The marks are those of PVM.
+//! started, and at the end of each task's output; see [`sempa_proto::output`].
 
 use super::{Machine, Output};
 use bytes::Bytes;
 use sempa_proto::body::{Encoding, Packer};
 use sempa_proto::host::HostMsg;
 use sempa_proto::message::ENC_XDR;
+use sempa_proto::output::{OUTPUT_EOF, OUTPUT_REQUESTED, OUTPUT_STARTED};
 use sempa_proto::task::{Sink, ToTask};
 use sempa_proto::{HostId, Message, Tid};
-
-/// Mark for the end of a task's output.
-const OUTPUT_EOF: i32 = 0;
-/// Mark for a task that was requested (PVM's `TO_SPAWN`).
-const OUTPUT_REQUESTED: i32 = -1;
-/// Mark for a task that was started (PVM's `TO_NEW`).
-const OUTPUT_STARTED: i32 = -2;
 
 impl Machine {
     /// Returns the address of this daemon as `dst` knows it. For a task of this host the address is
