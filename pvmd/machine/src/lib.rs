@@ -517,7 +517,7 @@ impl Machine {
             FromTasker::LeaseRenewed { frozen_time } => self.handle_lease_renewed(frozen_time),
             // The shell adds the reason to the report that the tasker has ended.
             FromTasker::LeaseExpired { .. } => {}
-            FromTasker::Pong => self.handle_pong(),
+            FromTasker::Pong => self.forget_tasker_question(),
             FromTasker::LeftBehind {
                 tid,
                 process_count,
@@ -545,7 +545,7 @@ impl Machine {
     /// this host until there is a new tasker.
     fn handle_tasker_exit(&mut self, why: &str) {
         self.tasker_has_ended = true;
-        self.forget_tasker();
+        self.forget_tasker_question();
         if self.shutdown.is_none() {
             let text = format!("the tasker has ended ({why}); its tasks on this host were killed");
             self.log_line(io::LogLevel::Error, None, text);

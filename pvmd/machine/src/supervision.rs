@@ -92,7 +92,7 @@ impl Machine {
         self.set_timer(CHECK_INTERVAL, Timer::PartnerCheck);
         // While the lease permits no task to run, the tasker has stopped the services, too.
         if self.shutdown.is_some() || self.is_lease_frozen() {
-            self.supervision.tasker = Answers::default();
+            self.forget_tasker_question();
             let services = self.supervision.services.values_mut();
             services.for_each(|service| service.answers = Answers::default());
             return;
@@ -115,7 +115,6 @@ impl Machine {
             ));
         }
         let service = self.supervision.services.entry(tid).or_default();
-        service.answers = Answers::default();
         if let Some(rm) = service.lost_registration.take()
             && self.rm_state.own().is_none()
         {
@@ -205,8 +204,7 @@ impl Machine {
 
     fn check_tasker(&mut self) {
         if self.tasker_has_ended || !self.has_processes() {
-            self.supervision.tasker = Answers::default();
-            return;
+            return self.forget_tasker_question();
         }
         if self.supervision.tasker.count_check() {
             return self.send_to_tasker(ToTasker::Ping);
@@ -223,13 +221,8 @@ impl Machine {
         self.kill_silent_tasker();
     }
 
-    /// Handles the tasker's answer.
-    pub(super) fn handle_pong(&mut self) {
-        self.supervision.tasker = Answers::default();
-    }
-
-    /// Forgets the questions to a tasker that has ended.
-    pub(super) fn forget_tasker(&mut self) {
+    /// Forgets the question to the tasker: the tasker has answered, has ended, or is not needed.
+    pub(super) fn forget_tasker_question(&mut self) {
         self.supervision.tasker = Answers::default();
     }
 

@@ -184,23 +184,18 @@ impl Machine {
                     return;
                 };
                 let has_quiesced = std::mem::take(&mut task.has_quiesced);
-                let waits_for_process = has_quiesced || task.is_exiting();
+                if !has_quiesced && !task.is_exiting() {
+                    return self.end_connection(tid);
+                }
+                task.connection_phase = ConnectionPhase::Detached;
                 match task.exit_report {
-                    _ if !waits_for_process => self.end_connection(tid),
                     // A child of the exited process may have held the socket until now.
-                    Some((status, usage)) => {
-                        task.connection_phase = ConnectionPhase::Detached;
-                        self.end_task(tid, status, usage);
+                    Some((status, usage)) => self.end_task(tid, status, usage),
+                    None if has_quiesced => {
+                        self.handle_guest_quiesced(tid);
+                        self.handle_quiesce_completed(tid);
                     }
-                    None => {
-                        task.connection_phase = ConnectionPhase::Detached;
-                        if has_quiesced {
-                            self.handle_guest_quiesced(tid);
-                            self.handle_quiesce_completed(tid);
-                        } else {
-                            self.handle_leave_while_exiting(tid);
-                        }
-                    }
+                    None => self.handle_leave_while_exiting(tid),
                 }
             }
             Some(ConnState::AwaitingRecord(tid)) => {

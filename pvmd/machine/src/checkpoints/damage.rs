@@ -83,19 +83,17 @@ impl Machine {
         if !is_expected {
             return;
         }
+        let is_store_empty = entry.is_newest_missing && result == Ok(None);
+        let result = match is_store_empty {
+            true => Err(StoreFailure("it contains no checkpoint of the job".into())),
+            false => result,
+        };
         let older_checkpoint = match result {
-            Ok(None) if entry.is_newest_missing => {
-                let delay = restart_retry_interval(entry.attempt_count);
-                self.log_warning(format!(
-                    "job {job} waits for the store, which contains neither its checkpoint {damaged_checkpoint} nor an older one"
-                ));
-                return self.schedule_check(job, delay);
-            }
             Ok(older_checkpoint) => older_checkpoint,
             Err(failure) => {
                 let delay = restart_retry_interval(entry.attempt_count);
                 self.log_warning(format!(
-                    "job {job} waits for the store, because its checkpoint {damaged_checkpoint} is damaged: {failure}"
+                    "job {job} waits for the store, because its checkpoint {damaged_checkpoint} cannot be used: {failure}"
                 ));
                 return self.schedule_check(job, delay);
             }
