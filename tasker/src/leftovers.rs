@@ -110,6 +110,22 @@ struct Leftover {
 }
 
 impl Leftover {
+    /// Describes processes of which nothing was reported, without output.
+    fn new(tid: Tid, remains: Remains, permission: RunPermission) -> Self {
+        Self {
+            tid,
+            remains,
+            output: None,
+            final_messages: Vec::new(),
+            permission,
+            is_held: false,
+            must_freeze: false,
+            signalled_pids: BTreeSet::new(),
+            already_stopped_pids: Vec::new(),
+            reported_count: 0,
+        }
+    }
+
     /// Stops the processes. They count as stopped after [`Leftover::check_stopping`].
     fn order_stop(&mut self) {
         if !matches!(self.permission, RunPermission::Running) {
@@ -267,14 +283,10 @@ impl Leftover {
         if !matches!(self.permission, RunPermission::Stopped) {
             return;
         }
-        let pids = match &self.remains {
-            Remains::Namespace(namespace) if namespace.frozen_group().is_some() => {
-                namespace.pids_outside_group(census)
-            }
-            remains => remains.processes().try_pids_in(census),
-        };
+        let processes = self.remains.processes().without_frozen();
+        let pids = processes.try_pids_in(census);
         let Ok(running_pids) = pids.map(|pids| stop::executing_pids(&pids)) else {
-            // What cannot be read does not count as stopped.
+            // Processes that cannot be read do not count as stopped.
             return self.begin_stopping();
         };
         if !running_pids.is_empty() {
@@ -481,16 +493,11 @@ impl Supervisor {
             None => Remains::Tree(task.tree),
         };
         let mut leftover = Leftover {
-            tid: task.tid,
-            remains,
             output: Some(task.output),
-            final_messages: Vec::new(),
-            permission: RunPermission::Stopped,
             is_held: task.is_held && !may_have_copies,
-            must_freeze: false,
             signalled_pids,
             already_stopped_pids: task.already_stopped_pids,
-            reported_count: 0,
+            ..Leftover::new(task.tid, remains, RunPermission::Stopped)
         };
         if may_have_copies {
             // They are not frozen: an engine that is being cancelled could not leave them then.
@@ -515,16 +522,12 @@ impl Supervisor {
         if let Some(namespace) = self.spare_namespaces.recycle_namespace(namespace, census) {
             namespace.end_when_empty();
             self.leftovers.items.push(Leftover {
-                tid: Tid::NONE,
-                remains: Remains::Namespace(namespace),
                 output: Some(output),
-                final_messages: Vec::new(),
-                permission: RunPermission::Running,
-                is_held: false,
-                must_freeze: false,
-                signalled_pids: BTreeSet::new(),
-                already_stopped_pids: Vec::new(),
-                reported_count: 0,
+                ..Leftover::new(
+                    Tid::NONE,
+                    Remains::Namespace(namespace),
+                    RunPermission::Running,
+                )
             });
         }
     }
@@ -533,16 +536,12 @@ impl Supervisor {
     pub(crate) fn kill_namespace(&mut self, namespace: Namespace, final_messages: Vec<FromTasker>) {
         namespace.kill_processes();
         self.leftovers.items.push(Leftover {
-            tid: Tid::NONE,
-            remains: Remains::Namespace(namespace),
-            output: None,
             final_messages,
-            permission: RunPermission::Killed,
-            is_held: false,
-            must_freeze: false,
-            signalled_pids: BTreeSet::new(),
-            already_stopped_pids: Vec::new(),
-            reported_count: 0,
+            ..Leftover::new(
+                Tid::NONE,
+                Remains::Namespace(namespace),
+                RunPermission::Killed,
+            )
         });
     }
 

@@ -505,12 +505,7 @@ impl Task {
         if !is_paused {
             return false;
         }
-        let pids = match &self.namespace {
-            Some(namespace) if namespace.frozen_group().is_some() => {
-                namespace.pids_outside_group(census)
-            }
-            _ => self.processes().try_pids_in(census),
-        };
+        let pids = self.processes().without_frozen().try_pids_in(census);
         // If the processes cannot be read, the task does not count as stopped.
         let running_pids = pids.map(|pids| stop::executing_pids(&pids));
         let runs = !running_pids.as_ref().is_ok_and(Vec::is_empty);

@@ -55,6 +55,16 @@ impl TaskProcesses<'_> {
         }
     }
 
+    /// Returns the processes without the members of a control group whose freeze was requested.
+    pub(crate) fn without_frozen(self) -> Self {
+        match self {
+            Self::Namespace(namespace) if namespace.frozen_group().is_some() => {
+                Self::OutsideGroup(namespace)
+            }
+            processes => processes,
+        }
+    }
+
     /// True if processes are known to exist although a census may contain none of them: what a task
     /// without a namespace has left behind may fork and exit in turns.
     fn are_some_absent(&self) -> bool {
