@@ -18,8 +18,8 @@ const NOT_FOUND_AGE_MAX: Duration = Duration::from_secs(600);
 /// Interval at which the descriptor becomes readable during many lookups.
 const EVENT_INTERVAL: Duration = Duration::from_secs(1);
 
-/// What an account is looked up by. Names are looked up first, because they come first in the order
-/// of the keys.
+/// The key of a lookup. Names are looked up first, because they come first in the order of the
+/// keys.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum AccountKey {
     Name(String),
@@ -54,7 +54,7 @@ type LookUpFn = Box<dyn Fn(&AccountKey) -> AccountAnswer + Send>;
 #[derive(Default)]
 struct Lookups {
     wanted: BTreeSet<AccountKey>,
-    /// What the thread looks up now.
+    /// The lookup in progress.
     running: Option<AccountKey>,
     /// The answers that have arrived, and the times of their arrival.
     answers: BTreeMap<AccountKey, (AccountAnswer, Instant)>,

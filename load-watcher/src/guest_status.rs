@@ -1,4 +1,4 @@
-//! What the status of this host says about its guests.
+//! The part of this host's status that describes the guests.
 
 use procfs::process::Process;
 use procfs::{CurrentSI, KernelStats};

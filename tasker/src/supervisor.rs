@@ -745,7 +745,7 @@ fn child_pids() -> io::Result<Vec<i32>> {
 mod tests {
     use super::*;
 
-    /// What ended tasks have left behind counts like tasks, and the reason names it.
+    /// Ended tasks that have left processes count like tasks, and the reason names their number.
     #[test]
     fn leftovers_count_as_tasks() {
         assert!(task_limit_failure(TASKS_MAX - 3, 2).is_none());

@@ -394,8 +394,8 @@ impl HostPolicy {
         self.file_users.has_omitted()
     }
 
-    /// Returns a descriptor that becomes readable when the files of other users may count than
-    /// before; see [`HostPolicy::take_file_users_event`].
+    /// Returns a descriptor that becomes readable when the files of other users than before may be
+    /// selected; see [`HostPolicy::take_file_users_event`].
     pub fn file_users_fd(&self) -> Option<BorrowedFd<'_>> {
         self.file_users.fd()
     }

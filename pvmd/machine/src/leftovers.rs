@@ -94,7 +94,7 @@ impl Machine {
         }
         let task = self.tasks.get(tid);
         if task.is_some_and(|task| task.is_service()) {
-            // What serves the virtual machine is no guest. Later reports come after its end.
+            // The processes of a service are no guests. Later reports follow the service's end.
             leftovers.service_tids.insert(tid);
             return;
         }

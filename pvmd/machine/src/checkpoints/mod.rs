@@ -217,7 +217,7 @@ struct OpenInventory {
     silent_host: Option<HostId>,
 }
 
-/// What the store has found wrong with the checkpoint of a restart.
+/// The reason why the store cannot provide the checkpoint of a restart.
 #[derive(Debug)]
 struct Damage {
     why: String,

@@ -119,7 +119,8 @@ fn leftovers_of_suspended_task_run() {
     assert!(!scenario.sim.leftovers[&(host(2), tid)]);
 }
 
-/// What an ended service has left behind is no guest, however often the tasker reports its number.
+/// Processes that an ended service has left behind are no guests, however often the tasker reports
+/// their number.
 #[test]
 fn leftovers_of_services_are_no_guests() {
     let mut scenario = Scenario::new(7);

@@ -335,7 +335,7 @@ fn claim_is_kept_while_leftovers_run() {
     }
 }
 
-/// What a taken-over job's tasks leave behind here is killed.
+/// The processes that tasks of a taken-over job have left behind here are killed.
 #[test]
 fn leftovers_of_taken_over_job_are_killed() {
     for seed in seeds(20) {
