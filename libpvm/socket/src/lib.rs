@@ -11,4 +11,4 @@ pub use receive::{MessageFds, PendingFds, ReadOutcome, receive};
 pub use runtime_root::{find_or_create_root, find_runtime_paths};
 pub use sched_latency::{boost_priority, request_short_slice};
 pub use sockbuf::enlarge_send_buffer;
-pub use spin::{SenderDistance, SpinBudget};
+pub use spin::{SenderDistance, SpinBudget, WaitPlan, YIELDS_MAX, has_one_cpu};

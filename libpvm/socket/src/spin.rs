@@ -9,21 +9,40 @@
 //! A spinning thread yields to other runnable threads on its processor, because one of them may be
 //! the thread that must produce the message. If a yield costs a whole time slice, because a
 //! compute-bound thread runs on that processor, the next waits spin without yielding.
+//!
+//! If the last message came from a thread on the processor of the waiting thread, the answer cannot
+//! arrive while this thread runs. The thread then yields after each check for a message. A thread
+//! that may run on this processor only yields a few times, and sleeps if none of the yields brought
+//! the message. A yield is cheaper than a sleep with its wake-up. Any other thread continues,
+//! because it or the sender may be moved to another processor. The processors are compared for each
+//! wait, so the rule also holds after the program has pinned its threads. The number of processors
+//! on which a thread may run says nothing about its peer, so it alone never prevents spinning.
 
 use std::time::{Duration, Instant};
 
 /// Spin budgets below this duration count as zero.
 const SPIN_BUDGET_MIN: Duration = Duration::from_micros(2);
 /// Number of waits without spinning before the first retry; each failed retry doubles the number.
+/// The same applies to waits without yielding.
 const RETRY_WAITS_MIN: u32 = 16;
-/// Maximum number of waits without spinning between two retries.
+/// Maximum number of waits without spinning, or without yielding, between two retries.
 const RETRY_WAITS_MAX: u32 = 1024;
+/// Maximum number of yields before a thread sleeps, if the sender of the message shares its only
+/// processor. The sender may need several turns: its I/O thread and the receiver's run there, too.
+pub const YIELDS_MAX: u32 = 3;
+/// Number of waits between two checks of the processors on which the thread may run.
+const CPU_CHECK_WAITS: u32 = 64;
+/// Number of consecutive waits whose yields brought no message, after which yielding ends.
+const YIELD_MISSES_MAX: u32 = 4;
 /// Number of consecutive misses after which spinning for a message of a remote daemon ends.
 const DAEMON_MISSES_MAX: u32 = 8;
 
 /// Maximum duration of a cheap yield. A longer yield shows that a compute-bound thread runs on this
 /// processor; threads that exchange messages run for shorter times.
 const CHEAP_YIELD_DURATION_MAX: Duration = Duration::from_micros(200);
+/// Maximum number of waits without yielding after an expensive yield. Such a yield costs a time
+/// slice of 3 ms, and waits must not take noticeably longer for it on average.
+const NO_YIELD_WAITS_MAX: u32 = 1 << 14;
 
 /// The most distant possible sender of the awaited message. The distance determines for how long
 /// spinning can be worthwhile.
@@ -71,6 +90,17 @@ impl SenderDistance {
     }
 }
 
+/// What a thread that waits for a message does before it sleeps.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum WaitPlan {
+    /// The thread sleeps immediately.
+    Sleep,
+    /// The thread yields at most [`YIELDS_MAX`] times, and checks for a message after each yield.
+    Yield,
+    /// The thread spins for at most this duration.
+    Spin(Duration),
+}
+
 /// Adaptive spin budget, learned from recent waits.
 #[derive(Debug)]
 pub struct SpinBudget {
@@ -84,6 +114,10 @@ pub struct SpinBudget {
     no_yield_waits: u32,
     /// Number of waits without yielding that will follow the next expensive yield.
     next_no_yield_waits: u32,
+    yield_record: YieldRecord,
+    /// True if the waiting thread could run on one processor only at the last check.
+    has_one_cpu: bool,
+    waits_until_cpu_check: u32,
     /// True if the thread must never spin, because the thread that must answer has no other
     /// processor.
     never_spin: bool,
@@ -91,20 +125,12 @@ pub struct SpinBudget {
 }
 
 impl SpinBudget {
-    /// Creates a budget that starts with the maximum. On a single processor the thread never spins.
+    /// Creates a budget that starts with the maximum. A thread that may run on a single processor
+    /// never spins: this constructor is for threads that do not know where their peers run.
     #[must_use]
     pub fn new(sender_distance: SenderDistance) -> Self {
-        // `available_parallelism` also reads the limits of control groups, which takes as long as
-        // all other steps of a task's enrollment together.
-        let has_one_processor = nix::sched::sched_getaffinity(nix::unistd::Pid::from_raw(0))
-            .is_ok_and(|cpu_set| {
-                (0..nix::sched::CpuSet::count())
-                    .filter(|cpu| cpu_set.is_set(*cpu) == Ok(true))
-                    .count()
-                    == 1
-            });
         Self {
-            never_spin: has_one_processor,
+            never_spin: has_one_cpu(),
             ..Self::for_multiprocessor(sender_distance)
         }
     }
@@ -119,7 +145,7 @@ impl SpinBudget {
         }
     }
 
-    /// Creates a budget that starts with the maximum, on the assumption of several processors.
+    /// Creates a budget that starts with the maximum, whatever the number of processors.
     #[must_use]
     pub fn for_multiprocessor(sender_distance: SenderDistance) -> Self {
         let (budget, retry_waits) = (sender_distance.budget_max(), RETRY_WAITS_MIN);
@@ -131,6 +157,9 @@ impl SpinBudget {
             next_retry_waits: retry_waits,
             no_yield_waits: 0,
             next_no_yield_waits: yield_waits,
+            yield_record: YieldRecord::default(),
+            has_one_cpu: false,
+            waits_until_cpu_check: 0,
             never_spin: false,
             sender_distance,
         }
@@ -159,6 +188,59 @@ impl SpinBudget {
         Some(budget_limit.map_or(self.budget, |budget_limit| budget_limit.min(self.budget)))
     }
 
+    /// Returns what the thread does in the next wait before it sleeps. `shares_cpu` is true if the
+    /// sender of the last message ran on the processor on which this thread runs now.
+    /// `has_one_cpu` returns whether this thread may run on one processor only; it is called now
+    /// and then. The other arguments are those of [`SpinBudget::next_budget`].
+    pub fn plan_wait(
+        &mut self,
+        budget_limit: Option<Duration>,
+        sender_distance: SenderDistance,
+        shares_cpu: bool,
+        has_one_cpu: impl FnOnce() -> bool,
+    ) -> WaitPlan {
+        if self.never_spin {
+            return WaitPlan::Sleep;
+        }
+        if !shares_cpu {
+            return self.plan_spin(budget_limit, sender_distance);
+        }
+        if !self.should_yield() {
+            // Without a yield, the sender cannot run.
+            self.no_yield_waits -= 1;
+            return WaitPlan::Sleep;
+        }
+        if self.waits_until_cpu_check == 0 {
+            (self.has_one_cpu, self.waits_until_cpu_check) = (has_one_cpu(), CPU_CHECK_WAITS);
+        }
+        self.waits_until_cpu_check -= 1;
+        // A sender on another host does not need this processor.
+        if !self.has_one_cpu || sender_distance != SenderDistance::Host {
+            return self.plan_spin(budget_limit, sender_distance);
+        }
+        self.sender_distance = sender_distance;
+        if self.yield_record.permits_yields() {
+            WaitPlan::Yield
+        } else {
+            WaitPlan::Sleep
+        }
+    }
+
+    fn plan_spin(
+        &mut self,
+        budget_limit: Option<Duration>,
+        sender_distance: SenderDistance,
+    ) -> WaitPlan {
+        self.next_budget(budget_limit, sender_distance)
+            .map_or(WaitPlan::Sleep, WaitPlan::Spin)
+    }
+
+    /// Records the result of a wait after [`WaitPlan::Yield`]: whether the message arrived during
+    /// the yields.
+    pub fn record_yields(&mut self, has_message: bool) {
+        self.yield_record.record(has_message);
+    }
+
     /// Yields the processor to other runnable threads, unless a recent yield was expensive.
     pub fn yield_cpu(&mut self) {
         if self.should_yield() {
@@ -179,7 +261,7 @@ impl SpinBudget {
     fn record_yield(&mut self, duration: Duration) {
         if duration > CHEAP_YIELD_DURATION_MAX {
             self.no_yield_waits = self.next_no_yield_waits;
-            self.next_no_yield_waits = (self.next_no_yield_waits * 2).min(RETRY_WAITS_MAX);
+            self.next_no_yield_waits = (self.next_no_yield_waits * 2).min(NO_YIELD_WAITS_MAX);
         } else {
             self.next_no_yield_waits = (self.next_no_yield_waits - 1).max(RETRY_WAITS_MIN);
         }
@@ -216,6 +298,58 @@ impl SpinBudget {
             .budget_after_misses(self.consecutive_misses, self.budget);
         if self.budget < SPIN_BUDGET_MIN {
             self.budget = Duration::ZERO;
+            self.waits_until_retry = self.next_retry_waits;
+            self.next_retry_waits = (self.next_retry_waits * 2).min(RETRY_WAITS_MAX);
+        }
+    }
+}
+
+/// True if the calling thread may run on one processor only.
+#[must_use]
+pub fn has_one_cpu() -> bool {
+    // `available_parallelism` also reads the limits of control groups, which takes as long as all
+    // other steps of a task's enrollment together.
+    nix::sched::sched_getaffinity(nix::unistd::Pid::from_raw(0)).is_ok_and(|cpu_set| {
+        (0..nix::sched::CpuSet::count())
+            .filter(|cpu| cpu_set.is_set(*cpu) == Ok(true))
+            .count()
+            == 1
+    })
+}
+
+/// Whether yields to a sender on the same processor have brought messages lately.
+#[derive(Debug)]
+struct YieldRecord {
+    consecutive_misses: u32,
+    /// Number of waits until the next retry; 0 while yielding pays off.
+    waits_until_retry: u32,
+    next_retry_waits: u32,
+}
+
+impl Default for YieldRecord {
+    fn default() -> Self {
+        Self {
+            consecutive_misses: 0,
+            waits_until_retry: 0,
+            next_retry_waits: RETRY_WAITS_MIN,
+        }
+    }
+}
+
+impl YieldRecord {
+    /// True if the next wait may yield. Counts the wait.
+    fn permits_yields(&mut self) -> bool {
+        self.waits_until_retry = self.waits_until_retry.saturating_sub(1);
+        self.waits_until_retry == 0
+    }
+
+    fn record(&mut self, has_message: bool) {
+        if has_message {
+            *self = Self::default();
+            return;
+        }
+        self.consecutive_misses += 1;
+        if self.consecutive_misses >= YIELD_MISSES_MAX {
             self.waits_until_retry = self.next_retry_waits;
             self.next_retry_waits = (self.next_retry_waits * 2).min(RETRY_WAITS_MAX);
         }
@@ -269,8 +403,8 @@ mod tests {
     #[test]
     fn yields_are_rare_next_to_compute_bound_threads() {
         let mut spin_budget = host_spin_budget();
-        let mut count_yields = |yield_duration| {
-            let yield_decisions = (0..10_000).map(|_| {
+        let mut count_yields = |wait_count: u32, yield_duration| {
+            let yield_decisions = (0..wait_count).map(|_| {
                 let budget = spin_budget
                     .next_budget(None, SenderDistance::Host)
                     .expect("it pays off");
@@ -284,21 +418,21 @@ mod tests {
             yield_decisions.filter(|should_yield| *should_yield).count()
         };
         let (yields_beside_work, yields_afterwards) = (
-            count_yields(Duration::from_millis(3)),
-            count_yields(Duration::from_micros(5)),
+            count_yields(10_000, Duration::from_millis(3)),
+            count_yields(100_000, Duration::from_micros(5)),
         );
         assert!(
             (1..=20).contains(&yields_beside_work),
             "{yields_beside_work} times"
         );
         assert!(
-            yields_afterwards > 10_000 - RETRY_WAITS_MAX as usize - 1,
+            yields_afterwards > 100_000 - NO_YIELD_WAITS_MAX as usize - 1,
             "{yields_afterwards} times"
         );
     }
 
     #[test]
-    fn single_processor_never_spins() {
+    fn thread_that_must_never_spin_sleeps() {
         assert_eq!(
             SpinBudget {
                 never_spin: true,
@@ -310,6 +444,159 @@ mod tests {
         assert_eq!(
             SpinBudget::without_spinning().next_budget(None, SenderDistance::RemoteTasks),
             None
+        );
+        for shares_cpu in [false, true] {
+            assert_eq!(
+                plan_on_one_cpu(&mut SpinBudget::without_spinning(), shares_cpu),
+                WaitPlan::Sleep
+            );
+        }
+    }
+
+    /// Returns the plan of a thread that may run on one processor only.
+    fn plan_on_one_cpu(spin_budget: &mut SpinBudget, shares_cpu: bool) -> WaitPlan {
+        spin_budget.plan_wait(None, SenderDistance::Host, shares_cpu, || true)
+    }
+
+    /// Simulates waits for a sender on the same processor, the only one of the thread.
+    /// `brings_message` tells for each wait whether yields bring the message. Returns the number of
+    /// waits that yield.
+    fn count_yielding_waits(
+        spin_budget: &mut SpinBudget,
+        wait_count: u32,
+        brings_message: impl Fn(u32) -> bool,
+    ) -> u32 {
+        let mut yielding_waits = 0;
+        for wait in 0..wait_count {
+            match plan_on_one_cpu(spin_budget, true) {
+                WaitPlan::Yield => {
+                    yielding_waits += 1;
+                    spin_budget.record_yields(brings_message(wait));
+                }
+                other => assert_eq!(other, WaitPlan::Sleep, "the sender needs the processor"),
+            }
+        }
+        yielding_waits
+    }
+
+    #[test]
+    fn thread_yields_to_a_sender_on_its_processor() {
+        let mut spin_budget = host_spin_budget();
+        assert_eq!(
+            count_yielding_waits(&mut spin_budget, 1000, |_| true),
+            1000,
+            "each yield brought a message"
+        );
+        assert_eq!(
+            plan_on_one_cpu(&mut spin_budget, false),
+            WaitPlan::Spin(SenderDistance::Host.budget_max()),
+            "the sender has moved to another processor"
+        );
+    }
+
+    #[test]
+    fn yields_without_messages_end_with_occasional_retries() {
+        let mut spin_budget = host_spin_budget();
+        let yielding_waits = count_yielding_waits(&mut spin_budget, 10_000, |_| false);
+        assert!(
+            (YIELD_MISSES_MAX + 5..50).contains(&yielding_waits),
+            "{yielding_waits} waits"
+        );
+        let waits_until_retry = RETRY_WAITS_MAX;
+        assert!(
+            count_yielding_waits(&mut spin_budget, waits_until_retry + 1000, |_| true) >= 1000,
+            "one success permits yields again"
+        );
+    }
+
+    #[test]
+    fn yields_that_often_pay_off_continue() {
+        let wait_count = 10_000;
+        assert_eq!(
+            count_yielding_waits(&mut host_spin_budget(), wait_count, |wait| wait % 3 == 0),
+            wait_count
+        );
+    }
+
+    /// Misses on the shared processor do not end spinning for senders elsewhere, and vice versa.
+    #[test]
+    fn yields_and_spins_are_learned_separately() {
+        let mut spin_budget = host_spin_budget();
+        count_yielding_waits(&mut spin_budget, 100, |_| false);
+        assert_eq!(
+            plan_on_one_cpu(&mut spin_budget, false),
+            WaitPlan::Spin(SenderDistance::Host.budget_max())
+        );
+        let mut spin_budget = host_spin_budget();
+        (0..8).for_each(|_| spin_budget.record_miss());
+        assert_eq!(plan_on_one_cpu(&mut spin_budget, false), WaitPlan::Sleep);
+        assert_eq!(plan_on_one_cpu(&mut spin_budget, true), WaitPlan::Yield);
+    }
+
+    /// Next to a compute-bound thread a yield costs a time slice, and a wake-up does not.
+    #[test]
+    fn expensive_yields_turn_into_sleeps() {
+        let mut spin_budget = host_spin_budget();
+        let mut yielding_waits = 0;
+        for _ in 0..10_000 {
+            if plan_on_one_cpu(&mut spin_budget, true) == WaitPlan::Yield {
+                yielding_waits += 1;
+                spin_budget.record_yield(Duration::from_millis(3));
+                spin_budget.record_yields(true);
+            }
+        }
+        assert!((1..=20).contains(&yielding_waits), "{yielding_waits} waits");
+    }
+
+    /// A thread that may run elsewhere spins, because its sender may soon run elsewhere, too.
+    #[test]
+    fn unpinned_threads_spin_whatever_the_last_cpu_was() {
+        let mut spin_budget = host_spin_budget();
+        for _ in 0..1000 {
+            let plan = spin_budget.plan_wait(None, SenderDistance::Host, true, || false);
+            let WaitPlan::Spin(budget) = plan else {
+                panic!("{plan:?}");
+            };
+            spin_budget.record_spin(Duration::from_micros(1), budget);
+        }
+        spin_budget.record_yield(Duration::from_millis(3));
+        assert_eq!(
+            spin_budget.plan_wait(None, SenderDistance::Host, true, || false),
+            WaitPlan::Sleep,
+            "the sender cannot run before a compute-bound thread"
+        );
+    }
+
+    /// A program that pins its thread, or is pinned, is noticed after some waits.
+    #[test]
+    fn later_pinning_changes_the_plan() {
+        let mut spin_budget = host_spin_budget();
+        for has_one_cpu in [false, true, false] {
+            let plans: Vec<WaitPlan> = (0..=CPU_CHECK_WAITS)
+                .map(|_| {
+                    let plan =
+                        spin_budget.plan_wait(None, SenderDistance::Host, true, || has_one_cpu);
+                    spin_budget.record_yields(true);
+                    plan
+                })
+                .collect();
+            let yields = *plans.last().expect("a plan") == WaitPlan::Yield;
+            assert_eq!(yields, has_one_cpu, "{plans:?}");
+        }
+    }
+
+    /// A sender on another host does not need the processor, so the thread spins and yields.
+    #[test]
+    fn local_sender_on_the_processor_does_not_hide_remote_senders() {
+        let mut spin_budget = SpinBudget::for_multiprocessor(SenderDistance::RemoteTasks);
+        assert_eq!(
+            spin_budget.plan_wait(None, SenderDistance::RemoteTasks, true, || true),
+            WaitPlan::Spin(SenderDistance::RemoteTasks.budget_max())
+        );
+        spin_budget.record_yield(Duration::from_millis(3));
+        assert_eq!(
+            spin_budget.plan_wait(None, SenderDistance::RemoteTasks, true, || true),
+            WaitPlan::Sleep
         );
     }
 
