@@ -19,7 +19,9 @@ use sempa_proto::task::Request;
 use sempa_proto::{Micros, Tid};
 use sempa_ring::futex;
 use sempa_ring::shared_memory::OwnDoorbell;
-use sempa_socket::{PendingFds, ReadOutcome, SenderDistance, SpinBudget, receive};
+use sempa_socket::{
+    PendingFds, ReadOutcome, SenderDistance, SpinBudget, WaitPlan, YIELDS_MAX, has_one_cpu, receive,
+};
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, RawFd};
 use std::os::unix::net::UnixStream;
@@ -270,18 +272,19 @@ impl<'a> StateGuard<'a> {
         } else {
             SenderDistance::RemoteTasks
         };
-        let Some(budget) = self.spin_budget.next_budget(timeout, sender_distance) else {
-            return false;
-        };
-        if self.core.shm_routes.has_deferred_wakes() {
-            self.take_peer_wakes().wake_all();
-        }
         // The peer that must answer last ran on this CPU. The thread therefore yields the CPU to
         // the peer immediately, or does not spin at all.
         let shares_cpu = self.core.shm_routes.shares_cpu();
-        if shares_cpu && !self.spin_budget.should_yield() {
-            return false;
+        let spin_budget = &mut self.spin_budget;
+        let plan = spin_budget.plan_wait(timeout, sender_distance, shares_cpu, has_one_cpu);
+        if plan != WaitPlan::Sleep && self.core.shm_routes.has_deferred_wakes() {
+            self.take_peer_wakes().wake_all();
         }
+        let budget = match plan {
+            WaitPlan::Sleep => return false,
+            WaitPlan::Yield => return self.yield_for_event(),
+            WaitPlan::Spin(budget) => budget,
+        };
         let poll_count = if shares_cpu { 1 } else { POLLS_PER_CLOCK_READ };
         let (mut spin_start, previous_event_seq) = (None, self.core.event_seq());
         loop {
@@ -316,6 +319,34 @@ impl<'a> StateGuard<'a> {
                 return false;
             }
         }
+    }
+
+    /// Yields the CPU to the peer that must answer, a few times. Returns true if there is an event,
+    /// or if other threads are blocked on the lock.
+    fn yield_for_event(&mut self) -> bool {
+        let previous_event_seq = self.core.event_seq();
+        for yield_count in 0..=YIELDS_MAX {
+            if yield_count > 0 {
+                self.spin_budget.yield_cpu();
+            }
+            if self.core.shm_routes.must_poll() {
+                let now = self.clock.coarse_now();
+                self.core.poll_rings(now);
+                if self.core.event_seq() != previous_event_seq {
+                    // A message that was there before the first yield proves nothing.
+                    if yield_count > 0 {
+                        self.spin_budget.record_yields(true);
+                    }
+                    return true;
+                }
+            }
+            if self.shared_state.lock_waiter_count.load(Ordering::Relaxed) != 0 {
+                self.yield_lock();
+                return true;
+            }
+        }
+        self.spin_budget.record_yields(false);
+        false
     }
 
     /// Makes threads of this task sleep immediately when they wait.
@@ -759,7 +790,7 @@ impl SharedState {
             decoder: FrameDecoder::new(),
             unhandled_descriptors: PendingFds::default(),
             io_thread_sleep: IoThreadSleep::Awake,
-            spin_budget: SpinBudget::new(SenderDistance::Host),
+            spin_budget: SpinBudget::for_multiprocessor(SenderDistance::Host),
             last_socket_read_at: Micros(0),
             has_drainer: false,
             event_waiter_count: 0,
