@@ -36,6 +36,8 @@ enum TestNeed {
     /// Free memory in MiB, as (amount for the default sizes, amount for the sizes with
     /// `SEMPA_TEST_FULL`).
     FreeMemory(u64, u64),
+    /// Processors on which this process may run.
+    Processors(usize),
 }
 
 use TestNeed::{
@@ -136,6 +138,7 @@ const TEST_NEEDS: &[(&str, &str, &[TestNeed])] = &[
     ("pvm3-capi::abi", "debian", &[PVM, PVM_DEV]),
     ("pvm3-capi::programs", "debian", &[PVM_DEV]),
     ("pvm3-capi::programs", "root", &[Root]),
+    ("pvm3-capi::waiting", "", &[Root, TestNeed::Processors(2)]),
     ("gpvm3", "", &[GCC]),
     ("checkpoint", "", &[PYTHON]),
     ("pvmd", "", &[]),
@@ -202,6 +205,10 @@ fn unmet_reason(need: TestNeed, criu_error: Option<&str>, is_full_run: bool) -> 
                 .then(|| "control groups of version 2 are not mounted".to_string())
         }
         Disk => requirements::missing_disk_reason(),
+        TestNeed::Processors(required_count) => {
+            let count = std::thread::available_parallelism().map_or(1, usize::from);
+            (count < required_count).then(|| format!("{required_count} processors are needed"))
+        }
     }
 }
 
