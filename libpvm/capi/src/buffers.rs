@@ -4,6 +4,7 @@
 //! the task.
 
 use crate::memory::ProgramBytes;
+use crate::receivable::{Header, ListEntry};
 use bytes::Bytes;
 use sempa_proto::buffer_pool;
 use sempa_proto::link::INLINE_BODY_BYTES_MAX;
@@ -95,9 +96,9 @@ enum Body {
 pub(crate) struct Buffer {
     pub(crate) enc: Enc,
     body: Body,
-    /// Number of the message in the list of messages that can be received; `None` if the list does
+    /// Place of the message in the list of messages that can be received; `None` if the list does
     /// not contain the message.
-    pub(crate) list_seq: Option<u64>,
+    pub(crate) list_entry: Option<ListEntry>,
     /// Offset in the body at which the next unpack call reads.
     pub(crate) read_offset: usize,
     pub(crate) ctx: i32,
@@ -126,7 +127,7 @@ impl Buffer {
         Self {
             enc,
             body,
-            list_seq: None,
+            list_entry: None,
             read_offset: 0,
             ctx: 0,
             tag: 0,
@@ -141,13 +142,22 @@ impl Buffer {
         Self {
             enc: Enc::from_header_field(message.enc),
             body: Body::Sealed(message.body),
-            list_seq: None,
+            list_entry: None,
             read_offset: 0,
             ctx: message.ctx,
             tag: message.tag,
             wid: message.wid,
             src: message.src.raw(),
             dst: message.dst.raw(),
+        }
+    }
+
+    /// Returns the part of the header by which receive calls select messages.
+    pub(crate) fn header(&self) -> Header {
+        Header {
+            src: self.src,
+            tag: self.tag,
+            ctx: self.ctx,
         }
     }
 

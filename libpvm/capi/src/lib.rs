@@ -23,6 +23,7 @@ mod options;
 mod output;
 mod pack;
 mod process;
+mod receivable;
 mod receive;
 mod requests;
 mod send;

@@ -19,6 +19,7 @@ use crate::buffers::Buffer;
 use crate::control;
 use crate::data::pvmmyctx;
 use crate::handlers::{Filter, HandlerFn};
+use crate::receivable::Request;
 use crate::session::{self, Session};
 use crate::trace;
 use libpvm::{Inbox, Runtime};
@@ -364,21 +365,20 @@ fn run_handler(handler: HandlerFn, mid: i32, ctx: i32) {
     (session.send_buffer_id, session.receive_buffer_id) = (saved_send_mid, saved_receive_mid);
 }
 
-/// The library's own matching rule: sender, tag and current context must be equal to the sender,
-/// tag and context of the message; −1 matches any value.
-fn matches(buffer: &Buffer, tid: i32, tag: i32) -> bool {
-    let ctx = pvmmyctx.load(Relaxed);
-    (tid == -1 || tid == buffer.src)
-        && (tag == -1 || tag == buffer.tag)
-        && (ctx == -1 || ctx == buffer.ctx)
+/// Returns a request for messages of the current context.
+fn request_in_context(tid: i32, tag: i32) -> Request {
+    Request {
+        src: tid,
+        tag,
+        ctx: pvmmyctx.load(Relaxed),
+    }
 }
 
 /// The library's matching function for programs: returns 1 if the message matches, else 0.
 pub(crate) fn default_matcher(mid: i32, tid: i32, tag: i32) -> i32 {
-    session::lock()
-        .buffers
-        .get(mid)
-        .map_or(0, |buffer| i32::from(matches(buffer, tid, tag)))
+    session::lock().buffers.get(mid).map_or(0, |buffer| {
+        i32::from(request_in_context(tid, tag).matches(buffer.header()))
+    })
 }
 
 /// The search of a receive call for its message. Each message of the list is examined once.
@@ -404,25 +404,32 @@ impl Search {
     ///
     /// # Errors
     /// A negative result of the program's matching function.
-    fn examine_list(&mut self, session: MutexGuard<'static, Session>) -> Result<MatchResult, i32> {
-        let unexamined_mids = session.receivable.mids_since(self.examined_seq);
+    fn examine_list(
+        &mut self,
+        mut session: MutexGuard<'static, Session>,
+    ) -> Result<MatchResult, i32> {
+        let examined_seq = std::mem::replace(&mut self.examined_seq, session.receivable.next_seq());
         match session.matcher {
             Some(matcher) => {
-                let mids: Vec<i32> = unexamined_mids.collect();
-                self.examined_seq = session.receivable.next_seq();
+                let mids: Vec<i32> = session.receivable.mids_since(examined_seq).collect();
                 drop(session);
                 let matching_mid = self.find_ranked(matcher, &mids)?;
                 Ok((session::lock(), matching_mid))
             }
             None => {
-                let is_match = |mid: &i32| {
-                    session
-                        .buffers
-                        .get(*mid)
-                        .is_ok_and(|buffer| matches(buffer, self.tid, self.tag))
+                let request = request_in_context(self.tid, self.tag);
+                let matching_mid = if examined_seq == 0 {
+                    session.find_receivable(&request)
+                } else {
+                    // Only messages that this call has taken in: mostly one.
+                    let is_match = |mid: &i32| {
+                        session
+                            .buffers
+                            .get(*mid)
+                            .is_ok_and(|buffer| request.matches(buffer.header()))
+                    };
+                    session.receivable.mids_since(examined_seq).find(is_match)
                 };
-                let matching_mid = { unexamined_mids }.find(is_match);
-                self.examined_seq = session.receivable.next_seq();
                 Ok((session, matching_mid))
             }
         }

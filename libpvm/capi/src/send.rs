@@ -112,6 +112,7 @@ pub(crate) fn with_send_buffer(mid: i32, action: impl FnOnce() -> PvmResult<()>)
     let previous_mid = {
         let mut session = session::lock();
         session.buffers.get(mid)?;
+        session.expect_header_change(mid);
         std::mem::replace(&mut session.send_buffer_id, mid)
     };
     let result = action();

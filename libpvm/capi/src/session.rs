@@ -17,11 +17,11 @@ use crate::handlers::Handlers;
 use crate::options::ROUTE_NONE;
 use crate::output::OutputCatcher;
 use crate::process;
+use crate::receivable::{ReceivableList, Request};
 use crate::receive::{self, Matcher};
 use libpvm::{EnrollError, Runtime};
 use sempa_proto::task::OnDaemonExit;
 use sempa_proto::{Message, PvmError, PvmResult, Tid};
-use std::collections::VecDeque;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{LazyLock, Mutex, MutexGuard, PoisonError};
 
@@ -49,43 +49,6 @@ pub(crate) struct Session {
     pub(crate) has_parent_exited: bool,
     /// Context and tag of each notice that this task requested about its own exit.
     pub(crate) own_exit_notices: Vec<(i32, i32)>,
-}
-
-/// The messages that can be received, in the order in which they were taken in.
-#[derive(Default)]
-pub(crate) struct ReceivableList {
-    /// Pairs of list number and buffer number, with ascending list numbers.
-    messages: VecDeque<(u64, i32)>,
-    next_seq: u64,
-}
-
-impl ReceivableList {
-    /// Number of the next message. All messages that were ever in the list have lower numbers.
-    pub(crate) fn next_seq(&self) -> u64 {
-        self.next_seq
-    }
-
-    /// Iterates over the buffer numbers of the messages from the number `seq` on.
-    pub(crate) fn mids_since(&self, seq: u64) -> impl Iterator<Item = i32> {
-        let start = self
-            .messages
-            .partition_point(|(list_seq, _)| *list_seq < seq);
-        self.messages.range(start..).map(|(_, mid)| *mid)
-    }
-
-    fn push(&mut self, mid: i32) {
-        self.messages.push_back((self.next_seq, mid));
-        self.next_seq += 1;
-    }
-
-    fn remove(&mut self, seq: u64) {
-        if let Ok(index) = self
-            .messages
-            .binary_search_by_key(&seq, |(list_seq, _)| *list_seq)
-        {
-            self.messages.remove(index);
-        }
-    }
 }
 
 static SESSION: LazyLock<Mutex<Session>> = LazyLock::new(|| {
@@ -147,19 +110,41 @@ impl Session {
     /// # Errors
     /// As [`Buffers::add`].
     pub(crate) fn queue_message(&mut self, message: Message) -> PvmResult<()> {
-        let mut buffer = Buffer::from_message(message);
-        buffer.list_seq = Some(self.receivable.next_seq());
+        let buffer = Buffer::from_message(message);
+        let header = buffer.header();
         let mid = self.buffers.add(buffer)?;
-        self.receivable.push(mid);
+        self.buffers.get_mut(mid)?.list_entry = Some(self.receivable.push(mid, header));
         Ok(())
+    }
+
+    /// Returns the number of the oldest message in the list that `request` accepts.
+    pub(crate) fn find_receivable(&mut self, request: &Request) -> Option<i32> {
+        let Self {
+            receivable,
+            buffers,
+            ..
+        } = self;
+        receivable.find(request, |mid| buffers.get(mid).map(Buffer::header).ok())
+    }
+
+    /// Must be called before the header of a buffer can change: by the program, or because the
+    /// program sends the buffer. Searches then read the headers of the messages in the list.
+    pub(crate) fn expect_header_change(&mut self, mid: i32) {
+        if self
+            .buffers
+            .get(mid)
+            .is_ok_and(|buffer| buffer.list_entry.is_some())
+        {
+            self.receivable.expect_header_change();
+        }
     }
 
     /// Removes a message from the list of messages that can be received, if the list contains it.
     pub(crate) fn unqueue_message(&mut self, mid: i32) {
         if let Ok(buffer) = self.buffers.get_mut(mid)
-            && let Some(list_seq) = buffer.list_seq.take()
+            && let Some(list_entry) = buffer.list_entry.take()
         {
-            self.receivable.remove(list_seq);
+            self.receivable.remove(list_entry);
         }
     }
 

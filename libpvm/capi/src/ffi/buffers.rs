@@ -130,6 +130,9 @@ fn set_active_buffer(mid: i32, for_sending: bool) -> PvmResult<i32> {
         (receive_mid, send_mid)
     };
     let other_mid = if other_mid == mid { 0 } else { other_mid };
+    if for_sending {
+        session.expect_header_change(mid);
+    }
     (session.send_buffer_id, session.receive_buffer_id) = if for_sending {
         (mid, other_mid)
     } else {
@@ -257,6 +260,7 @@ unsafe extern "C" fn pvm_setminfo(mid: c_int, info: *const MsgInfo) -> c_int {
             let info = unsafe { info.as_ref() };
             let set_header = || {
                 let mut session = lock();
+                session.expect_header_change(mid);
                 let buffer = session.buffers.get_mut(mid)?;
                 let info = info.ok_or(PvmError::BadParam)?;
                 (buffer.ctx, buffer.tag, buffer.wid) = (info.ctx, info.tag, info.wid);

@@ -177,6 +177,59 @@ static void matching(void)
     IS(0, pvm_nrecv(-1, -1));
 }
 
+/* More messages than a search examines one by one: an index finds them. */
+static void many_waiting(void)
+{
+    int i, mid, ctx, last = -1;
+    struct pvmminfo info;
+
+    for (i = 0; i < 60; i++)
+        send_int(i, i % 20);
+    IS(0, pvm_pstat(me));
+    IS(0, pvm_probe(me, 20));
+    mid = pvm_probe(me, 7);
+    IS(mid, pvm_probe(-1, 7));
+    ctx = pvm_setcontext(5);
+    IS(0, pvm_probe(-1, 7));
+    pvm_setcontext(-1);
+    IS(mid, pvm_probe(-1, 7));
+    pvm_setcontext(ctx);
+    /* A message that the program changes is found by its new header. */
+    IS(0, pvm_getminfo(mid, &info));
+    info.tag = 500;
+    IS(0, pvm_setminfo(mid, &info));
+    IS(mid, pvm_recv(-1, 500));
+    IS(7, got_int());
+    IS(1, pvm_recv(me, 7) > 0);
+    IS(27, got_int());
+    IS(0, pvm_freebuf(pvm_probe(-1, 9)));
+    IS(1, pvm_recv(-1, 9) > 0);
+    IS(29, got_int());
+    /* So is a message that the program sends on before it receives it. */
+    mid = pvm_probe(-1, 10);
+    i = pvm_setsbuf(mid);
+    IS(0, pvm_send(me, 600));
+    IS(mid, pvm_setsbuf(i));
+    IS(mid, pvm_recv(-1, 600));
+    IS(10, got_int());
+    IS(1, pvm_recv(-1, 600) > 0);
+    IS(1, pvm_nrecv(-1, 10) > 0);
+    for (i = 0; pvm_nrecv(-1, -1) > 0; i++) {
+        IS(1, pvm_upkint(&mid, 1, 1) == 0 && mid > last);
+        last = mid;
+    }
+    IS(54, i);
+    /* The list was empty. Its index works again. */
+    for (i = 0; i < 60; i++)
+        send_int(i, i % 20);
+    IS(0, pvm_pstat(me));
+    for (i = 0; i < 60; i++) {
+        IS(1, pvm_recv(i % 2 ? me : -1, (59 - i) % 20) > 0);
+        IS((59 - i) % 20 + i / 20 * 20, got_int());
+    }
+    IS(0, pvm_nrecv(-1, -1));
+}
+
 static int handled, handled_tag;
 
 static int handler(int mid)
@@ -405,6 +458,7 @@ int main(int argc, char **argv)
     in_place();
     contexts();
     matching();
+    many_waiting();
     handlers();
     mailbox();
     hosts_and_tasks();
