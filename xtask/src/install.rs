@@ -31,6 +31,10 @@ const INSTALLED_PACKAGES: [&str; 7] = [
 /// Name of the build profile for the programs that users install and benchmarks measure.
 pub(crate) const RELEASE_PROFILE: &str = "release";
 
+/// Name of the build profile for the installed `libpvm3`: the C library alone, with link-time
+/// optimization.
+const C_LIBRARY_PROFILE: &str = "release-library";
+
 /// Returns cargo's target folder of this build: two levels above the running program.
 pub(crate) fn target_folder() -> Result<PathBuf> {
     let build_folder = sempa_tests::requirements::build_folder()?;
@@ -103,7 +107,37 @@ pub(crate) fn build(profile: &str, parts: BuildParts) -> Result<()> {
     if !command.status().context("cargo")?.success() {
         bail!("the build failed");
     }
+    if profile == RELEASE_PROFILE {
+        build_c_library()?;
+    }
     Ok(())
+}
+
+/// Builds `libpvm3.so` and `libpvm3.a` as users install them.
+///
+/// Cargo ignores link-time optimization if the crate is also built as a Rust library, as tests and
+/// benchmarks need it. This build therefore requests the other two types only.
+///
+/// # Errors
+/// The build fails.
+pub(crate) fn build_c_library() -> Result<()> {
+    let mut command = cargo_command(&["rustc", "--locked", "--lib", "-p", "pvm3-capi"])?;
+    command.args(["--profile", C_LIBRARY_PROFILE]);
+    command.args(["--crate-type", "cdylib", "--crate-type", "staticlib"]);
+    if !command.status().context("cargo")?.success() {
+        bail!("the build of libpvm3 failed");
+    }
+    Ok(())
+}
+
+/// Returns the folder that contains `libpvm3` after [`build`] with a profile.
+fn c_library_folder(profile: &str) -> Result<PathBuf> {
+    let library_profile = if profile == RELEASE_PROFILE {
+        C_LIBRARY_PROFILE
+    } else {
+        profile_folder(profile)
+    };
+    Ok(target_folder()?.join(library_profile))
 }
 
 /// Copies the programs and files of a build to their locations under `prefix`. Each file is
@@ -113,6 +147,7 @@ pub(crate) fn build(profile: &str, parts: BuildParts) -> Result<()> {
 /// A program was not built, or the prefix cannot be written.
 pub(crate) fn install_files(prefix: &Path, profile: &str) -> Result<()> {
     let build_folder = target_folder()?.join(profile_folder(profile));
+    let c_library_folder = c_library_folder(profile)?;
     for folder in ["bin", "lib/pkgconfig", "include"] {
         let folder = prefix.join(folder);
         fs::create_dir_all(&folder).with_context(|| format!("cannot make {}", folder.display()))?;
@@ -125,7 +160,7 @@ pub(crate) fn install_files(prefix: &Path, profile: &str) -> Result<()> {
         )?;
     }
     install_file(
-        &build_folder.join("libpvm3.so"),
+        &c_library_folder.join("libpvm3.so"),
         &prefix.join("lib/libpvm3.so.3"),
         0o755,
     )?;
@@ -139,7 +174,7 @@ pub(crate) fn install_files(prefix: &Path, profile: &str) -> Result<()> {
         )?;
     }
     install_file(
-        &build_folder.join("libpvm3.a"),
+        &c_library_folder.join("libpvm3.a"),
         &prefix.join("lib/libpvm3.a"),
         0o644,
     )?;
