@@ -32,8 +32,9 @@ const RETRY_WAITS_MAX: u32 = 1024;
 pub const YIELDS_MAX: u32 = 3;
 /// Number of waits between two checks of the processors on which the thread may run.
 const CPU_CHECK_WAITS: u32 = 64;
-/// Number of consecutive waits whose yields brought no message, after which yielding ends.
-const YIELD_MISSES_MAX: u32 = 4;
+/// Maximum balance of useful and useless yields. A useless yield takes about as long as a useful
+/// one saves, so yielding ends when useless ones prevail.
+const YIELD_SCORE_MAX: u32 = 8;
 /// Number of consecutive misses after which spinning for a message of a remote daemon ends.
 const DAEMON_MISSES_MAX: u32 = 8;
 
@@ -235,10 +236,10 @@ impl SpinBudget {
             .map_or(WaitPlan::Sleep, WaitPlan::Spin)
     }
 
-    /// Records the result of a wait after [`WaitPlan::Yield`]: whether the message arrived during
-    /// the yields.
-    pub fn record_yields(&mut self, has_message: bool) {
-        self.yield_record.record(has_message);
+    /// Records the result of a wait after [`WaitPlan::Yield`]: the number of yields after which
+    /// there was no message. The message arrived during the yield after these, or not at all.
+    pub fn record_yields(&mut self, useless_count: u32) {
+        self.yield_record.record(useless_count);
     }
 
     /// Yields the processor to other runnable threads, unless a recent yield was expensive.
@@ -320,7 +321,8 @@ pub fn has_one_cpu() -> bool {
 /// Whether yields to a sender on the same processor have brought messages lately.
 #[derive(Debug)]
 struct YieldRecord {
-    consecutive_misses: u32,
+    /// Balance of useful and useless yields: from 1 to [`YIELD_SCORE_MAX`].
+    score: u32,
     /// Number of waits until the next retry; 0 while yielding pays off.
     waits_until_retry: u32,
     next_retry_waits: u32,
@@ -329,7 +331,7 @@ struct YieldRecord {
 impl Default for YieldRecord {
     fn default() -> Self {
         Self {
-            consecutive_misses: 0,
+            score: YIELD_SCORE_MAX,
             waits_until_retry: 0,
             next_retry_waits: RETRY_WAITS_MIN,
         }
@@ -343,13 +345,18 @@ impl YieldRecord {
         self.waits_until_retry == 0
     }
 
-    fn record(&mut self, has_message: bool) {
-        if has_message {
-            *self = Self::default();
+    /// Records a wait with `useless_count` yields after which there was no message.
+    fn record(&mut self, useless_count: u32) {
+        if useless_count == 0 {
+            self.score = (self.score + 1).min(YIELD_SCORE_MAX);
+            if self.score == YIELD_SCORE_MAX {
+                self.next_retry_waits = RETRY_WAITS_MIN;
+            }
             return;
         }
-        self.consecutive_misses += 1;
-        if self.consecutive_misses >= YIELD_MISSES_MAX {
+        self.score = self.score.saturating_sub(useless_count);
+        if self.score == 0 {
+            self.score = 1;
             self.waits_until_retry = self.next_retry_waits;
             self.next_retry_waits = (self.next_retry_waits * 2).min(RETRY_WAITS_MAX);
         }
@@ -471,7 +478,7 @@ mod tests {
             match plan_on_one_cpu(spin_budget, true) {
                 WaitPlan::Yield => {
                     yielding_waits += 1;
-                    spin_budget.record_yields(brings_message(wait));
+                    spin_budget.record_yields(if brings_message(wait) { 0 } else { YIELDS_MAX });
                 }
                 other => assert_eq!(other, WaitPlan::Sleep, "the sender needs the processor"),
             }
@@ -498,10 +505,7 @@ mod tests {
     fn yields_without_messages_end_with_occasional_retries() {
         let mut spin_budget = host_spin_budget();
         let yielding_waits = count_yielding_waits(&mut spin_budget, 10_000, |_| false);
-        assert!(
-            (YIELD_MISSES_MAX + 5..50).contains(&yielding_waits),
-            "{yielding_waits} waits"
-        );
+        assert!((8..50).contains(&yielding_waits), "{yielding_waits} waits");
         let waits_until_retry = RETRY_WAITS_MAX;
         assert!(
             count_yielding_waits(&mut spin_budget, waits_until_retry + 1000, |_| true) >= 1000,
@@ -510,12 +514,30 @@ mod tests {
     }
 
     #[test]
-    fn yields_that_often_pay_off_continue() {
+    fn yields_that_mostly_pay_off_continue() {
         let wait_count = 10_000;
         assert_eq!(
-            count_yielding_waits(&mut host_spin_budget(), wait_count, |wait| wait % 3 == 0),
+            count_yielding_waits(&mut host_spin_budget(), wait_count, |wait| wait % 6 != 0),
             wait_count
         );
+    }
+
+    #[test]
+    fn yields_that_seldom_pay_off_end() {
+        let yielding_waits =
+            count_yielding_waits(&mut host_spin_budget(), 10_000, |wait| wait % 3 == 0);
+        assert!(yielding_waits < 1000, "{yielding_waits} waits");
+    }
+
+    #[test]
+    fn late_messages_count_less_than_none() {
+        let mut yield_record = YieldRecord::default();
+        for _ in 1..YIELD_SCORE_MAX {
+            yield_record.record(1);
+        }
+        assert!(yield_record.permits_yields());
+        yield_record.record(1);
+        assert!(!yield_record.permits_yields());
     }
 
     /// Misses on the shared processor do not end spinning for senders elsewhere, and vice versa.
@@ -542,7 +564,7 @@ mod tests {
             if plan_on_one_cpu(&mut spin_budget, true) == WaitPlan::Yield {
                 yielding_waits += 1;
                 spin_budget.record_yield(Duration::from_millis(3));
-                spin_budget.record_yields(true);
+                spin_budget.record_yields(0);
             }
         }
         assert!((1..=20).contains(&yielding_waits), "{yielding_waits} waits");
@@ -576,7 +598,7 @@ mod tests {
                 .map(|_| {
                     let plan =
                         spin_budget.plan_wait(None, SenderDistance::Host, true, || has_one_cpu);
-                    spin_budget.record_yields(true);
+                    spin_budget.record_yields(0);
                     plan
                 })
                 .collect();

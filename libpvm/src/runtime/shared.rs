@@ -335,7 +335,7 @@ impl<'a> StateGuard<'a> {
                 if self.core.event_seq() != previous_event_seq {
                     // A message that was there before the first yield proves nothing.
                     if yield_count > 0 {
-                        self.spin_budget.record_yields(true);
+                        self.spin_budget.record_yields(yield_count - 1);
                     }
                     return true;
                 }
@@ -345,7 +345,7 @@ impl<'a> StateGuard<'a> {
                 return true;
             }
         }
-        self.spin_budget.record_yields(false);
+        self.spin_budget.record_yields(YIELDS_MAX);
         false
     }
 
