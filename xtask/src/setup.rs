@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 /// Names of the required Debian packages.
-pub(crate) const REQUIRED_PACKAGES: [&str; 22] = [
+pub(crate) const REQUIRED_PACKAGES: [&str; 23] = [
     "tablix2",
     "openssh-server",
     "openssh-client",
@@ -32,6 +32,8 @@ pub(crate) const REQUIRED_PACKAGES: [&str; 22] = [
     "make",
     "pkg-config",
     "libc6-dev",
+    // Counts the instructions of the message path.
+    "valgrind",
     // Tests migrate tasks in this language. Perl is always installed.
     "python3",
 ];

@@ -45,6 +45,7 @@ use TestNeed::{
 };
 
 const GCC: TestNeed = TestNeed::Program("gcc", "gcc");
+const VALGRIND: TestNeed = TestNeed::Program("valgrind", "valgrind");
 const GFORTRAN: TestNeed = TestNeed::Program("gfortran", "gfortran");
 const MAKE: TestNeed = TestNeed::Program("make", "make");
 const PKG_CONFIG: TestNeed = TestNeed::Program("pkg-config", "pkg-config");
@@ -138,6 +139,7 @@ const TEST_NEEDS: &[(&str, &str, &[TestNeed])] = &[
     ("pvm3-capi::abi", "debian", &[PVM, PVM_DEV]),
     ("pvm3-capi::programs", "debian", &[PVM_DEV]),
     ("pvm3-capi::programs", "root", &[Root]),
+    ("pvm3-capi::installed_library", "", &[VALGRIND]),
     ("pvm3-capi::waiting", "", &[Root, TestNeed::Processors(2)]),
     ("gpvm3", "", &[GCC]),
     ("checkpoint", "", &[PYTHON]),

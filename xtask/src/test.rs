@@ -40,6 +40,14 @@ const MODEL_CHECKER_TESTS: TestSelection = TestSelection {
     env: &[],
 };
 
+/// Names of the tests that need `libpvm3` as users install it.
+const C_LIBRARY_TESTS: [&str; 4] = [
+    "installed_library_executes_few_instructions",
+    "installed_library_executes_few_locked_operations",
+    "installed_library_skips_unreceived_messages_at_no_cost",
+    "installed_library_is_complete",
+];
+
 /// Runs all tests. `runner_arguments` are passed to the test runner and restrict the tests; if
 /// `runner_arguments` is not empty, the sources are not checked. Returns false if a test or a check
 /// fails.
@@ -56,6 +64,9 @@ pub(crate) fn run(runner_arguments: &[String]) -> Result<bool> {
         failed_checks.extend(check_sources()?);
     }
     let test_setup = set_up_and_install(&profile)?;
+    if needs_c_library(runner_arguments) {
+        install::build_c_library()?;
+    }
     let mut skip_decider = SkipDecider::new(test_setup.criu_error, false);
     println!(
         "test: set-up and build took {} s",
@@ -99,6 +110,15 @@ pub(crate) fn run(runner_arguments: &[String]) -> Result<bool> {
         (test_start - start).as_secs(),
     );
     Ok(succeeded)
+}
+
+/// True if a run with these arguments includes the tests of [`C_LIBRARY_TESTS`], which count the
+/// instructions of the installed `libpvm3`. Its build takes a minute.
+fn needs_c_library(runner_arguments: &[String]) -> bool {
+    runner_arguments.is_empty()
+        || runner_arguments
+            .iter()
+            .any(|argument| C_LIBRARY_TESTS.iter().any(|name| name.contains(argument)))
 }
 
 /// The result of the set-up for tests of the system tier.
@@ -326,6 +346,15 @@ fn run_check(name: &str, mut command: Command) -> Result<bool> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn only_named_runs_omit_the_installed_library() {
+        let arguments =
+            |text: &str| -> Vec<String> { text.split_whitespace().map(str::to_string).collect() };
+        assert!(needs_c_library(&arguments("")));
+        assert!(needs_c_library(&arguments("drain few_instructions")));
+        assert!(!needs_c_library(&arguments("drain")));
+    }
 
     #[test]
     fn failed_checks_are_named() {
