@@ -109,7 +109,6 @@ fn run_tasker() -> anyhow::Result<()> {
         .with_context(|| format!("descriptor {fd}, the connection to the daemon, is not open"))?;
     set_signal_actions()?;
     capabilities::retain_capabilities(RETAINED_CAPABILITIES).context("cannot drop privileges")?;
-    let _kdat_cleanup = checkpoint::criu::KdatCleanup::check_presence();
     // The owner waits until this thread has stopped the guests. The thread never computes for long,
     // and its children start with normal priority.
     sempa_socket::boost_priority();

@@ -530,7 +530,7 @@ impl Host {
     /// Returns the paths of the entries of `/tmp`, `/run` and `/dev/shm` of the host, without those
     /// that the testbed has made. `testbed_folder` is the testbed's folder.
     pub fn leftover_files(&self, testbed_folder: &Path) -> Vec<PathBuf> {
-        // criu.kdat is CRIU's cache of kernel features.
+        // criu.kdat is CRIU's cache of kernel features, which belongs to the machine.
         let is_of_testbed = |path: &Path| {
             ["/run/sshd", "/run/utmp", "/run/criu.kdat"]
                 .iter()

@@ -49,7 +49,6 @@ mod uffd_keeper;
 
 pub use image_check::highest_pid;
 pub use image_owner::check_owner;
-pub use kdat::KdatCleanup;
 pub use pre_copy::acknowledge as acknowledge_pre_copy;
 pub use thread_freezer::FrozenThreads;
 
@@ -150,6 +149,7 @@ impl Criu {
         variables: &[(&'static str, String)],
         request: impl FnOnce(i32) -> Vec<u8>,
     ) -> Result<Swrk, Failure> {
+        kdat::remove_stale_temporary();
         let open_failure = |e: std::io::Error| {
             Failure::Io(format!(
                 "cannot open the image directory {}: {e}",
@@ -241,6 +241,7 @@ impl Engine for Criu {
     fn start_post_copy_check(&self, dir: &Path) -> Result<Box<dyn PostCopyCheck>, Failure> {
         let scan_failure =
             |e| Failure::Engine(format!("the kernel does not support PAGEMAP_SCAN: {e}"));
+        kdat::remove_stale_temporary();
         lazy_pages_filter::check_pagemap_scan().map_err(scan_failure)?;
         let no_descriptor_failure =
             |e: std::io::Error| Failure::Io(format!("no descriptor for the engine: {e}"));
