@@ -35,6 +35,13 @@ use std::time::{Duration, Instant};
 
 /// Stack size of the I/O thread. Small, because the stack is transferred with every migration.
 const STACK_BYTES: usize = 256 << 10;
+/// Interval between two searches for the token file just after the process has continued to run.
+/// The token is then there soon.
+const TOKEN_POLL_INTERVAL_MIN: Duration = Duration::from_micros(100);
+/// Time for which the token is searched for in the short interval.
+const TOKEN_SHORT_POLL_TIME: Duration = Duration::from_millis(20);
+/// Time without a search after which the process counts as having been stopped.
+const TOKEN_POLL_GAP: Duration = Duration::from_millis(5);
 /// Interval between two searches for the token file. The interval is short because the migrated
 /// task continues only when the file is found.
 const TOKEN_POLL_INTERVAL: Duration = Duration::from_millis(1);
@@ -234,6 +241,7 @@ fn await_token_and_reconnect(
     mut quiesce: QuiesceRequest,
     program: &str,
 ) {
+    let mut token_poll = TokenPoll::new(Instant::now());
     loop {
         if shared_state.is_stop_requested() {
             return;
@@ -260,7 +268,40 @@ fn await_token_and_reconnect(
         {
             return connect_to_next_daemon(shared_state, &quiesce, &token, program);
         }
-        std::thread::sleep(TOKEN_POLL_INTERVAL);
+        std::thread::sleep(token_poll.next_interval(Instant::now()));
+    }
+}
+
+/// Selects the intervals of the search for a token. The search is frequent for a while whenever the
+/// process has just continued to run, so that the program reaches its daemon soon, and costs little
+/// while the process waits for its dump.
+#[derive(Debug)]
+struct TokenPoll {
+    last_poll_at: Instant,
+    short_until: Instant,
+}
+
+impl TokenPoll {
+    fn new(now: Instant) -> Self {
+        Self {
+            last_poll_at: now,
+            short_until: now + TOKEN_SHORT_POLL_TIME,
+        }
+    }
+
+    /// Returns the pause after the search at the time `now`.
+    fn next_interval(&mut self, now: Instant) -> Duration {
+        // On another host the clock may also be behind.
+        let has_gap = now < self.last_poll_at || now - self.last_poll_at > TOKEN_POLL_GAP;
+        self.last_poll_at = now;
+        if has_gap {
+            self.short_until = now + TOKEN_SHORT_POLL_TIME;
+        }
+        if now < self.short_until && self.short_until - now <= TOKEN_SHORT_POLL_TIME {
+            TOKEN_POLL_INTERVAL_MIN
+        } else {
+            TOKEN_POLL_INTERVAL
+        }
     }
 }
 
@@ -331,5 +372,35 @@ fn adopt_connection(shared_state: &SharedState, connection: AcceptedConnection) 
         &shared_state.socket_waiters,
     ) {
         state.mark_connection_lost(&format!("continuing after the migration: {e}"));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The token is searched for often after the quiesce and after each stop of the process, and
+    /// rarely otherwise.
+    #[test]
+    fn token_search_is_frequent_after_a_stop() {
+        let start = Instant::now();
+        let at = |ms: u64| start + Duration::from_millis(ms);
+        let mut token_poll = TokenPoll::new(start);
+        for ms in 0..20 {
+            assert_eq!(token_poll.next_interval(at(ms)), TOKEN_POLL_INTERVAL_MIN);
+        }
+        for ms in 20..40 {
+            assert_eq!(token_poll.next_interval(at(ms)), TOKEN_POLL_INTERVAL);
+        }
+        assert_eq!(token_poll.next_interval(at(100)), TOKEN_POLL_INTERVAL_MIN);
+        assert_eq!(token_poll.next_interval(at(105)), TOKEN_POLL_INTERVAL_MIN);
+        // The clock of another host.
+        assert_eq!(token_poll.next_interval(start), TOKEN_POLL_INTERVAL_MIN);
+        for ms in 21..30 {
+            assert_eq!(
+                token_poll.next_interval(at(ms - 20)),
+                TOKEN_POLL_INTERVAL_MIN
+            );
+        }
     }
 }
