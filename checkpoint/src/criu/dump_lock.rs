@@ -156,7 +156,20 @@ impl Drop for DumpLock {
         if lock_times.get(&self.file_id) == Some(&self.locked_at) {
             lock_times.remove(&self.file_id);
         }
+        drop(lock_times);
+        if let Some(watch) = self.watch.take() {
+            close_without_waiting(watch);
+        }
     }
+}
+
+/// Closes a descriptor of inotify in a thread of its own. The kernel waits for a grace period of 10
+/// to 15 ms when such a descriptor is closed, and CRIU waits for the caller meanwhile.
+fn close_without_waiting(watch: Inotify) {
+    // If no thread can be started, the descriptor is closed here.
+    let _ = std::thread::Builder::new()
+        .name("closing".into())
+        .spawn(move || drop(watch));
 }
 
 fn cwd_link(pid: i32) -> String {
