@@ -5,8 +5,14 @@
  * the tracer: the program that has started CRIU traces the task, and cleans up after a CRIU that
  * was killed. Requests for other threads are executed here as usual.
  *
+ * Words of the task's memory are read and written here: that takes no tracer, and CRIU copies its code
+ * word by word.
+ *
  * Each request has one reply, over the packet socket whose number is in SEMPA_RELAY. Both are the
  * structures below, followed by the memory that the request reads or writes.
+ *
+ * Mappings: the text of /proc/PID/smaps, for which the kernel visits all pages, comes from there as
+ * well.
  *
  * Hiding: memory that is transferred after the dump is removed from the results of PAGEMAP_SCAN, so
  * that CRIU finds no pages there.
@@ -17,6 +23,7 @@
 #endif
 #include <dlfcn.h>
 #include <errno.h>
+#include <fcntl.h>
 #include <signal.h>
 #include <stdarg.h>
 #include <stdint.h>
@@ -52,6 +59,8 @@
 #define GET_SYSCALL_USER_DISPATCH 0x4211
 /* Not a request of the kernel: wait for the thread. `address` has the options. */
 #define WAIT_REQUEST 0xffffffffffffffffULL
+/* Not a request of the kernel: the reply has a descriptor of the mappings of the process. */
+#define SMAPS_REQUEST 0xfffffffffffffffeULL
 /* Use of the memory that `data` points to. */
 enum {
     /* It is passed through an iovec, whose length is set to the number of bytes written. */
@@ -234,6 +243,45 @@ static int relay_request(int socket, long request, pid_t pid, void *address, voi
     return 1;
 }
 
+/* Returns a descriptor of the memory of a thread, or -1. It stays open for the next word. */
+static int memory_of(pid_t pid)
+{
+    static pid_t opened_pid;
+    static int descriptor = -1;
+    char path[64];
+
+    if (pid == opened_pid)
+        return descriptor;
+    if (descriptor >= 0)
+        close(descriptor);
+    snprintf(path, sizeof path, "/proc/%d/mem", (int)pid);
+    descriptor = open(path, O_RDWR | O_CLOEXEC);
+    opened_pid = pid;
+    return descriptor;
+}
+
+/* Reads or writes a word of a thread's memory, for which the caller need not be its tracer. Returns
+ * 1 on success. A stopped task keeps its memory, so the descriptor remains valid for it.
+ */
+static int copy_word(long request, pid_t pid, void *address, void *data, long *word)
+{
+    off_t offset = (uintptr_t)address;
+    int descriptor;
+
+    switch (request) {
+    case PTRACE_PEEKTEXT:
+    case PTRACE_PEEKDATA:
+        descriptor = memory_of(pid);
+        return descriptor >= 0 && pread(descriptor, word, sizeof *word, offset) == sizeof *word;
+    case PTRACE_POKETEXT:
+    case PTRACE_POKEDATA:
+        descriptor = memory_of(pid);
+        return descriptor >= 0 && pwrite(descriptor, &data, sizeof data, offset) == sizeof data;
+    default:
+        return 0;
+    }
+}
+
 __attribute__((visibility("default"))) long ptrace(enum __ptrace_request request, ...)
 {
     va_list list;
@@ -247,6 +295,10 @@ __attribute__((visibility("default"))) long ptrace(enum __ptrace_request request
     long word = 0, result;
     int peeks = request == PTRACE_PEEKTEXT || request == PTRACE_PEEKDATA || request == PTRACE_PEEKUSER;
     int socket = relay_socket();
+    if (socket >= 0 && copy_word(request, pid, address, data, &word)) {
+        errno = 0;
+        return word;
+    }
     if (peeks)
         data = &word;
     if (socket < 0 || !relay_request(socket, request, pid, address, data, &result))
@@ -284,6 +336,60 @@ __attribute__((visibility("default"))) pid_t wait4(pid_t pid, int *status, int o
 __attribute__((visibility("default"))) pid_t waitpid(pid_t pid, int *status, int options)
 {
     return wait4(pid, status, options, NULL);
+}
+
+/* Returns a descriptor of the mappings of a process (/proc/PID/smaps), which the program that has
+ * started CRIU has read since the process was stopped, or -1. `directory` is /proc/PID.
+ */
+static int read_smaps(int directory)
+{
+    struct request_message request_message = { .request = SMAPS_REQUEST };
+    struct reply_message reply_message;
+    union {
+        struct cmsghdr header;
+        char bytes[CMSG_SPACE(sizeof(int))];
+    } control;
+    struct iovec part = { .iov_base = &reply_message, .iov_len = sizeof reply_message };
+    struct msghdr message = { .msg_iov = &part, .msg_iovlen = 1, .msg_control = &control, .msg_controllen = sizeof control };
+    int socket = relay_socket(), end = 0, descriptor;
+    char link[64], path[64];
+    unsigned long pid;
+    ssize_t got;
+
+    snprintf(link, sizeof link, "/proc/self/fd/%d", directory);
+    ssize_t length = readlink(link, path, sizeof path - 1);
+    if (socket < 0 || length < 0)
+        return -1;
+    path[length] = 0;
+    if (sscanf(path, "/proc/%lu%n", &pid, &end) != 1 || end != length)
+        return -1;
+    request_message.pid = pid;
+    do
+        got = send(socket, &request_message, sizeof request_message, MSG_NOSIGNAL);
+    while (got < 0 && errno == EINTR);
+    if (got < 0)
+        return -1;
+    do
+        got = recvmsg(socket, &message, MSG_CMSG_CLOEXEC);
+    while (got < 0 && errno == EINTR);
+    struct cmsghdr *header = CMSG_FIRSTHDR(&message);
+    if (got != sizeof reply_message || reply_message.error || !header || header->cmsg_type != SCM_RIGHTS)
+        return -1;
+    memcpy(&descriptor, CMSG_DATA(header), sizeof descriptor);
+    return descriptor;
+}
+
+__attribute__((visibility("default"))) int openat64(int directory, const char *path, int flags, ...)
+{
+    mode_t mode = 0;
+    if (flags & O_CREAT || (flags & O_TMPFILE) == O_TMPFILE) {
+        va_list list;
+        va_start(list, flags);
+        mode = va_arg(list, mode_t);
+        va_end(list);
+    }
+    int descriptor = strcmp(path, "smaps") == 0 ? read_smaps(directory) : -1;
+    return descriptor >= 0 ? descriptor : (int)syscall(SYS_openat, directory, path, flags, mode);
 }
 
 /* A range of a process's memory that is hidden from CRIU. */

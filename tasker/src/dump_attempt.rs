@@ -2,8 +2,9 @@
 //! several attempts because it can collide with dumps of other tasks.
 
 use checkpoint::dump_retry::DumpRetry;
-use checkpoint::engine::{CancelHandle, SentPages};
+use checkpoint::engine::{CancelHandle, DumpParams, SentPages};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use sempa_proto::migration::Failure;
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
@@ -42,6 +43,29 @@ impl DumpAttempt {
             is_first: true,
             retry_backoff: DumpRetry::default(),
         }
+    }
+
+    /// Returns the parameters for the dump of these processes. `pid_namespace` is the inode number
+    /// of their PID namespace.
+    pub(crate) fn dump_params(
+        &self,
+        root_pid: i32,
+        processes: Vec<i32>,
+        pid_namespace: u64,
+    ) -> Result<DumpParams, Failure> {
+        let page_socket = self
+            .page_socket
+            .as_ref()
+            .map(|stream| stream.try_clone())
+            .transpose();
+        Ok(DumpParams {
+            root_pid,
+            processes,
+            dir: self.image_dir.clone(),
+            pid_namespace,
+            page_stream: page_socket.map_err(|e| Failure::Io(format!("no descriptor: {e}")))?,
+            sent_pages: self.pre_copied.clone(),
+        })
     }
 }
 

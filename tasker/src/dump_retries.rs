@@ -5,7 +5,7 @@ use crate::image_manifest::prepare_image_dir;
 use crate::supervisor::Supervisor;
 use crate::task::{TaskPhase, to_micros};
 use crate::workers::WorkerResult;
-use checkpoint::engine::CancelHandle;
+use checkpoint::engine::{CancelHandle, EngineFailure};
 use sempa_proto::migration::Failure;
 use sempa_proto::{MigrationId, Tid};
 use std::time::Duration;
@@ -83,7 +83,7 @@ impl Supervisor {
                 return;
             }
         }
-        self.on_dumped(migration, tid, Err(failure));
+        self.on_dumped(migration, tid, Err(failure.into()));
     }
 
     /// Starts another attempt of a dump, in an emptied directory. Returns false on failure.
@@ -96,6 +96,7 @@ impl Supervisor {
         };
         let start_result = removal_result
             .and_then(|()| prepare_image_dir(&attempt.image_dir))
+            .map_err(EngineFailure::from)
             .and_then(|()| self.start_dump(migration, tid, &attempt));
         let Ok(worker_id) = start_result else {
             return false;

@@ -11,7 +11,10 @@ use crate::supervisor::Supervisor;
 use crate::task::Output;
 use crate::workers::WorkerResult;
 use checkpoint::criu::Criu;
-use checkpoint::engine::{DumpParams, Engine, ExternalResources, RestoreParams, RestoredTask};
+use checkpoint::engine::{
+    DumpParams, Engine, EngineFailure, ExternalResources, RestoreParams, RestoreResources,
+    RestoredTask,
+};
 use sempa_proto::migration::Failure;
 use sempa_proto::tasker::{DumpReport, FromTasker};
 use std::ffi::CString;
@@ -170,8 +173,11 @@ impl Supervisor {
     }
 
     /// Handles the result of the probe's dump, and starts the restore.
-    pub(crate) fn on_probe_dumped(&mut self, result: Result<DumpReport, Failure>) {
-        if let Err(why) = result.and_then(|_| self.restore_probe()) {
+    pub(crate) fn on_probe_dumped(&mut self, result: Result<DumpReport, EngineFailure>) {
+        if let Err(why) = result
+            .map_err(Failure::from)
+            .and_then(|_| self.restore_probe())
+        {
             self.finish_probe(Err(why));
         }
     }
@@ -196,11 +202,13 @@ impl Supervisor {
         let restore_params = RestoreParams {
             dir: probe.image_dir.clone(),
             external_resources,
-            pid_namespace,
-            output: output_writer,
             post_copy: false,
         };
-        let running_restore = engine.start_restore(restore_params)?;
+        let resources = RestoreResources {
+            pid_namespace,
+            output: output_writer,
+        };
+        let running_restore = engine.start_restore(resources, restore_params)?;
         let limits = engine_limits(0)?;
         let (cancel, engine_pid) = (limits.cancel.clone(), running_restore.engine_pid());
         self.migrations
@@ -213,8 +221,13 @@ impl Supervisor {
     }
 
     /// Handles the result of the probe's restore, and discards the restored process.
-    pub(crate) fn on_probe_restored(&mut self, result: Result<Box<dyn RestoredTask>, Failure>) {
-        let result = result.map(|restored_task| restored_task.abort_restore());
+    pub(crate) fn on_probe_restored(
+        &mut self,
+        result: Result<Box<dyn RestoredTask>, EngineFailure>,
+    ) {
+        let result = result
+            .map(|restored_task| restored_task.abort_restore())
+            .map_err(Failure::from);
         self.finish_probe(result);
     }
 

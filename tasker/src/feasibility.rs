@@ -95,6 +95,10 @@ impl Supervisor {
         requester: Requester,
         result: Result<TaskFacts, Refusal>,
     ) {
+        let inspected_migration = match requester {
+            Requester::Migration { migration, .. } if result.is_ok() => Some(migration),
+            _ => None,
+        };
         self.send(&match requester {
             Requester::Migration { migration, tid } => {
                 let facts = result.as_ref().ok();
@@ -111,6 +115,9 @@ impl Supervisor {
             }
             Requester::Query(query) => FromTasker::QueryInspected { query, result },
         });
+        if let Some(migration) = inspected_migration {
+            self.start_idle_dump(migration);
+        }
     }
 
     /// Checks on a worker thread whether this host could run a task. [`Supervisor::on_verdict`]
@@ -164,6 +171,9 @@ impl Supervisor {
             }
         };
         self.send(&reply);
+        if let Requester::Migration { migration, .. } = requester {
+            self.start_idle_restore(migration);
+        }
     }
 
     /// Starts `work` on a worker thread that cannot be cancelled. Returns the id of the worker.

@@ -16,6 +16,7 @@ mod engine_probe;
 mod feasibility;
 mod file_transfer;
 mod freezer;
+mod idle_engines;
 mod image_manifest;
 mod last_pid;
 mod lease;

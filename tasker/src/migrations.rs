@@ -10,6 +10,7 @@ use crate::dump_attempt::DumpAttempt;
 use crate::engine_probe::EngineProbe;
 use crate::feasibility::{self, Requester};
 use crate::file_transfer;
+use crate::idle_engines::IdleDumps;
 use crate::image_manifest::{ImageManifest, TaskFiles, prepare_image_dir};
 use crate::memory_reservations::MemoryReservations;
 use crate::namespace::Namespace;
@@ -23,7 +24,7 @@ use crate::sys;
 use crate::target::{IncomingTask, TargetStage};
 use crate::task::{Task, TaskPhase, to_micros};
 use crate::workers::{WorkerResult, Workers};
-use checkpoint::engine::{CallLimits, CancelHandle, DumpParams, Engine, MemoryServer};
+use checkpoint::engine::{CallLimits, CancelHandle, Engine, EngineFailure, MemoryServer};
 use checkpoint::facts::{self, HashCache};
 use sempa_proto::migration::{Failure, Refusal, Usage};
 use sempa_proto::task::RedirectAddress;
@@ -82,6 +83,8 @@ pub(crate) struct Migrations {
     /// Number of consecutive failed probes.
     pub(crate) consecutive_probe_failures: u32,
     pub(crate) incoming_tasks: BTreeMap<MigrationId, IncomingTask>,
+    /// Engines that wait for the dump of a task.
+    pub(crate) idle_dumps: IdleDumps,
     /// Orders that wait until the first probe of the engine has ended.
     deferred_orders: Vec<ToTasker>,
     pub(crate) post_copies: PostCopies,
@@ -123,6 +126,7 @@ impl Migrations {
             running_probe: None,
             consecutive_probe_failures: 0,
             incoming_tasks: BTreeMap::new(),
+            idle_dumps: IdleDumps::default(),
             deferred_orders: Vec::new(),
             post_copies: PostCopies::new(),
             pre_copies: PreCopies::new(),
@@ -159,13 +163,19 @@ impl Migrations {
     }
 
     /// True for a process that must not be reaped as an unowned child: an engine process, which its
-    /// worker reaps, or the first process of a restored task that does not run yet.
+    /// worker or its owner here reaps, or the first process of a restored task that does not run
+    /// yet.
     pub(crate) fn owns_process(&self, pid: i32) -> bool {
-        let is_restored_process = |target: &IncomingTask| match &target.stage {
+        let is_owned = |target: &IncomingTask| match &target.stage {
             TargetStage::Restored { process, .. } => process.pid == pid,
-            _ => false,
+            _ => target
+                .idle_restore
+                .as_ref()
+                .is_some_and(|idle| idle.engine.engine_pid() == pid),
         };
-        self.workers.owns_engine(pid) || self.incoming_tasks.values().any(is_restored_process)
+        self.workers.owns_engine(pid)
+            || self.idle_dumps.owns(pid)
+            || self.incoming_tasks.values().any(is_owned)
     }
 
     /// Returns the stage of a migration to this host; `None` if no such migration exists, or if its
@@ -174,6 +184,13 @@ impl Migrations {
         self.incoming_tasks
             .get_mut(&migration)
             .map(|target| &mut target.stage)
+    }
+
+    /// True while the engine restores the task of a migration to this host.
+    pub(crate) fn is_restoring(&self, migration: MigrationId) -> bool {
+        self.incoming_tasks
+            .get(&migration)
+            .is_some_and(|target| matches!(target.stage, TargetStage::Restoring { .. }))
     }
 
     /// True if no worker is running.
@@ -188,6 +205,7 @@ impl Migrations {
         self.pre_copies.abort_all();
         self.workers.cancel_all();
         self.incoming_tasks.clear();
+        self.idle_dumps.end_all();
         self.running_probe = None;
     }
 }
@@ -334,6 +352,10 @@ impl Supervisor {
                     migration,
                     succeeded: was_successful,
                 } => self.on_joined_group(migration, was_successful),
+                WorkerResult::EngineJoinedGroup {
+                    migration,
+                    succeeded,
+                } => self.on_engine_joined_group(migration, succeeded),
                 WorkerResult::Inspected { requester, result } => {
                     self.on_inspected(requester, result)
                 }
@@ -469,12 +491,14 @@ impl Supervisor {
         memory_socket: Option<&Path>,
     ) {
         let completed_pre_copy = self.migrations.pre_copies.take_sent_pages(migration);
-        let start_result = prepare_image_dir(&image_dir).and_then(|()| {
+        let image_dir_result = prepare_image_dir(&image_dir).map_err(EngineFailure::from);
+        let start_result = image_dir_result.and_then(|()| {
             let (page_socket, sent_pages) = match (memory_socket, completed_pre_copy) {
                 (Some(_), Some((stream, sent_pages))) => (Some(stream), Some(sent_pages)),
                 (way, _) => (
                     way.map(post_copy::connect_memory_socket)
-                        .transpose()?
+                        .transpose()
+                        .map_err(EngineFailure::missing_memory)?
                         .map(Arc::new),
                     None,
                 ),
@@ -487,10 +511,10 @@ impl Supervisor {
             Err(why) => {
                 self.migrations
                     .post_copies
-                    .back_off_after_failure(Some(&why).filter(|_| memory_socket.is_some()));
+                    .back_off_after_failure(Some(&why));
                 self.send(&FromTasker::Dumped {
                     migration,
-                    result: Err(why),
+                    result: Err(why.failure),
                 });
             }
         }
@@ -544,12 +568,12 @@ impl Supervisor {
         migration: MigrationId,
         tid: Tid,
         attempt: &DumpAttempt,
-    ) -> Result<u64, Failure> {
+    ) -> Result<u64, EngineFailure> {
         let (task, namespace) = self.stopped_task(migration, tid)?;
         let engine = self
             .migrations
             .engine
-            .as_ref()
+            .clone()
             .ok_or_else(|| self.engine_failure())?;
         let processes = namespace.pids();
         let memory_bytes = total_memory_bytes(&processes);
@@ -562,32 +586,23 @@ impl Supervisor {
             limits.timeout -= ENGINE_TIMEOUT_BASE - FIRST_DUMP_TIMEOUT_BASE;
         }
         let dir = attempt.image_dir.clone();
-        let page_socket = attempt
-            .page_socket
-            .as_ref()
-            .map(|stream| stream.try_clone())
-            .transpose();
-        let dump_params = DumpParams {
-            root_pid: task.process.pid,
-            processes: processes.clone(),
-            dir: dir.clone(),
-            pid_namespace: namespace.namespace_inode(),
-            page_stream: page_socket.map_err(|e| Failure::Io(format!("no descriptor: {e}")))?,
-            sent_pages: attempt.pre_copied.clone(),
+        let dump_params =
+            attempt.dump_params(root_pid, processes.clone(), namespace.namespace_inode())?;
+        let running_dump = match self.migrations.idle_dumps.take(migration) {
+            Some(idle_dump) => idle_dump.start(dump_params)?,
+            None => engine.start_dump(dump_params)?,
         };
-        let running_dump = engine.start_dump(dump_params)?;
         let (cancel, engine_pid) = (limits.cancel.clone(), running_dump.engine_pid());
         let hashes = self.migrations.hash_cache.clone();
-        self.migrations
-            .workers
-            .start_worker(&cancel, Some(engine_pid), move || {
-                // The engine is at work meanwhile.
-                let process_settings = ProcessSettings::read_all(&processes);
-                let open_files = facts::open_files(&processes);
-                let result =
-                    running_dump
-                        .wait_until_dumped(&limits)
-                        .and_then(|(report, memory_server)| {
+        let worker_id =
+            self.migrations
+                .workers
+                .start_worker(&cancel, Some(engine_pid), move || {
+                    // The engine is at work meanwhile.
+                    let process_settings = ProcessSettings::read_all(&processes);
+                    let open_files = facts::open_files(&processes);
+                    let result = running_dump.wait_until_dumped(&limits).and_then(
+                        |(report, memory_server)| {
                             let files = TaskFiles {
                                 open: open_files,
                                 transferred: file_transfer::copy_files_to_images(
@@ -611,17 +626,27 @@ impl Supervisor {
                                 image_files: report.image_files + 1 + file_count,
                             };
                             Ok((report, memory_server))
-                        });
-                let result = result.map_err(|failure| {
-                    stop::wait_until_stopped(&processes);
-                    explain_failed_dump(failure, root_pid, processes, &hashes)
-                });
-                WorkerResult::Dumped {
-                    migration,
-                    tid,
-                    result,
-                }
-            })
+                        },
+                    );
+                    let result = result.map_err(|failure| {
+                        stop::wait_until_stopped(&processes);
+                        EngineFailure {
+                            failure: explain_failed_dump(
+                                failure.failure,
+                                root_pid,
+                                processes,
+                                &hashes,
+                            ),
+                            ..failure
+                        }
+                    });
+                    WorkerResult::Dumped {
+                        migration,
+                        tid,
+                        result,
+                    }
+                })?;
+        Ok(worker_id)
     }
 
     pub(crate) fn engine_failure(&self) -> Failure {
@@ -637,7 +662,7 @@ impl Supervisor {
         &mut self,
         migration: MigrationId,
         tid: Tid,
-        result: Result<(DumpReport, Option<Box<dyn MemoryServer>>), Failure>,
+        result: Result<(DumpReport, Option<Box<dyn MemoryServer>>), EngineFailure>,
     ) {
         let Some(task) = self.tasks.get_mut(&tid) else {
             self.stop_leftover_stragglers(tid);
@@ -664,28 +689,25 @@ impl Supervisor {
             } = phase
             {
                 must_continue = aborted;
-                let uses_post_copy = attempt.page_socket.is_some() && !aborted;
                 let root_pid = task.process.pid;
                 let failure = result.as_ref().err().filter(|_| !aborted);
-                if failure
-                    .is_some_and(|why| self.retry_dump(migration, tid, root_pid, why, attempt))
-                {
+                if failure.is_some_and(|why| {
+                    self.retry_dump(migration, tid, root_pid, &why.failure, attempt)
+                }) {
                     return;
                 }
-                if uses_post_copy {
-                    self.migrations
-                        .post_copies
-                        .back_off_after_failure(result.as_ref().err());
-                }
+                self.migrations.post_copies.back_off_after_failure(failure);
             }
         }
-        let result = result.and_then(|(report, memory_server)| {
-            memory_server
-                .map_or(Ok(()), |memory_server| {
-                    self.serve_memory(migration, tid, memory_server)
-                })
-                .map(|()| report)
-        });
+        let result = result
+            .map_err(Failure::from)
+            .and_then(|(report, memory_server)| {
+                memory_server
+                    .map_or(Ok(()), |memory_server| {
+                        self.serve_memory(migration, tid, memory_server)
+                    })
+                    .map(|()| report)
+            });
         self.send(&FromTasker::Dumped { migration, result });
         if must_continue {
             self.continue_task(migration, tid);
@@ -693,6 +715,7 @@ impl Supervisor {
     }
 
     pub(crate) fn continue_task(&mut self, migration: MigrationId, tid: Tid) {
+        drop(self.migrations.idle_dumps.take(migration));
         if let Some(task) = self.tasks.get_mut(&tid) {
             match &mut task.phase {
                 TaskPhase::Dumping {
@@ -741,11 +764,13 @@ impl Supervisor {
                 let usage = task
                     .usage_on_other_hosts
                     .merged_with(stop::resource_usage(task.process.pid));
-                nice::deprioritize(&task.processes().pids());
+                // The task is stopped and creates no process, so one census is enough.
+                let census = Census::default();
+                nice::deprioritize(&task.processes().pids_in(&census));
                 self.migrations
                     .post_copies
                     .keep_memory_after_kill(migration);
-                task.kill_immediately(&Census::default());
+                task.kill_immediately(&census);
                 self.remove_killed_task(migration, tid, usage);
             }
             // The task has exited, and its exit was already reported. Copies of what it has left

@@ -13,7 +13,8 @@ use crate::target::TargetStage;
 use crate::task::{Task, TaskPhase};
 use crate::workers::WorkerResult;
 use checkpoint::engine::{
-    CallLimits, CancelHandle, FetchCompletion, MemoryServer, ReceivedPages, ServedMemory, UffdGuard,
+    CallLimits, CancelHandle, EngineFailure, FailedPart, FetchCompletion, MemoryServer,
+    ReceivedPages, ServedMemory, UffdGuard,
 };
 use nix::sys::socket::{Shutdown, shutdown};
 use sempa_proto::migration::{Failure, TaskFacts};
@@ -154,11 +155,14 @@ impl PostCopies {
         self.arriving_memory.contains_key(&migration)
     }
 
-    /// Disables post-copy for [`FAILURE_BACKOFF`] if this host or its engine may have caused the
-    /// failure.
-    pub(crate) fn back_off_after_failure(&mut self, failure: Option<&Failure>) {
-        if let Some(failure @ (Failure::Engine(_) | Failure::Io(_) | Failure::Deadline { .. })) =
-            failure
+    /// Disables post-copy for [`FAILURE_BACKOFF`] if the failure is about missing memory, and this
+    /// host or its engine may have caused it. After any other failure a migration without post-copy
+    /// would be no more likely to succeed.
+    pub(crate) fn back_off_after_failure(&mut self, failure: Option<&EngineFailure>) {
+        if let Some(EngineFailure {
+            failure: failure @ (Failure::Engine(_) | Failure::Io(_) | Failure::Deadline { .. }),
+            failed_part: FailedPart::MissingMemory,
+        }) = failure
         {
             tracing::warn!(
                 "post-copy is disabled for {} minutes: {failure}",
@@ -462,9 +466,15 @@ impl Supervisor {
         let result = match (memory_state.lost_reason.take(), result) {
             (None, _) if memory_state.task_exited => Ok(()),
             (None, result) => {
-                self.migrations
-                    .post_copies
-                    .back_off_after_failure(result.as_ref().err());
+                let failure = result.as_ref().err().cloned();
+                let failure = failure.map(EngineFailure::missing_memory);
+                // The fetch also ends when the engine that restores the task fails. The end of the
+                // restore tells which of the two failed first.
+                if memory_state.running_tid.is_some() || !self.migrations.is_restoring(migration) {
+                    self.migrations
+                        .post_copies
+                        .back_off_after_failure(failure.as_ref());
+                }
                 result
             }
             // The task's processes are already killed.
@@ -538,6 +548,28 @@ impl Supervisor {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// Post-copy is disabled after a failure that is about missing memory, and after no other.
+    #[test]
+    fn only_missing_memory_disables_post_copy() {
+        let is_available_after = |failure: EngineFailure| {
+            let mut post_copies = PostCopies {
+                mode: PostCopyMode::LargeTasks,
+                support: Ok(()),
+                failed_at: None,
+                served_memory: BTreeMap::new(),
+                arriving_memory: BTreeMap::new(),
+            };
+            post_copies.back_off_after_failure(Some(&failure));
+            post_copies.is_available()
+        };
+        let traced = Failure::Engine("the namespace's init is traced".into());
+        assert!(is_available_after(traced.clone().into()));
+        assert!(!is_available_after(EngineFailure::missing_memory(traced)));
+        // The other host has given the transfer up.
+        let lost = Failure::Images("lost".into());
+        assert!(is_available_after(EngineFailure::missing_memory(lost)));
+    }
 
     #[test]
     fn unset_and_invalid_settings_are_distinguished() {

@@ -290,7 +290,11 @@ impl Supervisor {
             self.migrations.pre_copies.failed_tasks.insert(tid);
             self.migrations.pre_copies.abort_outgoing(migration);
         }
+        let is_complete = result.is_ok();
         self.send(&FromTasker::PreCopied { migration, result });
+        if is_complete {
+            self.start_idle_dump(migration);
+        }
     }
 
     /// Starts to receive a pre-copy. Reports a failure to the daemon.

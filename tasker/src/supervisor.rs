@@ -223,6 +223,7 @@ impl Supervisor {
             if self.probe_at.is_some_and(|at| at <= Instant::now()) {
                 self.start_planned_probe();
             }
+            self.migrations.idle_dumps.end_expired(Instant::now());
             if self
                 .heap_trim_at
                 .take_if(|at| *at <= Instant::now())
@@ -354,14 +355,16 @@ impl Supervisor {
             .map(|timeout| timeout + POLL_GRANULARITY);
         let delay_until =
             |at: Instant| at.saturating_duration_since(Instant::now()) + POLL_GRANULARITY;
-        let (probe_delay, heap_trim_delay) = (
+        let (probe_delay, heap_trim_delay, idle_engine_delay) = (
             self.probe_at.map(delay_until),
             self.heap_trim_at.map(delay_until),
+            self.migrations.idle_dumps.next_expiry().map(delay_until),
         );
         let timeout = [
             self.spare_check_delay(),
             probe_delay,
             heap_trim_delay,
+            idle_engine_delay,
             pause_check_delay,
             self.leftovers
                 .check_delay()

@@ -3,7 +3,7 @@
 
 use crate::census::{Census, ProcessTree};
 use crate::file_transfer::PlacedFiles;
-use crate::freezer;
+use crate::idle_engines::{self, IdleRestoreWithOutput};
 use crate::image_manifest::ImageManifest;
 use crate::migrations::{NO_NAMESPACES, engine_limits, write_redirect};
 use crate::namespace::Namespace;
@@ -12,14 +12,13 @@ use crate::process_settings;
 use crate::supervisor::Supervisor;
 use crate::sys::{self, Child};
 use crate::task::{self, Output, Task, TaskPhase};
-use crate::workers::{WorkerResult, Workers};
+use crate::workers::WorkerResult;
 use crate::written_files;
-use checkpoint::engine::{CancelHandle, ExternalResources, RestoreParams};
+use checkpoint::engine::{EngineFailure, ExternalResources, FailedPart, RestoreParams};
 use checkpoint::facts::{self, ThisHost};
 use sempa_proto::migration::{Failure, Refusal, RequiredFile, Usage};
 use sempa_proto::tasker::{FromTasker, MemoryWrite, TaskStart};
 use sempa_proto::{MigrationId, Tid};
-use std::io;
 use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 
@@ -32,7 +31,9 @@ pub(crate) struct IncomingTask {
     pub(crate) tid: Tid,
     /// The namespace for the task. `None` if the tasker may not create namespaces; then only a
     /// restarted program can migrate to this host.
-    namespace: Option<Namespace>,
+    pub(crate) namespace: Option<Namespace>,
+    /// The engine that waits for the restore.
+    pub(crate) idle_restore: Option<IdleRestoreWithOutput>,
     pub(crate) stage: TargetStage,
     /// Files that were transferred with the task and written at this host.
     pub(crate) placed_files: PlacedFiles,
@@ -55,6 +56,8 @@ pub(crate) enum TargetStage {
         manifest: ImageManifest,
         output: Output,
         redirect: Option<MemoryWrite>,
+        /// True if the restored processes will be members of the task's control group.
+        is_in_group: bool,
         must_discard: bool,
         /// Why the post-copied memory will not arrive; `None` if no memory is lost.
         lost_reason: Option<Failure>,
@@ -132,6 +135,7 @@ impl Supervisor {
         let target = IncomingTask {
             tid,
             namespace,
+            idle_restore: None,
             stage: TargetStage::Prepared,
             placed_files: PlacedFiles::default(),
             uses_post_copy: false,
@@ -172,8 +176,10 @@ impl Supervisor {
         let check_result = image_manifest.as_ref().map_or(Ok(()), |image_manifest| {
             self.check_grown_memory(migration, image_manifest.memory_bytes)
         });
-        let fetch_result = check_result.and_then(|()| {
-            memory_socket.map_or(Ok(()), |path| self.start_fetch(migration, dir, path))
+        let fetch_result = check_result.map_err(EngineFailure::from).and_then(|()| {
+            memory_socket
+                .map_or(Ok(()), |path| self.start_fetch(migration, dir, path))
+                .map_err(EngineFailure::missing_memory)
         });
         if let Some(target) = self.migrations.incoming_tasks.get_mut(&migration) {
             target.uses_post_copy = memory_socket.is_some();
@@ -187,7 +193,7 @@ impl Supervisor {
                     migration,
                     vec![FromTasker::Restored {
                         migration,
-                        result: Err(why),
+                        result: Err(why.failure),
                     }],
                 );
             }
@@ -289,6 +295,12 @@ impl Supervisor {
         dir: &Path,
         redirect: Option<MemoryWrite>,
     ) -> Result<TargetStage, Failure> {
+        let idle_restore = self
+            .migrations
+            .incoming_tasks
+            .get_mut(&migration)
+            .and_then(|target| target.idle_restore.take())
+            .filter(|idle| !idle.engine.has_ended());
         let target = self
             .migrations
             .incoming_tasks
@@ -317,19 +329,23 @@ impl Supervisor {
             written_files::truncate_grown_files(&manifest.written_files)?;
         }
         self.prepare_pids(namespace, dir)?;
-        let io_failure = |e: io::Error| Failure::Io(format!("cannot restore: {e}"));
-        let (output, output_writer) = Output::new().map_err(io_failure)?;
+        let IdleRestoreWithOutput {
+            engine: idle_restore,
+            output,
+            is_in_group,
+        } = match idle_restore {
+            Some(idle_restore) => idle_restore,
+            None => idle_engines::start_restore_engine(engine.as_ref(), namespace)?,
+        };
         let limits = engine_limits(manifest.image_bytes())?;
         let restore_params = RestoreParams {
             dir: dir.into(),
             external_resources: ExternalResources {
                 output_pipe: manifest.output_pipe_inode,
             },
-            pid_namespace: namespace.open().map_err(io_failure)?,
-            output: output_writer,
             post_copy: uses_post_copy,
         };
-        let running_restore = engine.start_restore(restore_params)?;
+        let running_restore = idle_restore.start(restore_params)?;
         let (cancel, engine_pid) = (limits.cancel.clone(), running_restore.engine_pid());
         let open_files = manifest.open_files.clone();
         let host = ThisHost::new(self.migrations.hash_cache.clone(), 0, u32::MAX);
@@ -341,12 +357,15 @@ impl Supervisor {
                     .wait_until_restored(&limits)
                     .and_then(|restored_task| {
                         let process = restored_task.pid();
-                        restored_task.complete_restore(&limits).map(|()| process)
+                        restored_task.complete_restore(&limits)?;
+                        Ok(process)
                     });
             WorkerResult::Restored {
                 migration,
-                result: restore_result
-                    .map_err(|failure| explain_failed_restore(failure, &open_files, &host)),
+                result: restore_result.map_err(|failure| EngineFailure {
+                    failure: explain_failed_restore(failure.failure, &open_files, &host),
+                    ..failure
+                }),
             }
         };
         let restore_worker_id =
@@ -358,6 +377,7 @@ impl Supervisor {
             manifest,
             output,
             redirect,
+            is_in_group,
             must_discard: false,
             lost_reason: None,
         })
@@ -380,7 +400,11 @@ impl Supervisor {
         Ok(())
     }
 
-    pub(crate) fn on_restored(&mut self, migration: MigrationId, result: Result<i32, Failure>) {
+    pub(crate) fn on_restored(
+        &mut self,
+        migration: MigrationId,
+        result: Result<i32, EngineFailure>,
+    ) {
         let Some(target) = self.migrations.incoming_tasks.get_mut(&migration) else {
             return;
         };
@@ -389,6 +413,7 @@ impl Supervisor {
             manifest,
             output,
             redirect: redirection,
+            is_in_group,
             must_discard: is_discarded,
             lost_reason,
             ..
@@ -396,12 +421,13 @@ impl Supervisor {
         else {
             return;
         };
-        if target.uses_post_copy && !is_discarded && lost_reason.is_none() {
+        let result = first_failure(result, lost_reason);
+        if target.uses_post_copy && !is_discarded {
             self.migrations
                 .post_copies
                 .back_off_after_failure(result.as_ref().err());
         }
-        let process_result = lost_reason.map_or(result, Err).and_then(|pid| {
+        let process_result = result.map_err(Failure::from).and_then(|pid| {
             let pidfd = sys::pidfd_of(pid)
                 .map_err(|e| Failure::Io(format!("no descriptor for process {pid}: {e}")))?;
             if let Some(namespace) = &target.namespace {
@@ -414,8 +440,19 @@ impl Supervisor {
             Ok(process) if !is_discarded => {
                 let pid = process.pid;
                 let namespace = target.namespace.as_ref();
-                let joining_group = namespace.is_some_and(|n| {
-                    start_joining_group(migration, n, &mut self.migrations.workers)
+                if let Some(namespace) = namespace.filter(|_| is_in_group) {
+                    namespace.record_group_membership();
+                }
+                let joining_group = namespace.is_some_and(|namespace| {
+                    idle_engines::start_joining_group(
+                        namespace,
+                        namespace.pids(),
+                        &mut self.migrations.workers,
+                        move |succeeded| WorkerResult::JoinedControlGroup {
+                            migration,
+                            succeeded,
+                        },
+                    )
                 });
                 let initially_stopped_pids = manifest.already_stopped_pids;
                 target.stage = TargetStage::Restored {
@@ -634,6 +671,24 @@ impl Supervisor {
     }
 }
 
+/// Returns the failure that has caused the other, if both the restore and the fetch of the missing
+/// memory have failed. `lost_reason` is the failure of the fetch.
+///
+/// The fetch ends when the engine that restores the task ends, and the restore is canceled when the
+/// fetch has failed. So a restore that failed by itself, and not for lack of memory, is the cause.
+fn first_failure(
+    restore_result: Result<i32, EngineFailure>,
+    lost_reason: Option<Failure>,
+) -> Result<i32, EngineFailure> {
+    let failed_by_itself = restore_result.as_ref().is_err_and(|why| {
+        why.failed_part == FailedPart::Other && !matches!(why.failure, Failure::Cancelled(_))
+    });
+    match lost_reason {
+        Some(lost_reason) if !failed_by_itself => Err(EngineFailure::missing_memory(lost_reason)),
+        _ => restore_result,
+    }
+}
+
 /// Replaces the failure of an engine by the files that the task had open and that this host lacks,
 /// if there are any: the task may have opened a file after this host had accepted it.
 fn explain_failed_restore(
@@ -652,27 +707,35 @@ fn explain_failed_restore(
     Failure::Refused(verdict)
 }
 
-/// Starts a worker that adds the processes of a restored task to its control group. Returns false
-/// if the task has no group or the worker cannot be started.
-///
-/// A worker is used because adding the processes takes longer than all other steps before the task
-/// runs.
-fn start_joining_group(
-    migration: MigrationId,
-    namespace: &Namespace,
-    workers: &mut Workers,
-) -> bool {
-    let Some(procs_file) = namespace.joinable_procs_file() else {
-        return false;
-    };
-    let Ok(cancel) = CancelHandle::new() else {
-        return false;
-    };
-    let pids = namespace.pids();
-    let work = move || WorkerResult::JoinedControlGroup {
-        migration,
-        succeeded: freezer::add_to_group(&procs_file, &pids).is_ok(),
-    };
-    // If no worker can be started, a pause will stop the task by signals, as without a freezer.
-    workers.start_worker(&cancel, None, work).is_ok()
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// If the engine fails, the fetch of the memory ends as well, but is not the cause. If the
+    /// fetch fails, the restore is canceled.
+    #[test]
+    fn first_failure_is_the_cause() {
+        let lost = || Some(Failure::Engine("the fetch has ended".into()));
+        let cause = |restore_result, lost_reason| {
+            first_failure(restore_result, lost_reason)
+                .map_err(|why| (why.failure.to_string(), why.failed_part))
+        };
+        let traced = Failure::Engine("the namespace's init is traced".into());
+        assert_eq!(
+            cause(Err(traced.clone().into()), lost()),
+            Err((traced.to_string(), FailedPart::Other))
+        );
+        let lost_text = lost().map(|why| why.to_string()).unwrap_or_default();
+        for restore_result in [
+            Ok(1),
+            Err(Failure::Cancelled("by the fetch".into()).into()),
+            Err(EngineFailure::missing_memory(traced)),
+        ] {
+            assert_eq!(
+                cause(restore_result, lost()),
+                Err((lost_text.clone(), FailedPart::MissingMemory))
+            );
+        }
+        assert_eq!(cause(Ok(1), None), Ok(1));
+    }
 }

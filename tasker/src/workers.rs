@@ -7,7 +7,7 @@
 use crate::feasibility::Requester;
 use crate::file_transfer::PlacedFiles;
 use checkpoint::engine::{
-    CancelHandle, MemoryServer, ReceivedPages, RestoredTask, SentPages, UffdGuard,
+    CancelHandle, EngineFailure, MemoryServer, ReceivedPages, RestoredTask, SentPages, UffdGuard,
 };
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use sempa_proto::migration::{Failure, Refusal, TaskFacts, Verdict};
@@ -30,7 +30,7 @@ pub(crate) enum WorkerResult {
         tid: Tid,
         /// The report of the dump, and with post-copy the server of the memory that is not in the
         /// images.
-        result: Result<(DumpReport, Option<Box<dyn MemoryServer>>), Failure>,
+        result: Result<(DumpReport, Option<Box<dyn MemoryServer>>), EngineFailure>,
     },
     /// The source's part of a pre-copy has ended: sending the memory of a running task.
     PreCopied {
@@ -75,10 +75,15 @@ pub(crate) enum WorkerResult {
     Restored {
         migration: MigrationId,
         /// PID of the task's first process.
-        result: Result<i32, Failure>,
+        result: Result<i32, EngineFailure>,
     },
     /// The worker that adds the processes of a restored task to their control group has ended.
     JoinedControlGroup {
+        migration: MigrationId,
+        succeeded: bool,
+    },
+    /// The worker that adds the engine of a prepared restore to the task's control group has ended.
+    EngineJoinedGroup {
         migration: MigrationId,
         succeeded: bool,
     },
@@ -95,9 +100,9 @@ pub(crate) enum WorkerResult {
     /// The first step of the engine's probe, the check for post-copy support, has ended.
     ProbeChecked(Result<(), Failure>),
     /// The dump of the engine's probe has ended.
-    ProbeDumped(Result<DumpReport, Failure>),
+    ProbeDumped(Result<DumpReport, EngineFailure>),
     /// The restore of the engine's probe has ended.
-    ProbeRestored(Result<Box<dyn RestoredTask>, Failure>),
+    ProbeRestored(Result<Box<dyn RestoredTask>, EngineFailure>),
 }
 
 impl WorkerResult {
@@ -112,7 +117,8 @@ impl WorkerResult {
             | Self::RetryDelayOver { migration, .. }
             | Self::FilesPlaced { migration, .. }
             | Self::Restored { migration, .. }
-            | Self::JoinedControlGroup { migration, .. } => Some(*migration),
+            | Self::JoinedControlGroup { migration, .. }
+            | Self::EngineJoinedGroup { migration, .. } => Some(*migration),
             Self::Inspected { requester, .. } | Self::FeasibilityChecked { requester, .. } => {
                 match requester {
                     Requester::Migration { migration, .. } => Some(*migration),

@@ -346,3 +346,129 @@ fn engine_killed_at_any_ptrace_leaves_task_whole() {
     );
     source.stop_and_wait();
 }
+
+/// Shell code that adds a line with the engine's PID to the file `starts` in a directory.
+fn start_record_code(dir: &Path) -> String {
+    format!("echo $$ >> {}/starts", dir.display())
+}
+
+/// Returns the PIDs of the engines that [`start_record_code`] has recorded, oldest first.
+fn started_engines(dir: &Path) -> Vec<i32> {
+    let text = std::fs::read_to_string(dir.join("starts")).unwrap_or_default();
+    text.lines().filter_map(|line| line.parse().ok()).collect()
+}
+
+/// Waits until one more engine has been started than `previous_count`. Returns its PID.
+fn wait_for_engine_start(dir: &Path, previous_count: usize) -> i32 {
+    wait_until("an engine waits", || {
+        started_engines(dir).len() > previous_count
+    });
+    let engine_pids = started_engines(dir);
+    assert_eq!(engine_pids.len(), previous_count + 1, "{engine_pids:?}");
+    engine_pids[previous_count]
+}
+
+/// Starts a tasker whose engines record their PIDs in `dir`. The engine has been probed.
+fn start_with_recording_engine(dir: &Path) -> Tasker {
+    let tasker = start_with_engine(&write_idle_engine_wrapper(dir, &start_record_code(dir)));
+    // Two engines for the probe, and one that waits since the task was inspected.
+    wait_until("all engines run", || started_engines(dir).len() == 3);
+    tasker
+}
+
+/// The engines of a migration are started when the task is inspected and its target prepared, and
+/// wait; the dump and the restore start no other. An engine that was killed while it waited is
+/// replaced, and the task migrates all the same.
+#[test]
+#[ignore = "system tier: needs CRIU and gcc"]
+fn engines_wait_before_the_task_stops() {
+    require_migration();
+    let (source_dir, target_dir) = (
+        tempfile::tempdir().expect("dir"),
+        tempfile::tempdir().expect("dir"),
+    );
+    let (source_dir, target_dir) = (source_dir.path(), target_dir.path());
+    let mut source = start_with_recording_engine(source_dir);
+    let mut target = start_with_recording_engine(target_dir);
+    let mut output = Vec::new();
+    // Dumps of other tests do not use this working directory, so no dump is repeated.
+    source.send(ToTasker::Start(TaskStart {
+        working_dir: source_dir.into(),
+        ..start_order(tid(1), &compile_program(source_dir, "counter"), &[])
+    }));
+    source.wait_for_output(tid(1), &mut output, |text| count_lines(text) > 50);
+    for (number, is_killed) in [(1, false), (2, true)] {
+        let id = migration_id(number);
+        let mut messages = Vec::new();
+        let (dumps, restores) = (
+            started_engines(source_dir).len(),
+            started_engines(target_dir).len(),
+        );
+        source.send(ToTasker::Inspect {
+            migration: id,
+            tid: tid(1),
+        });
+        let facts = source.wait_for_value(&mut messages, |m| match m {
+            FromTasker::Inspected { result, .. } => Some(result.clone()),
+            _ => None,
+        });
+        let facts = facts.expect("it can migrate");
+        let dump_engine = wait_for_engine_start(source_dir, dumps);
+        assert_eq!(prepare_and_wait(&mut target, tid(1), id, facts), []);
+        let restore_engine = wait_for_engine_start(target_dir, restores);
+        if is_killed {
+            for engine in [dump_engine, restore_engine] {
+                kill_engine(engine).expect("it waits");
+                wait_until("it has ended", || {
+                    proc::stat(engine).is_none_or(|stat| matches!(stat.state, 'Z' | 'X'))
+                });
+            }
+        }
+        let images = tempfile::tempdir().expect("dir");
+        let image_dir = images.path().join("images");
+        stop_and_wait(&mut source, tid(1), id, &mut messages);
+        dump_and_wait(&mut source, tid(1), id, &image_dir, &mut messages).expect("a dump");
+        restore_and_wait(&mut target, tid(1), id, &image_dir).expect("a restore");
+        let replaced = usize::from(is_killed);
+        assert_eq!(started_engines(source_dir).len(), dumps + 1 + replaced);
+        assert_eq!(started_engines(target_dir).len(), restores + 1 + replaced);
+        if !is_killed {
+            // The next round migrates the task again from here.
+            discard_and_wait(&mut target, id, &mut Vec::new());
+            continue_and_wait(&mut source, tid(1), id, &mut messages);
+            output.extend(output_of(&messages, tid(1)));
+            continue;
+        }
+        let usage = kill_source_and_wait(&mut source, tid(1), id, &mut messages);
+        output.extend(output_of(&messages, tid(1)));
+        run_and_wait(&mut target, id, usage, &mut messages);
+        let line_count = count_lines(&output) + 50;
+        target.wait_for_output(tid(1), &mut output, |text| count_lines(text) > line_count);
+        assert_no_line_lost(&output);
+    }
+    source.stop_and_wait();
+    target.stop_and_wait();
+}
+
+/// An engine that waits for a dump ends with the migration, if that is given up before the dump,
+/// and with the tasker.
+#[test]
+#[ignore = "system tier: needs CRIU and gcc"]
+fn waiting_engine_ends_with_migration_and_tasker() {
+    require_migration();
+    let dir = tempfile::tempdir().expect("dir");
+    let mut source = start_with_recording_engine(dir.path());
+    source.start_task_and_wait(tid(1), &shell_path(), &["-c", "sleep 1000"]);
+    let inspect = |source: &mut Tasker, number| {
+        let previous_count = started_engines(dir.path()).len();
+        inspect_and_wait(source, tid(1), migration_id(number)).expect("it can migrate");
+        wait_for_engine_start(dir.path(), previous_count)
+    };
+    let engine = inspect(&mut source, 1);
+    assert!(is_alive(engine));
+    continue_and_wait(&mut source, tid(1), migration_id(1), &mut Vec::new());
+    assert!(!is_alive(engine), "the migration was given up");
+    let engine = inspect(&mut source, 2);
+    source.stop_and_wait();
+    assert!(!is_alive(engine), "the tasker has ended");
+}

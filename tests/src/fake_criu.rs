@@ -4,6 +4,7 @@
 use crate::testbed::Testbed;
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
 
 /// The command that the fake CRIU executes when it must hang. No other process of a host has these
 /// arguments.
@@ -69,13 +70,9 @@ starter.send(b"\x08\x02\x10\x01\x22\x02\x08\x01")
 
 /// Installs the fake CRIU on all hosts. [`set_behaviour`] selects its behaviour.
 pub fn install(testbed: &Testbed) {
-    let engine_link = testbed.engine().expect("an engine of its own");
-    let real_criu = fs::read_link(engine_link)
-        .expect("a link")
-        .display()
-        .to_string();
+    let (engine_link, real_criu) = engine_of(testbed);
     let script = format!(
-        "#!/bin/bash\nlie=$(cat {folder}/lie-$(hostname) 2>/dev/null)\n\
+        "#!/bin/bash\n[[ $1 != swrk ]] || until read -t 0 -u $2; do sleep 0.01; done\nlie=$(cat {folder}/lie-$(hostname) 2>/dev/null)\n\
          case $1 in swrk) ;; lazy-pages) lie=$1-$lie ;; *) lie= ;; esac\n\
          case $lie in lazy-pages-lazy-*) ;; lazy-*) lie= ;; esac\n\
          [[ $lie != @(wait|stall*) ]] || compgen -G '/tmp/sempa-0/pvm/images-*' >/dev/null || lie=\n\
@@ -100,6 +97,50 @@ pub fn install(testbed: &Testbed) {
     fs::write(testbed.folder().join("cutter.py"), TRUNCATE_IMAGES_PY).expect("written");
     fs::write(testbed.folder().join("staller.py"), STALL_DUMP_PY).expect("written");
     fs::write(testbed.folder().join("claimer.py"), FALSE_RESTORE_PY).expect("written");
+    replace_engine(engine_link, &script);
+}
+
+/// Replaces CRIU on all hosts by a program that runs the real CRIU and writes its log to files in
+/// the testbed's folder, for [`engine_logs`].
+///
+/// # Panics
+/// The testbed has no engine of its own, or its folder cannot be written.
+pub fn install_logger(testbed: &Testbed) {
+    let (engine_link, real_criu) = engine_of(testbed);
+    let script = format!(
+        "#!/bin/bash\n[[ $1 != swrk ]] || exec >>{}/engine-log-$(hostname)-$$\nexec {real_criu} \"$@\"\n",
+        testbed.folder().display()
+    );
+    replace_engine(engine_link, &script);
+}
+
+/// Returns the logs of all dumps and restores since [`install_logger`].
+///
+/// # Panics
+/// The testbed's folder cannot be read.
+pub fn engine_logs(testbed: &Testbed) -> Vec<String> {
+    let is_log = |entry: &fs::DirEntry| {
+        let name = entry.file_name();
+        name.to_string_lossy().starts_with("engine-log-")
+    };
+    fs::read_dir(testbed.folder())
+        .expect("readable")
+        .flatten()
+        .filter(is_log)
+        .map(|entry| fs::read_to_string(entry.path()).expect("readable"))
+        // An engine that got no request writes nothing.
+        .filter(|log| !log.is_empty())
+        .collect()
+}
+
+/// Returns the path of the testbed's own engine, and the path of the real CRIU.
+fn engine_of(testbed: &Testbed) -> (&Path, String) {
+    let engine_link = testbed.engine().expect("an engine of its own");
+    let real_criu = fs::read_link(engine_link).expect("a link");
+    (engine_link, real_criu.display().to_string())
+}
+
+fn replace_engine(engine_link: &Path, script: &str) {
     let new_link = engine_link.with_extension("fresh");
     fs::write(&new_link, script).expect("written");
     fs::set_permissions(&new_link, fs::Permissions::from_mode(0o755)).expect("executable");
@@ -123,7 +164,8 @@ pub fn install(testbed: &Testbed) {
 ///   process that fetches the memory of a task in post-copy.
 /// - `lazy-early`: fetch memory for a second, then exit with success.
 ///
-/// `stall` and `wait` do not affect the tasker's engine probe.
+/// An engine obeys the command word that is set when it gets its request. `stall` and `wait` do not
+/// affect the tasker's engine probe.
 ///
 /// # Panics
 /// The testbed's folder cannot be written.

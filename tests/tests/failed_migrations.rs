@@ -14,15 +14,16 @@ use std::time::Duration;
 
 const TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Replaces CRIU by a script. On a host with a file `hold-HOST` the script writes its process
-/// number, waits until a test calls [`open_gate`], and then executes the real CRIU. On other hosts
-/// the script executes the real CRIU at once.
+/// Replaces CRIU by a script, which waits for its request. On a host with a file `hold-HOST` the
+/// script then writes its process number, waits until a test calls [`open_gate`], and executes the
+/// real CRIU. On other hosts the script executes the real CRIU at once.
 fn install_gated_engine(bed: &Testbed) {
     let engine_path = bed.engine().expect("an engine of its own");
     let criu_path = fs::read_link(engine_path).expect("a link");
     let folder = bed.folder().display();
     let script = format!(
-        "#!/bin/bash\nhost=$(hostname)\nif [[ $1 == swrk && -e {folder}/hold-$host ]]; then\n\
+        "#!/bin/bash\nhost=$(hostname)\n\
+         [[ $1 != swrk ]] || until read -t 0 -u $2; do sleep 0.01; done\nif [[ $1 == swrk && -e {folder}/hold-$host ]]; then\n\
          echo $$ >{folder}/fresh-$host; mv {folder}/fresh-$host {folder}/at-$host\n\
          read -r _ <{folder}/gate-$host\nfi\nexec {} \"$@\"\n",
         criu_path.display()

@@ -17,7 +17,7 @@ use sempa_tests::run::{CommandResult, run_successfully};
 use sempa_tests::vm::VmSettings;
 use sempa_tests::{Host, Testbed, Vm, wait_for};
 use std::fs;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 const TIMEOUT: Duration = Duration::from_secs(120);
 /// Memory of a task, in MiB.
@@ -268,6 +268,44 @@ fn failing_post_copy_engine_leaves_task_at_source() {
             }
         }
     });
+}
+
+/// A CRIU that was killed while it wrote its cache of kernel features has left an empty file. The
+/// file is removed, the engine's probe writes the cache, and every dump and restore uses it. The
+/// cache is the machine's and remains.
+#[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
+fn stale_kernel_cache_is_replaced() {
+    const CACHE: &str = "/run/criu.kdat";
+    let bed = require_testbed_with_own_engine(3);
+    fake_criu::install_logger(&bed);
+    let long_ago = SystemTime::now() - Duration::from_secs(3600);
+    for host in bed.hosts() {
+        let stale_file = fs::File::create(host.machine_path(&format!("{CACHE}.tmp")));
+        let stale_file = stale_file.expect("writable");
+        stale_file.set_modified(long_ago).expect("its owner");
+    }
+    let vm = Vm::start(&bed, VmSettings::default()).expect("a virtual machine");
+    vm.add_hosts(&["h2", "h3"]).expect("they join");
+    vm.compile_program("hold").expect("gcc");
+    let tid = spawn_ready_task(&vm);
+    vm.migrate_or_panic(&tid, "h3");
+    vm.migrate_or_panic(&tid, "h2");
+    check_task_on(&vm, &tid, "h2", "in the end");
+    let logs = fake_criu::engine_logs(&bed);
+    // Two migrations, and the probes of their hosts, have a dump and a restore each.
+    assert!(logs.len() >= 8, "{logs:?}");
+    for log in logs {
+        assert!(
+            log.contains(&format!("Loaded kdat cache from {CACHE}")),
+            "{log}"
+        );
+    }
+    vm.halt_and_wait().expect("halts");
+    for host in bed.hosts().iter().skip(1) {
+        assert!(host.machine_path(CACHE).exists(), "{}", host.name());
+        assert!(!host.machine_path(&format!("{CACHE}.tmp")).exists());
+    }
 }
 
 /// The first dump is stopped while it writes a file of shared memory, after some images were sent

@@ -1,8 +1,14 @@
-//! Finds the line of CRIU's log that explains a failure.
+//! CRIU's log: keeps it in memory, and finds the line that explains a failure.
 
+use crate::engine::EngineFailure;
+use nix::sys::memfd::{MFdFlags, memfd_create};
+use sempa_proto::migration::Failure;
 use sempa_proto::text::truncate;
+use std::fs::File;
 use std::io::{self, BufRead, BufReader, Read, Write};
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::Path;
+use std::process::Stdio;
 
 /// Maximum number of bytes of a log that are searched. Real logs are far smaller.
 const LOG_BYTES_MAX: u64 = 64 << 20;
@@ -10,6 +16,10 @@ const LOG_BYTES_MAX: u64 = 64 << 20;
 const QUOTED_LINE_BYTES_MAX: usize = 400;
 /// Begin of a line about CRIU's code in the task, after the time stamp.
 const TASK_CODE_PREFIX: &str = "pie: ";
+
+/// Parts of CRIU's errors about memory that a restored task gets later: CRIU's source file, and the
+/// mechanism of the kernel.
+const MISSING_MEMORY_MARKS: [&str; 4] = ["criu/uffd.c", "uffd", "userfault", "lazy"];
 
 /// What an error of the engine means for the task: a part of the error's text, and an explanation.
 const EXPLANATIONS: [(&str, &str); 7] = [
@@ -43,6 +53,48 @@ const EXPLANATIONS: [(&str, &str); 7] = [
         "a socket of the task is bound to an address that this host does not have",
     ),
 ];
+
+/// A log that CRIU writes to a file in memory. It needs no space in the image directory, and is
+/// complete even if the disk is full.
+#[derive(Debug)]
+pub(super) struct MemoryLog(File);
+
+impl MemoryLog {
+    /// Creates an empty log.
+    ///
+    /// # Errors
+    /// No file descriptor or memory is available.
+    pub(super) fn new() -> io::Result<Self> {
+        Ok(Self(
+            memfd_create(c"sempa-engine-log", MFdFlags::MFD_CLOEXEC)?.into(),
+        ))
+    }
+
+    /// Returns the log as an output of a new process.
+    pub(super) fn writer(&self) -> io::Result<Stdio> {
+        self.0.try_clone().map(Stdio::from)
+    }
+
+    /// Writes the log to the new file `path`, which only its owner may read.
+    pub(super) fn save(&self, path: &Path) -> io::Result<()> {
+        let mut file = File::options()
+            .write(true)
+            .create(true)
+            .truncate(true)
+            .mode(0o600)
+            .open(path)?;
+        file.write_all(&self.bytes()?)
+    }
+
+    /// Returns the contents, at most [`LOG_BYTES_MAX`]. The position at which CRIU writes does not
+    /// change.
+    fn bytes(&self) -> io::Result<Vec<u8>> {
+        let length = self.0.metadata()?.len().min(LOG_BYTES_MAX);
+        let mut bytes = vec![0; usize::try_from(length).unwrap_or_default()];
+        self.0.read_exact_at(&mut bytes, 0)?;
+        Ok(bytes)
+    }
+}
 
 /// How a line of the log ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -126,7 +178,7 @@ fn write_error(log: &Path) -> Option<io::Error> {
 /// Returns the first error in a log. If the line is truncated, the cause is appended, such as a
 /// full disk.
 fn first_error_in_file(log: &Path) -> Option<String> {
-    let (line, line_end) = first_error(BufReader::new(std::fs::File::open(log).ok()?))?;
+    let (line, line_end) = first_error(BufReader::new(File::open(log).ok()?))?;
     let cause = match line_end {
         LineEnd::Newline => None,
         LineEnd::EndOfLog => write_error(log),
@@ -144,16 +196,45 @@ fn first_error_in_file(log: &Path) -> Option<String> {
 ///
 /// Known errors are followed by an explanation.
 pub(super) fn failure_reason(log: &Path, stderr: &Path) -> Option<String> {
-    let reason = first_error_in_file(log).or_else(|| {
-        let stderr = std::fs::File::open(stderr).ok()?;
-        let text = BufReader::new(stderr)
-            .take(LOG_BYTES_MAX)
-            .lines()
-            .map_while(Result::ok);
-        text.map(|line| truncate_line(line.trim()))
-            .find(|line| !line.is_empty() && !line.contains("rlimit"))
-    });
-    reason.map(explain)
+    first_error_in_file(log)
+        .or_else(|| first_line(File::open(stderr).ok()?))
+        .map(explain)
+}
+
+/// Returns why an engine failed, like [`failure_reason`], from logs in memory.
+pub(super) fn failure_reason_in_memory(log: &MemoryLog, stderr: &MemoryLog) -> Option<String> {
+    first_error(&*log.bytes().ok()?)
+        .map(|(line, _)| line)
+        .or_else(|| first_line(&*stderr.bytes().ok()?))
+        .map(explain)
+}
+
+/// Returns the first line that is not empty and not about resource limits.
+fn first_line(stderr: impl Read) -> Option<String> {
+    BufReader::new(stderr)
+        .take(LOG_BYTES_MAX)
+        .lines()
+        .map_while(Result::ok)
+        .map(|line| truncate_line(line.trim()))
+        .find(|line| !line.is_empty() && !line.contains("rlimit"))
+}
+
+/// Classifies a failed restore by CRIU's error. CRIU names its source file in each error. The
+/// errors about missing memory come from one file, or name the mechanism. A restore that hangs may
+/// wait for the process that fetches the memory.
+pub(super) fn classify_restore_failure(failure: Failure) -> EngineFailure {
+    let is_about_memory = match &failure {
+        Failure::Engine(reason) => MISSING_MEMORY_MARKS
+            .iter()
+            .any(|mark| reason.contains(mark)),
+        Failure::Deadline { .. } => true,
+        _ => false,
+    };
+    if is_about_memory {
+        EngineFailure::missing_memory(failure)
+    } else {
+        failure.into()
+    }
 }
 
 /// Appends the explanation of an error, if there is one.
@@ -174,6 +255,7 @@ fn truncate_line(line: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::engine::FailedPart;
 
     /// The reason is the first error that is not about resource limits.
     #[test]
@@ -188,6 +270,60 @@ mod tests {
             Some("Error (criu/sk-unix.c:9): External socket is used")
         );
         assert_eq!(first_error("(00.1) all is well\n".as_bytes()), None);
+    }
+
+    /// Only errors about missing memory, and hanging restores, count as failures of post-copy.
+    #[test]
+    fn restore_failures_are_classified() {
+        let part = |failure| classify_restore_failure(failure).failed_part;
+        let engine_failure = |text: &str| Failure::Engine(text.into());
+        for error in [
+            "Error (criu/uffd.c:230): Failed to connect to the daemon",
+            "Error (criu/pie/restorer.c:9): lazy-pages: can't register 0x1000",
+        ] {
+            assert_eq!(part(engine_failure(error)), FailedPart::MissingMemory);
+        }
+        let allowed = sempa_proto::Micros(1);
+        assert_eq!(
+            part(Failure::Deadline { allowed }),
+            FailedPart::MissingMemory
+        );
+        let traced = "Error (criu/cr-restore.c:1): Can't attach to init: Operation not permitted";
+        assert_eq!(part(engine_failure(traced)), FailedPart::Other);
+        assert_eq!(part(Failure::Killed { signal: 9 }), FailedPart::Other);
+    }
+
+    /// A log in memory is searched and saved while a process still writes to it.
+    #[test]
+    fn memory_log_is_read_without_moving_the_writer() {
+        let dir = tempfile::tempdir().expect("dir");
+        let (log, stderr) = (
+            MemoryLog::new().expect("log"),
+            MemoryLog::new().expect("log"),
+        );
+        let write = |log: &MemoryLog, text: &str| {
+            (&log.0).write_all(text.as_bytes()).expect("written");
+        };
+        assert_eq!(failure_reason_in_memory(&log, &stderr), None);
+        write(&stderr, "\ncriu: no such library\n");
+        assert_eq!(
+            failure_reason_in_memory(&log, &stderr).as_deref(),
+            Some("criu: no such library")
+        );
+        write(&log, "(00.1) all is well\n");
+        assert_eq!(log.bytes().expect("readable").len(), 19);
+        write(&log, "(00.2) Error (criu/x.c:1): it is not\n");
+        assert_eq!(
+            failure_reason_in_memory(&log, &stderr).as_deref(),
+            Some("Error (criu/x.c:1): it is not")
+        );
+        let path = dir.path().join("dump.log");
+        log.save(&path).expect("saved");
+        let saved = std::fs::read_to_string(path).expect("readable");
+        assert!(
+            saved.starts_with("(00.1) all is well\n(00.2) Error"),
+            "{saved}"
+        );
     }
 
     #[test]

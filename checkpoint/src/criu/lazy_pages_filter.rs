@@ -80,13 +80,21 @@ impl LazyPages {
         })
     }
 
-    /// Returns a memory file that lists the hidden areas for the library in CRIU, as triples of
-    /// PID, start and end, sorted.
+    /// Creates the memory file for [`write_filter_file`](Self::write_filter_file). While the file
+    /// is empty, the library in CRIU hides nothing.
     ///
     /// # Errors
     /// No file descriptor or memory is available.
-    pub(super) fn write_filter_file(&self) -> io::Result<OwnedFd> {
-        let filter_file = memfd_create(c"sempa-withheld", MFdFlags::MFD_CLOEXEC)?;
+    pub(super) fn create_filter_file() -> io::Result<OwnedFd> {
+        Ok(memfd_create(c"sempa-withheld", MFdFlags::MFD_CLOEXEC)?)
+    }
+
+    /// Writes the hidden areas to the empty file `filter_file` for the library in CRIU, as triples
+    /// of PID, start and end, sorted.
+    ///
+    /// # Errors
+    /// No memory is available.
+    pub(super) fn write_filter_file(&self, filter_file: &OwnedFd) -> io::Result<()> {
         let process_entries = |process: &ProcessLazyPages| -> Vec<[u64; 3]> {
             process
                 .areas
@@ -101,8 +109,7 @@ impl LazyPages {
             .flatten()
             .flat_map(u64::to_ne_bytes)
             .collect::<Vec<u8>>();
-        File::from(filter_file.try_clone()?).write_all(&bytes)?;
-        Ok(filter_file)
+        File::from(filter_file.try_clone()?).write_all(&bytes)
     }
 
     /// Adds the hidden pages to the images in this directory as lazy pages.

@@ -3,7 +3,8 @@
 //!
 //! Each dump or restore is one `criu swrk` process (RPC mode), driven over a socket pair with the
 //! messages of `rust-criu`. The process runs in its own process group; the whole group is killed at
-//! a deadline or when the call is canceled. The options (see `options`):
+//! a deadline or when the call is canceled. The process may be started before its request is known,
+//! because its start takes several milliseconds. The options (see `options`):
 //!
 //! - the task at the source stays stopped after the dump (`leave_stopped`),
 //! - the network is not locked (`network_lock: SKIP`),
@@ -43,6 +44,7 @@ mod process;
 mod process_memory;
 mod ptrace;
 mod ptrace_relay;
+mod smaps_reader;
 mod thread_freezer;
 mod trap_cleanup;
 mod uffd_keeper;
@@ -53,19 +55,20 @@ pub use pre_copy::acknowledge as acknowledge_pre_copy;
 pub use thread_freezer::FrozenThreads;
 
 use crate::engine::{
-    CallLimits, DumpParams, Engine, EngineUnusable, MemoryFetch, MemoryServer, PostCopyCheck,
-    PreCopyStopCondition, ReceivedPages, RestoreParams, RestoredTask, RunningDump, RunningRestore,
-    SentPages,
+    CallLimits, DumpParams, Engine, EngineFailure, EngineUnusable, IdleDump, IdleRestore,
+    MemoryFetch, MemoryServer, PostCopyCheck, PreCopyStopCondition, ReceivedPages, RestoreParams,
+    RestoreResources, RestoredTask, RunningDump, RunningRestore, SentPages,
 };
 use lazy_pages_filter::LazyPages;
 use nix::fcntl::{FallocateFlags, fallocate};
 use process::{CriuCommand, Swrk, SwrkMessage};
 use sempa_proto::migration::Failure;
 use sempa_proto::tasker::DumpReport;
+use smaps_reader::SmapsReaders;
 use std::ffi::OsString;
 use std::fs::File;
 use std::io::{PipeReader, Read};
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -137,39 +140,6 @@ impl Criu {
     pub fn program(&self) -> &Path {
         &self.program
     }
-
-    /// Starts a `criu swrk` process for one request. `request` encodes the request; its argument is
-    /// the descriptor number of the image directory. `log_name` is the name of CRIU's log in that
-    /// directory.
-    fn start_swrk(
-        &self,
-        dir: &Path,
-        log_name: &'static str,
-        inherited_fds: &[&OwnedFd],
-        variables: &[(&'static str, String)],
-        request: impl FnOnce(i32) -> Vec<u8>,
-    ) -> Result<Swrk, Failure> {
-        kdat::remove_stale_temporary();
-        let open_failure = |e: std::io::Error| {
-            Failure::Io(format!(
-                "cannot open the image directory {}: {e}",
-                dir.display()
-            ))
-        };
-        let image_dir = File::open(dir).map_err(open_failure)?;
-        let request = request(image_dir.as_raw_fd());
-        let inherited_fds: Vec<BorrowedFd<'_>> =
-            inherited_fds.iter().map(|fd| fd.as_fd()).collect();
-        Swrk::start(
-            &self.program,
-            dir,
-            image_dir,
-            log_name,
-            &inherited_fds,
-            variables,
-            &request,
-        )
-    }
 }
 
 impl Engine for Criu {
@@ -181,14 +151,10 @@ impl Engine for Criu {
         })
     }
 
-    fn start_dump(&self, params: DumpParams) -> Result<Box<dyn RunningDump>, Failure> {
-        // Without the recorded state or the relay the dump succeeds as well, but then an engine
-        // that is killed may damage the task.
-        let saved_state = trap_cleanup::SavedTaskState::record(&params.processes).ok();
-        let (relay, criu_descriptors) =
-            ptrace_relay::Relay::start_tracer(params.root_pid, &params.processes)
-                .ok()
-                .unzip();
+    fn start_idle_dump(&self) -> Result<Box<dyn IdleDump>, Failure> {
+        // Without the relay the dump succeeds as well, but then an engine that is killed may damage
+        // the task.
+        let (relay, criu_descriptors) = ptrace_relay::IdleRelay::new().ok().unzip();
         let mut inherited_fds = criu_descriptors
             .as_ref()
             .map_or(Vec::new(), |criu_descriptors| {
@@ -197,44 +163,17 @@ impl Engine for Criu {
         let mut variables = criu_descriptors
             .as_ref()
             .map_or(Vec::new(), ptrace_relay::CriuDescriptors::environment);
-        let scan_failure =
-            |e| Failure::Engine(format!("cannot determine the memory for post-copy: {e}"));
-        let post_copy = params
-            .page_stream
-            .as_ref()
-            .map(|_| LazyPages::choose(&params.processes))
-            .transpose()
-            .map_err(scan_failure)?;
-        let filter_file = post_copy
-            .as_ref()
-            .map(LazyPages::write_filter_file)
-            .transpose()
-            .map_err(scan_failure)?;
-        inherited_fds.extend(&filter_file);
-        variables.extend(
-            filter_file
-                .as_ref()
-                .map(ptrace_relay::hidden_areas_variable),
-        );
-        let encode_request =
-            |image_dir_fd| options::encode_dump_request(&params, image_dir_fd, DUMP_LOG);
-        let mut swrk = self.start_swrk(
-            &params.dir,
-            DUMP_LOG,
-            &inherited_fds,
-            &variables,
-            encode_request,
-        )?;
-        swrk.raise_priority();
-        swrk.set_cancel_timeout(CANCEL_GRACE_TIMEOUT);
-        let post_copy = post_copy.zip(params.page_stream.map(Arc::new));
-        Ok(Box::new(CriuDump {
+        let filter_file = LazyPages::create_filter_file()
+            .map_err(|e| Failure::Io(format!("no memory file for the engine: {e}")))?;
+        inherited_fds.push(&filter_file);
+        variables.push(ptrace_relay::hidden_areas_variable(&filter_file));
+        let inherited_fds: Vec<BorrowedFd<'_>> =
+            inherited_fds.iter().map(|fd| fd.as_fd()).collect();
+        let swrk = Swrk::start(&self.program, &inherited_fds, &variables)?;
+        Ok(Box::new(IdleCriuDump {
             swrk,
             relay,
-            dir: params.dir,
-            saved_state,
-            post_copy,
-            sent_pages: params.sent_pages,
+            filter_file,
         }))
     }
 
@@ -273,22 +212,13 @@ impl Engine for Criu {
         dump_lock::prepare_retry(root_pid, failure)
     }
 
-    fn start_restore(&self, params: RestoreParams) -> Result<Box<dyn RunningRestore>, Failure> {
-        ghost_names::make_unique(&params.dir)?;
-        let inherited_fds = [&params.pid_namespace, &params.output];
-        // With hole punching CRIU frees each page of the image after reading it. Then images in a
-        // memory file system and the restored task together never need twice the memory.
-        let consume_images = can_punch_holes(&params.dir);
-        let encode_request =
-            |images| options::encode_restore_request(&params, images, RESTORE_LOG, consume_images);
-        let swrk = self.start_swrk(
-            &params.dir,
-            RESTORE_LOG,
-            &inherited_fds,
-            &[],
-            encode_request,
-        )?;
-        Ok(Box::new(CriuRestore { swrk }))
+    fn start_idle_restore(
+        &self,
+        resources: RestoreResources,
+    ) -> Result<Box<dyn IdleRestore>, Failure> {
+        let inherited_fds = [resources.pid_namespace.as_fd(), resources.output.as_fd()];
+        let swrk = Swrk::start(&self.program, &inherited_fds, &[])?;
+        Ok(Box::new(IdleCriuRestore { swrk, resources }))
     }
 
     fn send_pre_copy(
@@ -344,6 +274,100 @@ impl PostCopyCheck for CriuPostCopyCheck {
     }
 }
 
+/// A CRIU that waits for the request to dump a task.
+struct IdleCriuDump {
+    // Field order matters: CRIU must have ended before the relay is dropped.
+    swrk: Swrk,
+    relay: Option<ptrace_relay::IdleRelay>,
+    /// Receives the memory areas to hide from CRIU. CRIU reads the file during the dump.
+    filter_file: OwnedFd,
+}
+
+impl IdleDump for IdleCriuDump {
+    fn engine_pid(&self) -> i32 {
+        self.swrk.pid()
+    }
+
+    fn has_ended(&self) -> bool {
+        self.swrk.has_exited()
+    }
+
+    fn start(
+        mut self: Box<Self>,
+        params: DumpParams,
+    ) -> Result<Box<dyn RunningDump>, EngineFailure> {
+        let smaps_readers = SmapsReaders::start(&params.processes);
+        // Without the recorded state the dump succeeds as well, but then an engine that is killed
+        // may damage the task.
+        let saved_state = trap_cleanup::SavedTaskState::record(&params.processes).ok();
+        let scan_failure = |e| {
+            EngineFailure::missing_memory(Failure::Engine(format!(
+                "cannot determine the memory for post-copy: {e}"
+            )))
+        };
+        let post_copy = params
+            .page_stream
+            .as_ref()
+            .map(|_| LazyPages::choose(&params.processes))
+            .transpose()
+            .map_err(scan_failure)?;
+        if let Some(lazy_pages) = &post_copy {
+            lazy_pages
+                .write_filter_file(&self.filter_file)
+                .map_err(scan_failure)?;
+        }
+        let relay = self
+            .relay
+            .map(|relay| relay.start_tracer(params.root_pid, &params.processes, smaps_readers))
+            .transpose()
+            .map_err(|e| Failure::Io(format!("no thread to trace the task: {e}")))?;
+        self.swrk.raise_priority();
+        self.swrk.set_cancel_timeout(CANCEL_GRACE_TIMEOUT);
+        let request = options::encode_dump_request(&params);
+        self.swrk
+            .send_request(&request, params.dir.join(DUMP_LOG))?;
+        Ok(Box::new(CriuDump {
+            swrk: self.swrk,
+            relay,
+            dir: params.dir,
+            saved_state,
+            post_copy: post_copy.zip(params.page_stream.map(Arc::new)),
+            sent_pages: params.sent_pages,
+        }))
+    }
+}
+
+/// A CRIU that waits for the request to restore a task.
+struct IdleCriuRestore {
+    swrk: Swrk,
+    /// The descriptors that CRIU has inherited.
+    resources: RestoreResources,
+}
+
+impl IdleRestore for IdleCriuRestore {
+    fn engine_pid(&self) -> i32 {
+        self.swrk.pid()
+    }
+
+    fn has_ended(&self) -> bool {
+        self.swrk.has_exited()
+    }
+
+    fn start(
+        mut self: Box<Self>,
+        params: RestoreParams,
+    ) -> Result<Box<dyn RunningRestore>, Failure> {
+        ghost_names::make_unique(&params.dir)?;
+        // With hole punching CRIU frees each page of the image after reading it. Then images in a
+        // memory file system and the restored task together never need twice the memory.
+        let consume_images = can_punch_holes(&params.dir);
+        let request = options::encode_restore_request(&params, &self.resources, consume_images);
+        self.swrk
+            .send_request(&request, params.dir.join(RESTORE_LOG))?;
+        Ok(Box::new(CriuRestore { swrk: self.swrk }))
+    }
+}
+
 struct CriuDump {
     // Field order matters: CRIU must have ended before the relay is dropped.
     swrk: Swrk,
@@ -360,12 +384,17 @@ struct CriuDump {
 
 impl CriuDump {
     /// Waits until CRIU has exited, then completes and checks the images.
-    fn finish_images(&mut self, limits: &CallLimits) -> Result<(), Failure> {
-        self.swrk.wait_until_finished(limits)?;
+    fn finish_images(&mut self, limits: &CallLimits) -> Result<(), EngineFailure> {
+        self.swrk.wait_until_finished(limits).map_err(|failure| {
+            let lazy_pages = self.post_copy.as_ref().map(|(lazy_pages, _)| lazy_pages);
+            lazy_pages.map_or(failure.clone(), |pages| pages.explain_failure(failure))
+        })?;
         if let Some((lazy_pages, _)) = &self.post_copy {
-            lazy_pages.add_to_images(&self.dir)?;
+            lazy_pages
+                .add_to_images(&self.dir)
+                .map_err(EngineFailure::missing_memory)?;
         }
-        image_check::check_images(&self.dir)
+        Ok(image_check::check_images(&self.dir)?)
     }
 }
 
@@ -377,11 +406,8 @@ impl RunningDump for CriuDump {
     fn wait_until_dumped(
         mut self: Box<Self>,
         limits: &CallLimits,
-    ) -> Result<(DumpReport, Option<Box<dyn MemoryServer>>), Failure> {
-        let result = self.finish_images(limits).map_err(|failure| {
-            let lazy_pages = self.post_copy.as_ref().map(|(lazy_pages, _)| lazy_pages);
-            lazy_pages.map_or(failure.clone(), |pages| pages.explain_failure(failure))
-        });
+    ) -> Result<(DumpReport, Option<Box<dyn MemoryServer>>), EngineFailure> {
+        let result = self.finish_images(limits);
         if result.is_err() {
             self.swrk.kill();
         }
@@ -389,23 +415,17 @@ impl RunningDump for CriuDump {
         // stopped.
         drop(self.relay.take());
         if let (Err(failure), Some(saved_state)) = (&result, &self.saved_state) {
-            saved_state.restore_after_failure(failure);
+            saved_state.restore_after_failure(&failure.failure);
         }
         result?;
-        // The logs are only needed after a failure. The images are transferred without them.
-        for log in [DUMP_LOG, STDERR_FILE] {
-            let _ = std::fs::remove_file(self.dir.join(log));
-        }
         let report = count_files(&self.dir);
         let report =
             report.map_err(|e| Failure::Io(format!("cannot read {}: {e}", self.dir.display())))?;
         let sent_pages = self.sent_pages.take();
         let start_server = |(lazy_pages, page_stream)| {
-            Ok(Box::new(page_server::PageServer::start(
-                lazy_pages,
-                page_stream,
-                sent_pages,
-            )?) as Box<dyn MemoryServer>)
+            page_server::PageServer::start(lazy_pages, page_stream, sent_pages)
+                .map(|server| Box::new(server) as Box<dyn MemoryServer>)
+                .map_err(EngineFailure::missing_memory)
         };
         Ok((report, self.post_copy.take().map(start_server).transpose()?))
     }
@@ -446,9 +466,13 @@ impl RunningRestore for CriuRestore {
     fn wait_until_restored(
         mut self: Box<Self>,
         limits: &CallLimits,
-    ) -> Result<Box<dyn RestoredTask>, Failure> {
+    ) -> Result<Box<dyn RestoredTask>, EngineFailure> {
         loop {
-            match self.swrk.wait_for_message(limits)? {
+            let message = self
+                .swrk
+                .wait_for_message(limits)
+                .map_err(criu_log::classify_restore_failure)?;
+            match message {
                 SwrkMessage::Notification {
                     point: script,
                     root_pid: pid,
@@ -462,7 +486,7 @@ impl RunningRestore for CriuRestore {
                 SwrkMessage::Done => {
                     let reason = "the engine let the task run without permission".to_string();
                     self.swrk.kill();
-                    return Err(Failure::Engine(reason));
+                    return Err(Failure::Engine(reason).into());
                 }
             }
         }

@@ -1,11 +1,12 @@
 //! Encodes requests to `criu swrk`.
 
-use crate::engine::{DumpParams, RestoreParams};
+use crate::engine::{DumpParams, RestoreParams, RestoreResources};
 use protobuf::{EnumOrUnknown, Message, MessageField};
 use rust_criu::rust_criu_protobuf::rpc::{
     Criu_cg_mode, Criu_network_lock_method, Criu_opts, Criu_req, Criu_req_type, Inherit_fd,
 };
 use std::os::fd::{AsRawFd, RawFd};
+use std::path::Path;
 
 /// Key by which the images refer to the task's PID namespace (`external` at dump, `inherit_fd` at
 /// restore).
@@ -14,12 +15,17 @@ const NAMESPACE_KEY: &str = "task";
 const GHOST_FILE_BYTES_MAX: u32 = 1 << 30;
 /// CRIU's log level "debug". Lower levels often omit the reason of a failure.
 const LOG_LEVEL: i32 = 4;
+/// Name of a log file by which CRIU writes its log to its standard output.
+const STANDARD_OUTPUT: &str = "-";
 
-fn common_options(image_dir_fd: RawFd, log_name: &str) -> Criu_opts {
+fn common_options(image_dir: &Path) -> Criu_opts {
     let mut opts = Criu_opts::new();
-    opts.images_dir_fd = Some(image_dir_fd);
+    // The field is required. The engine is started before the directory exists, so it cannot
+    // inherit a descriptor.
+    opts.images_dir_fd = Some(-1);
+    opts.images_dir = Some(image_dir.to_string_lossy().into_owned());
     opts.log_level = Some(LOG_LEVEL);
-    opts.log_file = Some(log_name.to_string());
+    opts.log_file = Some(STANDARD_OUTPUT.to_string());
     opts.notify_scripts = Some(true);
     opts.manage_cgroups_mode = Some(EnumOrUnknown::new(Criu_cg_mode::IGNORE));
     // Connections are never dumped. The other methods of locking the network need programs that may
@@ -42,12 +48,8 @@ fn encode_request(request_type: Criu_req_type, opts: Criu_opts) -> Vec<u8> {
 }
 
 /// Encodes a request to dump a task and leave it stopped.
-pub(super) fn encode_dump_request(
-    params: &DumpParams,
-    image_dir_fd: RawFd,
-    log_name: &str,
-) -> Vec<u8> {
-    let mut opts = common_options(image_dir_fd, log_name);
+pub(super) fn encode_dump_request(params: &DumpParams) -> Vec<u8> {
+    let mut opts = common_options(&params.dir);
     opts.pid = Some(params.root_pid);
     opts.leave_stopped = Some(true);
     opts.external
@@ -55,15 +57,15 @@ pub(super) fn encode_dump_request(
     encode_request(Criu_req_type::DUMP, opts)
 }
 
-/// Encodes a request to restore a task as a child of the caller, in the PID namespace of `params`.
-/// With `consume_images` CRIU frees the pages in the images after reading them (`auto_dedup`).
+/// Encodes a request to restore a task as a child of the caller, in the PID namespace of
+/// `resources`. With `consume_images` CRIU frees the pages in the images after reading them
+/// (`auto_dedup`).
 pub(super) fn encode_restore_request(
     params: &RestoreParams,
-    image_dir_fd: RawFd,
-    log_name: &str,
+    resources: &RestoreResources,
     consume_images: bool,
 ) -> Vec<u8> {
-    let mut opts = common_options(image_dir_fd, log_name);
+    let mut opts = common_options(&params.dir);
     opts.rst_sibling = Some(true);
     opts.auto_dedup = Some(consume_images);
     opts.lazy_pages = params.post_copy.then_some(true);
@@ -73,10 +75,13 @@ pub(super) fn encode_restore_request(
         entry.fd = Some(fd);
         opts.inherit_fd.push(entry);
     };
-    add_inherited_fd(NAMESPACE_KEY.to_string(), params.pid_namespace.as_raw_fd());
+    add_inherited_fd(
+        NAMESPACE_KEY.to_string(),
+        resources.pid_namespace.as_raw_fd(),
+    );
     add_inherited_fd(
         format!("pipe:[{}]", params.external_resources.output_pipe),
-        params.output.as_raw_fd(),
+        resources.output.as_raw_fd(),
     );
     encode_request(Criu_req_type::RESTORE, opts)
 }

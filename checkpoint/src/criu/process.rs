@@ -5,7 +5,8 @@
 //! has a deadline.
 #![allow(unsafe_code)] // What a child does between fork and exec has no safe interface.
 
-use super::{STDERR_FILE, criu_log, options};
+use super::criu_log::{self, MemoryLog};
+use super::{STDERR_FILE, kdat, options};
 use crate::engine::{CallLimits, VersionError};
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
@@ -52,11 +53,10 @@ pub(super) struct Swrk {
     child: Child,
     pidfd: OwnedFd,
     socket: OwnedFd,
-    /// The image directory. CRIU opens it through the descriptor of this process, so the descriptor
-    /// must remain open.
-    _image_dir: File,
-    log_path: PathBuf,
-    stderr_path: PathBuf,
+    log: MemoryLog,
+    stderr_log: MemoryLog,
+    /// The file for the log in the image directory; `None` until the request is sent.
+    log_path: Option<PathBuf>,
     /// Time at which the current call started.
     call_started_at: Instant,
     /// Time limit for CRIU to exit after a cancellation, before it is killed.
@@ -67,64 +67,74 @@ pub(super) struct Swrk {
 }
 
 impl Swrk {
-    /// Starts CRIU and sends it the encoded request `request`. CRIU inherits the descriptors
-    /// `inherited_descriptors` and `image_dir` with the same numbers, and no other descriptor.
-    /// `log_name` is the name of CRIU's log in `dir`.
+    /// Starts CRIU, which then waits for its request. CRIU inherits the descriptors
+    /// `inherited_descriptors` with the same numbers, and no other descriptor.
     pub(super) fn start(
         program: &Path,
-        dir: &Path,
-        image_dir: File,
-        log_name: &str,
         inherited_descriptors: &[BorrowedFd<'_>],
         variables: &[(&'static str, String)],
-        request: &[u8],
     ) -> Result<Self, Failure> {
-        let to_failure = |object: &str, e: &dyn std::fmt::Display| {
-            Failure::Engine(format!("cannot start the engine: {object}: {e}"))
-        };
+        kdat::remove_stale_temporary();
         let (own_socket, criu_socket) = socketpair(
             AddressFamily::Unix,
             SockType::SeqPacket,
             None,
             SockFlag::SOCK_CLOEXEC,
         )
-        .map_err(|e| to_failure("socket pair", &e))?;
-        let error_file_path = dir.join(STDERR_FILE);
-        let stderr_file =
-            File::create(&error_file_path).map_err(|e| to_failure("its error file", &e))?;
+        .map_err(|e| start_failure("socket pair", &e))?;
+        let new_log = || MemoryLog::new().map_err(|e| start_failure("its log", &e));
+        let (log, stderr_log) = (new_log()?, new_log()?);
+        let log_writer = |log: &MemoryLog| log.writer().map_err(|e| start_failure("its log", &e));
         let mut inherited_fds: Vec<RawFd> = inherited_descriptors
             .iter()
             .map(|fd| fd.as_raw_fd())
             .collect();
-        inherited_fds.extend([criu_socket.as_raw_fd(), image_dir.as_raw_fd()]);
+        inherited_fds.push(criu_socket.as_raw_fd());
         let mut command = Command::new(program);
         command.arg("swrk").arg(criu_socket.as_raw_fd().to_string());
         command
             .stdin(Stdio::null())
-            .stdout(Stdio::null())
-            .stderr(stderr_file)
+            .stdout(log_writer(&log)?)
+            .stderr(log_writer(&stderr_log)?)
             .process_group(0);
         command.envs(variables.iter().map(|(name, value)| (name, value)));
         // SAFETY: the closure makes only system calls on descriptors that it owns; it neither
         // allocates nor locks.
         unsafe { command.pre_exec(move || prepare_child(&inherited_fds)) };
         let (child, pidfd) = spawn_with_pidfd(&mut command)
-            .map_err(|e| to_failure(&program.display().to_string(), &e))?;
-        let swrk = Self {
+            .map_err(|e| start_failure(&program.display().to_string(), &e))?;
+        Ok(Self {
             child,
             pidfd,
             socket: own_socket,
-            _image_dir: image_dir,
-            log_path: dir.join(log_name),
-            stderr_path: error_file_path,
+            log,
+            stderr_log,
+            log_path: None,
             call_started_at: Instant::now(),
             cancel_timeout: Duration::ZERO,
             canceled_at: None,
             is_reaped: false,
-        };
-        send(swrk.socket.as_raw_fd(), request, MsgFlags::MSG_NOSIGNAL)
-            .map_err(|e| to_failure("request", &e))?;
-        Ok(swrk)
+        })
+    }
+
+    /// Sends the encoded request `request`. After a failure CRIU's log is written to the file
+    /// `log_path`.
+    pub(super) fn send_request(
+        &mut self,
+        request: &[u8],
+        log_path: PathBuf,
+    ) -> Result<(), Failure> {
+        self.log_path = Some(log_path);
+        self.restart_timeout();
+        send(self.socket.as_raw_fd(), request, MsgFlags::MSG_NOSIGNAL)
+            .map_err(|e| start_failure("request", &e))?;
+        Ok(())
+    }
+
+    /// True if CRIU has exited. It is not reaped yet.
+    pub(super) fn has_exited(&self) -> bool {
+        let mut fds = [PollFd::new(self.pidfd.as_fd(), PollFlags::POLLIN)];
+        !matches!(poll(&mut fds, PollTimeout::ZERO), Ok(0))
     }
 
     /// Raises CRIU's priority above all ordinary processes, so that CRIU does not wait for CPU time
@@ -155,6 +165,7 @@ impl Swrk {
         let result = self.receive_message(limits);
         if result.is_err() {
             self.kill();
+            self.save_log();
         }
         result
     }
@@ -216,6 +227,7 @@ impl Swrk {
         let wait_result = self.wait_until_exit(limits, false);
         if wait_result.is_err() {
             self.kill();
+            self.save_log();
             return wait_result;
         }
         // The exit status is ignored, because CRIU has already reported success.
@@ -305,8 +317,17 @@ impl Swrk {
 
     fn failure_from_log(&self, default_reason: String) -> Failure {
         Failure::Engine(
-            criu_log::failure_reason(&self.log_path, &self.stderr_path).unwrap_or(default_reason),
+            criu_log::failure_reason_in_memory(&self.log, &self.stderr_log)
+                .unwrap_or(default_reason),
         )
+    }
+
+    /// Writes CRIU's log to its file, for a person who looks for the cause of a failure.
+    fn save_log(&self) {
+        if let Some(path) = &self.log_path {
+            // The directory may be full or gone. The cause is part of the failure in any case.
+            let _ = self.log.save(path);
+        }
     }
 }
 
@@ -326,6 +347,10 @@ pub(super) fn raise_thread_priority() {
 pub(super) fn lower_thread_priority() {
     // SAFETY: the call accesses no memory. Lowering the priority needs no privilege.
     unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, LOW_PRIORITY_NICE) };
+}
+
+fn start_failure(object: &str, error: &dyn std::fmt::Display) -> Failure {
+    Failure::Engine(format!("cannot start the engine: {object}: {error}"))
 }
 
 fn canceled_failure() -> Failure {

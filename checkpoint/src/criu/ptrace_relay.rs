@@ -6,7 +6,8 @@
 //!
 //! 1. A small library that is loaded into CRIU ([`LIBRARY`], `csrc/relay.c`) sends each ptrace
 //!    request and each wait over a packet socket.
-//! 2. The tracer executes the request and sends the result.
+//! 2. The tracer executes the request and sends the result. The library reads and writes the words
+//!    of the task's memory itself, because any process with the rights may do so.
 //! 3. When CRIU has ended for any reason, the tracer stops the threads that are still traced,
 //!    removes their traps and detaches.
 //!
@@ -16,17 +17,19 @@ use super::dump_lock::{self, DumpLock};
 use super::ptrace::{
     self, REQUEST_MEMORY_BYTES, RelayedRequest, RequestMemory, SPIN_POLLS, StopCause, ThreadEvent,
 };
+use super::smaps_reader::SmapsReaders;
 use crate::proc;
 use nix::errno::Errno;
-use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll, ppoll};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use nix::sys::socket::{
-    AddressFamily, MsgFlags, Shutdown, SockFlag, SockType, recv, send, shutdown, socketpair,
+    AddressFamily, ControlMessage, MsgFlags, Shutdown, SockFlag, SockType, recv, sendmsg, shutdown,
+    socketpair,
 };
 use procfs::process::Process;
 use std::collections::BTreeSet;
 use std::fs::File;
-use std::io::{self, Write};
+use std::io::{self, IoSlice, Write};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::sync::Arc;
 use std::thread::JoinHandle;
@@ -36,6 +39,8 @@ use std::time::{Duration, Instant};
 const LIBRARY: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/relay.so"));
 /// Request number by which the library waits for a thread. The number belongs to no ptrace request.
 const WAIT_REQUEST: u64 = u64::MAX;
+/// Request number by which the library asks for the mappings of a process.
+const SMAPS_REQUEST: u64 = u64::MAX - 1;
 /// Error number of the reply if the thread does not belong to the dumped task.
 const NOT_DUMPED_ERROR: i32 = -1;
 /// Flag of a request: the data is passed through an iovec.
@@ -48,8 +53,12 @@ const FLAG_KERNEL_WRITES: u32 = 4;
 const FLAG_SWAPPED: u32 = 8;
 /// Length in bytes of a request of the library, without the memory that follows the request.
 const REQUEST_HEADER_BYTES: usize = 48;
-/// Pause in milliseconds between polls after [`SPIN_POLLS`] polls.
-const POLL_INTERVAL_MS: u8 = 1;
+/// Pause between polls after [`SPIN_POLLS`] polls. Most of CRIU's waits end within a few of these.
+const SHORT_POLL_INTERVAL: Duration = Duration::from_micros(50);
+/// Number of polls with the short pause.
+const SHORT_POLLS: u32 = 200;
+/// Pause between polls after that.
+const POLL_INTERVAL: Duration = Duration::from_millis(1);
 /// Timeout for a thread to reach a stop, also after CRIU has ended.
 const SETTLE_TIMEOUT: Duration = Duration::from_secs(2);
 
@@ -75,6 +84,12 @@ impl CriuDescriptors {
             ("SEMPA_RELAY", self.socket.as_raw_fd().to_string()),
         ]
     }
+}
+
+/// The socket on which the library in CRIU sends its requests, before the tracer is started.
+#[derive(Debug)]
+pub(super) struct IdleRelay {
+    socket: Arc<OwnedFd>,
 }
 
 /// The tracer thread. Dropping this value ends all tracing; CRIU must have ended before.
@@ -119,16 +134,12 @@ pub(super) fn library_file() -> io::Result<OwnedFd> {
     Ok(library)
 }
 
-impl Relay {
-    /// Starts a thread that will trace these processes. `root_pid` is the PID of their root
-    /// process.
+impl IdleRelay {
+    /// Creates the socket and the library for a CRIU that is about to be started.
     ///
     /// # Errors
-    /// No file descriptor or thread is available.
-    pub(super) fn start_tracer(
-        root_pid: i32,
-        processes: &[i32],
-    ) -> io::Result<(Self, CriuDescriptors)> {
+    /// No file descriptor or memory is available.
+    pub(super) fn new() -> io::Result<(Self, CriuDescriptors)> {
         let library = library_file()?;
         let (own_socket, criu_socket) = socketpair(
             AddressFamily::Unix,
@@ -136,21 +147,39 @@ impl Relay {
             None,
             SockFlag::SOCK_CLOEXEC,
         )?;
-        let socket = Arc::new(own_socket);
-        let tracer = Tracer::new(socket.clone(), root_pid, processes.to_vec());
-        let thread = std::thread::Builder::new()
-            .name("tracer".into())
-            .spawn(move || tracer.handle_requests())?;
         Ok((
             Self {
-                socket,
-                tracer_thread: Some(thread),
+                socket: Arc::new(own_socket),
             },
             CriuDescriptors {
                 socket: criu_socket,
                 library,
             },
         ))
+    }
+
+    /// Starts a thread that will trace these processes. `root_pid` is the PID of their root
+    /// process. `smaps_readers` reads their mappings.
+    ///
+    /// # Errors
+    /// No thread is available.
+    pub(super) fn start_tracer(
+        self,
+        root_pid: i32,
+        processes: &[i32],
+        smaps_readers: SmapsReaders,
+    ) -> io::Result<Relay> {
+        let tracer = Tracer {
+            smaps_readers,
+            ..Tracer::new(self.socket.clone(), root_pid, processes.to_vec())
+        };
+        let thread = std::thread::Builder::new()
+            .name("tracer".into())
+            .spawn(move || tracer.handle_requests())?;
+        Ok(Relay {
+            socket: self.socket,
+            tracer_thread: Some(thread),
+        })
     }
 }
 
@@ -236,6 +265,8 @@ struct LibraryReply {
     error: i32,
     status: i32,
     data: Vec<u8>,
+    /// A descriptor that the library receives.
+    descriptor: Option<OwnedFd>,
 }
 
 impl LibraryReply {
@@ -261,6 +292,25 @@ impl LibraryReply {
         packet.extend(&self.data);
         packet
     }
+
+    fn send(&self, socket: &OwnedFd) -> nix::Result<()> {
+        let fd = self.descriptor.as_ref().map(AsRawFd::as_raw_fd);
+        let rights: Vec<ControlMessage<'_>> = fd
+            .as_slice()
+            .chunks(1)
+            .map(ControlMessage::ScmRights)
+            .collect();
+        let packet = self.encode();
+        let parts = [IoSlice::new(&packet)];
+        sendmsg::<()>(
+            socket.as_raw_fd(),
+            &parts,
+            &rights,
+            MsgFlags::MSG_NOSIGNAL,
+            None,
+        )
+        .map(drop)
+    }
 }
 
 struct Tracer {
@@ -271,6 +321,7 @@ struct Tracer {
     /// The lock of the task's working directory. It is acquired when the root is seized, and
     /// dropped when CRIU no longer needs the directory.
     directory_lock: Option<DumpLock>,
+    smaps_readers: SmapsReaders,
 }
 
 impl Tracer {
@@ -281,6 +332,7 @@ impl Tracer {
             processes,
             traced_tids: BTreeSet::new(),
             directory_lock: None,
+            smaps_readers: SmapsReaders::default(),
         }
     }
 
@@ -299,13 +351,7 @@ impl Tracer {
                 Some(request) => self.handle_request(&request),
                 None => LibraryReply::from_error(&Errno::EINVAL.into()),
             };
-            if send(
-                self.socket.as_raw_fd(),
-                &reply.encode(),
-                MsgFlags::MSG_NOSIGNAL,
-            )
-            .is_err()
-            {
+            if reply.send(&self.socket).is_err() {
                 break;
             }
         }
@@ -320,6 +366,15 @@ impl Tracer {
         let Ok(tid) = i32::try_from(library_request.pid) else {
             return LibraryReply::not_dumped();
         };
+        if library_request.request_number == SMAPS_REQUEST {
+            return match self.smaps_readers.take_text(tid) {
+                Some(text) => LibraryReply {
+                    descriptor: Some(text),
+                    ..LibraryReply::default()
+                },
+                None => LibraryReply::not_dumped(),
+            };
+        }
         if library_request.request_number == WAIT_REQUEST {
             return self.wait_for_event(tid, library_request.address as i32);
         }
@@ -475,8 +530,13 @@ impl Tracer {
             std::thread::yield_now();
             return false;
         }
+        let interval = if poll_count < SPIN_POLLS + SHORT_POLLS {
+            SHORT_POLL_INTERVAL
+        } else {
+            POLL_INTERVAL
+        };
         let mut fds = [PollFd::new(self.socket.as_fd(), PollFlags::empty())];
-        matches!(poll(&mut fds, PollTimeout::from(POLL_INTERVAL_MS)), Ok(ready_count) if ready_count > 0)
+        matches!(ppoll(&mut fds, Some(interval.into()), None), Ok(ready_count) if ready_count > 0)
     }
 }
 
@@ -529,6 +589,7 @@ fn has_trap_pending(tid: i32) -> bool {
 mod tests {
     use super::super::trap_cleanup::SavedTaskState;
     use super::*;
+    use nix::sys::socket::send;
     use std::process::{Child, Command};
 
     /// Timeout for every event that a test waits for.
@@ -618,7 +679,10 @@ mod tests {
             Instant::now(),
         );
         let seize = || {
-            let (relay, criu_descriptors) = Relay::start_tracer(pid, &[pid]).expect("descriptors");
+            let (idle_relay, criu_descriptors) = IdleRelay::new().expect("descriptors");
+            let relay = idle_relay
+                .start_tracer(pid, &[pid], SmapsReaders::default())
+                .expect("a thread");
             send(
                 criu_descriptors.socket.as_raw_fd(),
                 &encode_packet(libc::PTRACE_SEIZE, pid),

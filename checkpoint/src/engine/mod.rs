@@ -7,7 +7,8 @@
 //! Every operation has two parts:
 //!
 //! - `start_*` creates the engine's process and returns immediately, so that one thread can be the
-//!   parent of all processes.
+//!   parent of all processes. The process may be created before the task stops ([`IdleDump`],
+//!   [`IdleRestore`]).
 //! - The other methods may block, on any thread, but never past their deadline or after their
 //!   [`CancelHandle`] has fired.
 //!
@@ -76,6 +77,48 @@ impl CancelHandle {
     }
 }
 
+/// What an engine call has failed at.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FailedPart {
+    /// The memory that post-copy transfers. A migration without post-copy may succeed.
+    MissingMemory,
+    /// Anything else. A migration without post-copy would have failed as well.
+    Other,
+}
+
+/// The failure of a dump or restore.
+#[derive(Clone, Debug, Error)]
+#[error("{failure}")]
+pub struct EngineFailure {
+    pub failure: Failure,
+    pub failed_part: FailedPart,
+}
+
+impl EngineFailure {
+    /// Describes a failure to handle the memory that post-copy transfers.
+    pub fn missing_memory(failure: Failure) -> Self {
+        Self {
+            failure,
+            failed_part: FailedPart::MissingMemory,
+        }
+    }
+}
+
+impl From<Failure> for EngineFailure {
+    fn from(failure: Failure) -> Self {
+        Self {
+            failure,
+            failed_part: FailedPart::Other,
+        }
+    }
+}
+
+impl From<EngineFailure> for Failure {
+    fn from(engine_failure: EngineFailure) -> Self {
+        engine_failure.failure
+    }
+}
+
 /// Limits of a blocking call.
 #[derive(Clone, Debug)]
 pub struct CallLimits {
@@ -114,16 +157,21 @@ pub struct ExternalResources {
     pub output_pipe: u64,
 }
 
+/// What a restored task gets from its new host. It is known before the images are.
+#[derive(Debug)]
+pub struct RestoreResources {
+    /// The empty PID namespace that receives the task.
+    pub pid_namespace: OwnedFd,
+    /// Write end of the pipe that will receive the task's output.
+    pub output: OwnedFd,
+}
+
 /// The parameters of a restore.
 #[derive(Debug)]
 pub struct RestoreParams {
     pub dir: PathBuf,
     /// External resources to which the images in `dir` refer.
     pub external_resources: ExternalResources,
-    /// The empty PID namespace that receives the task.
-    pub pid_namespace: OwnedFd,
-    /// Write end of the pipe that will receive the task's output.
-    pub output: OwnedFd,
     /// True if post-copy is used. A [`MemoryFetch`] for this directory must then already be
     /// started.
     pub post_copy: bool,
@@ -174,11 +222,19 @@ pub trait Engine: Send + Sync {
     /// The engine's process could not be created.
     fn start_post_copy_check(&self, dir: &Path) -> Result<Box<dyn PostCopyCheck>, Failure>;
 
+    /// Starts an engine process that waits for the parameters of a dump.
+    ///
+    /// # Errors
+    /// The engine's process could not be created.
+    fn start_idle_dump(&self) -> Result<Box<dyn IdleDump>, Failure>;
+
     /// Starts a dump.
     ///
     /// # Errors
     /// The engine's process could not be created. The task is unchanged.
-    fn start_dump(&self, params: DumpParams) -> Result<Box<dyn RunningDump>, Failure>;
+    fn start_dump(&self, params: DumpParams) -> Result<Box<dyn RunningDump>, EngineFailure> {
+        self.start_idle_dump()?.start(params)
+    }
 
     /// Prepares another attempt after a failed dump: removes files of a killed engine that would
     /// make every attempt fail. Returns true if the dump failed only because another dump ran at
@@ -186,12 +242,26 @@ pub trait Engine: Send + Sync {
     /// root process.
     fn prepare_retry(&self, root_pid: i32, failure: &Failure) -> bool;
 
-    /// Starts a restore. The root of the restored task becomes a child of the calling process. The
-    /// restore may consume the images, so they can be restored only once.
+    /// Starts an engine process that waits for the parameters of a restore.
     ///
     /// # Errors
-    /// The engine's process could not be created. Nothing of the task exists.
-    fn start_restore(&self, params: RestoreParams) -> Result<Box<dyn RunningRestore>, Failure>;
+    /// The engine's process could not be created.
+    fn start_idle_restore(
+        &self,
+        resources: RestoreResources,
+    ) -> Result<Box<dyn IdleRestore>, Failure>;
+
+    /// Starts a restore, like [`IdleRestore::start`] with a new engine process.
+    ///
+    /// # Errors
+    /// As for [`IdleRestore::start`].
+    fn start_restore(
+        &self,
+        resources: RestoreResources,
+        params: RestoreParams,
+    ) -> Result<Box<dyn RunningRestore>, Failure> {
+        self.start_idle_restore(resources)?.start(params)
+    }
 
     /// Pre-copies the memory of these running processes on a connected stream. Ends when a round
     /// finds few changed pages, or when `stop_condition` is due. Blocks while the target accepts no
@@ -241,6 +311,42 @@ pub trait PostCopyCheck: Send {
     fn wait_for_result(self: Box<Self>, limits: &CallLimits) -> Result<(), Failure>;
 }
 
+/// An engine process that waits for the parameters of a dump, so that its start takes no time while
+/// the task is stopped. Dropping this value ends the process.
+pub trait IdleDump: Send {
+    /// Returns the PID of the engine's process, a child of the caller. Only this value may reap the
+    /// process.
+    fn engine_pid(&self) -> i32;
+
+    /// True if the engine's process has ended, for example because it was killed.
+    fn has_ended(&self) -> bool;
+
+    /// Starts the dump.
+    ///
+    /// # Errors
+    /// The engine's process has ended, or the memory for post-copy cannot be determined. The task
+    /// is unchanged.
+    fn start(self: Box<Self>, params: DumpParams) -> Result<Box<dyn RunningDump>, EngineFailure>;
+}
+
+/// An engine process that waits for the parameters of a restore. Dropping this value ends the
+/// process.
+pub trait IdleRestore: Send {
+    /// Returns the PID of the engine's process, a child of the caller. Only this value may reap the
+    /// process.
+    fn engine_pid(&self) -> i32;
+
+    /// True if the engine's process has ended, for example because it was killed.
+    fn has_ended(&self) -> bool;
+
+    /// Starts the restore. The root of the restored task becomes a child of the calling process.
+    /// The restore may consume the images, so they can be restored only once.
+    ///
+    /// # Errors
+    /// The engine's process has ended. Nothing of the task exists.
+    fn start(self: Box<Self>, params: RestoreParams) -> Result<Box<dyn RunningRestore>, Failure>;
+}
+
 /// A dump whose engine process was started.
 pub trait RunningDump: Send {
     /// Returns the PID of the engine's process, a child of the caller. Only
@@ -257,7 +363,7 @@ pub trait RunningDump: Send {
     fn wait_until_dumped(
         self: Box<Self>,
         limits: &CallLimits,
-    ) -> Result<(DumpReport, Option<Box<dyn MemoryServer>>), Failure>;
+    ) -> Result<(DumpReport, Option<Box<dyn MemoryServer>>), EngineFailure>;
 }
 
 /// The memory of a dumped task at the source of a post-copy migration. The task still exists and is
@@ -355,7 +461,7 @@ pub trait RunningRestore: Send {
     fn wait_until_restored(
         self: Box<Self>,
         limits: &CallLimits,
-    ) -> Result<Box<dyn RestoredTask>, Failure>;
+    ) -> Result<Box<dyn RestoredTask>, EngineFailure>;
 }
 
 /// A restored task that is stopped before its first instruction.

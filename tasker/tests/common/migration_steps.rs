@@ -59,9 +59,17 @@ pub fn compile_program(dir: &Path, name: &str) -> PathBuf {
     program_path
 }
 
-/// Writes a script that runs the shell code `shell_code` and then executes the real engine. Calls
-/// with the argument `--version` skip `shell_code`.
+/// Writes a script that waits for the request to the engine, runs the shell code `shell_code`, and
+/// then executes the real engine. Calls with the argument `--version` skip `shell_code`.
 pub fn write_engine_wrapper(dir: &Path, shell_code: &str) -> PathBuf {
+    write_idle_engine_wrapper(
+        dir,
+        &format!("until read -t 0 -u \"$2\"; do sleep 0.01; done\n{shell_code}"),
+    )
+}
+
+/// As [`write_engine_wrapper`]; the script does not wait for the request.
+pub fn write_idle_engine_wrapper(dir: &Path, shell_code: &str) -> PathBuf {
     write_engine_script(
         dir,
         &format!("if [ \"$1\" = swrk ]; then\n{shell_code}\nfi\nexec"),
@@ -90,7 +98,7 @@ pub fn write_engine_wrapper_with_env(dir: &Path, variables: &str) -> PathBuf {
 fn write_engine_script(dir: &Path, shell_prefix: &str) -> PathBuf {
     let path = dir.join("criu");
     let engine_path = installed_engine();
-    let script = format!("#!/bin/sh\n{shell_prefix} {engine_path} \"$@\"\n");
+    let script = format!("#!/bin/bash\n{shell_prefix} {engine_path} \"$@\"\n");
     std::fs::write(&path, script).expect("write");
     std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o755)).expect("mode");
     path
