@@ -361,6 +361,8 @@ impl IdleRestore for IdleCriuRestore {
         // With hole punching CRIU frees each page of the image after reading it. Then images in a
         // memory file system and the restored task together never need twice the memory.
         let consume_images = can_punch_holes(&params.dir);
+        // CRIU gives each restored thread the priority that it had.
+        self.swrk.raise_priority();
         let request = options::encode_restore_request(&params, &self.resources, consume_images);
         self.swrk
             .send_request(&request, params.dir.join(RESTORE_LOG))?;
