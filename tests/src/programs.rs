@@ -13,6 +13,11 @@ const COMPILE_TIMEOUT: Duration = Duration::from_secs(120);
 /// Installed files below `prefix` on which the programs depend.
 const INSTALLED_INPUTS: [&str; 3] = ["include/pvm3.h", "lib/libpvm3.so.3", "lib/libgpvm3.so.3"];
 
+/// Headers of the programs in `tests/programs`.
+const HEADERS: [&str; 2] = ["steps.h", "causal.h"];
+/// Options for all programs.
+const COMPILER_OPTIONS: [&str; 6] = ["-std=gnu11", "-O2", "-Wall", "-Wextra", "-Werror", "-o"];
+
 /// Compiles `tests/programs/NAME.c` into `folder` with the header and libraries under `prefix`,
 /// unless the program exists in `folder`. Returns the program's path.
 pub fn compile_into(name: &str, prefix: &Path, folder: &Path) -> Result<PathBuf> {
@@ -31,14 +36,33 @@ pub fn compile_into(name: &str, prefix: &Path, folder: &Path) -> Result<PathBuf>
     Ok(program)
 }
 
+/// Compiles `tests/programs/NAME.c` into `folder` with the header and libraries of Debian's PVM.
+pub fn compile_for_pvm(name: &str, folder: &Path) -> Result<()> {
+    let source = source_folder().join(name).with_extension("c");
+    let mut compiler = Command::new("gcc");
+    compiler
+        .args(COMPILER_OPTIONS)
+        .arg(folder.join(name))
+        .arg(&source)
+        .args(["-Wl,--as-needed", "-lgpvm3", "-lpvm3"]);
+    run_successfully(compiler, COMPILE_TIMEOUT)
+        .map(drop)
+        .with_context(|| format!("compiling {} for PVM", source.display()))
+}
+
+fn source_folder() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("programs")
+}
+
 /// Compiles a program into the build folder unless it is up to date there. Returns its path.
 fn compile_if_outdated(name: &str, prefix: &Path) -> Result<PathBuf> {
-    let source_folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("programs");
+    let source_folder = source_folder();
     let source = source_folder.join(name).with_extension("c");
     let folder = requirements::build_folder()?.join("test-programs");
     fs::create_dir_all(&folder)?;
     let program = folder.join(name);
-    let mut inputs = vec![source.clone(), source_folder.join("steps.h")];
+    let mut inputs = vec![source.clone()];
+    inputs.extend(HEADERS.map(|header| source_folder.join(header)));
     inputs.extend(INSTALLED_INPUTS.map(|file| prefix.join(file)));
     if is_newer(&program, &inputs) {
         return Ok(program);
@@ -49,7 +73,7 @@ fn compile_if_outdated(name: &str, prefix: &Path) -> Result<PathBuf> {
     let new_program = folder.join(format!("{name}-{}-{thread_id:?}", std::process::id()));
     let mut compiler = Command::new("gcc");
     compiler
-        .args(["-std=gnu11", "-O2", "-Wall", "-Wextra", "-Werror", "-o"])
+        .args(COMPILER_OPTIONS)
         .arg(&new_program)
         .arg(&source);
     compiler
