@@ -241,7 +241,7 @@ fn check_migrations(options: &str) {
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn small_messages_stay_in_order_in_migrations() {
-    check_migrations("-s 8");
+    check_migrations("-s 8 -w");
 }
 
 #[test]
