@@ -373,3 +373,65 @@ fn leased_memory_is_not_overwritten() {
         reader_thread.join().expect("read");
     });
 }
+
+/// Looks once at the two rings whose bits are set. Returns whether each ring had a record.
+fn look(doorbell: &Doorbell, readers: &mut [RingReader<LoomMemory>; 2]) -> [bool; 2] {
+    let bits = doorbell.next_pending_word(0).map_or(0, |(_, bits)| bits);
+    let mut has_record = [false; 2];
+    for (slot, reader) in readers.iter_mut().enumerate() {
+        has_record[slot] = bits >> slot & 1 == 1 && read(reader).is_some();
+    }
+    has_record
+}
+
+/// Runs a model in which one task writes to ring 0 of the reader and then tells another task, and
+/// that task writes to ring 1 of the reader when it was told. A reader that has seen the second
+/// message finds the first one at the latest in the look that follows. `before_looks` runs in the
+/// reader.
+fn check_second_look(before_looks: fn(&Doorbell, &mut [RingReader<LoomMemory>; 2]) -> bool) {
+    loom::model(move || {
+        let memories = [new_memory(), new_memory()];
+        let doorbell = Arc::new(Doorbell::default());
+        let was_told = Arc::new(AtomicU32::new(0));
+        let (first_memory, second_memory) = (memories[0].clone(), memories[1].clone());
+        let (first_doorbell, second_doorbell) = (doorbell.clone(), doorbell.clone());
+        let tell = was_told.clone();
+        let first_writer = thread::spawn(move || {
+            let mut writer = RingWriter::new(first_memory);
+            assert!(writer.write([&[1; 8]]).expect("a good ring"));
+            first_doorbell.notify(0, false);
+            tell.store(1, Ordering::Release);
+        });
+        let second_writer = thread::spawn(move || {
+            if was_told.load(Ordering::Acquire) == 1 {
+                let mut writer = RingWriter::new(second_memory);
+                assert!(writer.write([&[2; 8]]).expect("a good ring"));
+                second_doorbell.notify(1, false);
+            }
+        });
+        let mut readers = memories.map(RingReader::new);
+        let mut has_first = before_looks(&doorbell, &mut readers);
+        let [found_first, found_second] = look(&doorbell, &mut readers);
+        has_first |= found_first;
+        if found_second && !has_first {
+            let [found_first, _] = look(&doorbell, &mut readers);
+            assert!(found_first, "the second look misses an earlier message");
+        }
+        first_writer.join().expect("written");
+        second_writer.join().expect("written");
+    });
+}
+
+#[test]
+fn second_look_finds_every_earlier_record() {
+    check_second_look(|_, _| false);
+}
+
+/// The bit of the first ring is cleared while its record arrives, as before a sleep.
+#[test]
+fn second_look_finds_record_whose_bit_was_cleared() {
+    check_second_look(|doorbell, readers| {
+        doorbell.clear_slot(0);
+        read(&mut readers[0]).is_some()
+    });
+}
