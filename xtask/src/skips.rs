@@ -63,6 +63,10 @@ const SLSH: TestNeed = TestNeed::Program("/usr/bin/slsh", "slsh");
 const TEST_NEEDS: &[(&str, &str, &[TestNeed])] = &[
     ("sempa-tests", "", &[Hosts]),
     ("sempa-tests::balance", "", &[Criu, ProcessorGroups]),
+    ("sempa-tests::causal_order", "", &[GCC]),
+    ("sempa-tests::causal_order", "migrations", &[Criu]),
+    ("sempa-tests::causal_order", "rollback", &[Criu]),
+    ("sempa-tests::causal_order", "pvm_keeps", &[PVM, PVM_DEV]),
     ("sempa-tests::checkpoint", "", &[Criu]),
     ("sempa-tests::checkpoint_faults", "", &[Criu]),
     ("sempa-tests::conformance", "", &[PVM, PVM_DEV, GCC]),

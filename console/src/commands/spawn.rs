@@ -252,6 +252,7 @@ impl SpawnCommand {
             env,
             output_sink: output,
             trace_sink: trace,
+            past: Default::default(),
         };
         job.apply_to(&mut request);
         request

@@ -147,6 +147,7 @@ pub(crate) fn spawn(
         env: env::child_environment(),
         output_sink: output,
         trace_sink: trace,
+        past: Default::default(),
     };
     let rt = request_connection()?;
     let mut results = rt.spawn(request).map_err(|error| error.code)?;

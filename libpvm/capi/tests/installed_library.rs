@@ -20,8 +20,8 @@ const ROUND_TRIPS: u64 = 1000;
 const INSTRUCTION_LIMITS: [(&str, u64); 5] = [
     ("pvm_initsend", 358),
     ("pvm_pkint", 280),
-    ("pvm_send", 1250),
-    ("pvm_recv", 2710),
+    ("pvm_send", 1300),
+    ("pvm_recv", 3760),
     ("pvm_upkint", 209),
 ];
 
@@ -31,7 +31,7 @@ const LOCKED_OPERATION_LIMITS: [(&str, u64); 5] = [
     ("pvm_initsend", 2),
     ("pvm_pkint", 2),
     ("pvm_send", 7),
-    ("pvm_recv", 15),
+    ("pvm_recv", 16),
     ("pvm_upkint", 2),
 ];
 

@@ -357,6 +357,7 @@ impl LaunchInfo {
             engines,
             request: SpawnRequest {
                 task_count: 1,
+                past: Default::default(),
                 ..request.clone()
             },
             restart_count: 0,

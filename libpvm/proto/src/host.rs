@@ -5,6 +5,7 @@
 //! There is no order between the two channels. Items that must not overtake a task's own messages
 //! (its exit, replies, notifications) therefore travel as [`DataMsg`].
 
+use crate::causal::Mark;
 use crate::checkpoint::{CHECKPOINT_VERSION, CopyFailure};
 use crate::engine::{Engine, LaunchInfo};
 use crate::event::EventKind;
@@ -53,6 +54,13 @@ pub enum HostRequest {
     TaskStatus { tid: Tid },
     /// Sends a signal to a task. → [`Reply::Done`]
     Signal { tid: Tid, signal: i32 },
+    /// Sends a signal to a task after the messages that these marks name have arrived there. →
+    /// [`Reply::Done`]
+    SignalAfter {
+        tid: Tid,
+        signal: i32,
+        marks: Vec<Mark>,
+    },
     /// Suspends or resumes a task. → [`Reply::Done`] or [`Reply::Failed`]
     Suspend(suspend::SuspendOrder),
     /// Asks whether a task is alive. If the task has ended, a [`DataMsg::TaskEnded`] follows all
@@ -264,6 +272,12 @@ pub enum HostMsg {
     HeartbeatAck { number: u64 },
     /// Kill what this ended task has left behind on the receiver's host.
     KillLeftovers { tid: Tid },
+    /// To the master: the past of a task's next request, as in [`crate::task::ToDaemon::Past`].
+    TaskPast {
+        tid: Tid,
+        clock: u64,
+        marks: Option<Vec<Mark>>,
+    },
 }
 
 /// An item that a daemon retains until the item can be sent to its task.
@@ -392,6 +406,9 @@ pub enum DataMsg {
         tid: Tid,
         /// Position up to which the ended task had sent on each link.
         watermarks: Vec<SendWatermark>,
+        /// Clock of the ended task, as far as its daemon knows, and the messages in its past that
+        /// are in transit.
+        past: (u64, Vec<Mark>),
     },
     /// To the source of a migration: no more frames from the sender will arrive at the source for
     /// the migrated task. Everything that the sender had routed to the source precedes this

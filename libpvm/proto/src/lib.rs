@@ -8,6 +8,7 @@
 //! * [`error`]: PVM's error codes.
 //! * [`body`]: packing and unpacking of message bodies. [`buffer_pool`]: reuse of large message
 //!   buffers.
+//! * [`causal`]: causal order of messages across senders.
 //! * [`message`]: a PVM message with its header.
 //! * [`frame`]: length-limited frames on a byte stream.
 //! * [`link`]: exactly-once, in-order messages between two tasks over routes that may break.
@@ -27,6 +28,7 @@
 
 pub mod body;
 pub mod buffer_pool;
+pub mod causal;
 pub mod cgroup;
 pub mod checkpoint;
 pub mod engine;
@@ -64,4 +66,4 @@ pub use message::Message;
 
 /// Version of every wire format in this crate. A peer with another version is refused at its first
 /// message.
-pub const WIRE_VERSION: u16 = 21;
+pub const WIRE_VERSION: u16 = 22;

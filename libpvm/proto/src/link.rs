@@ -67,6 +67,10 @@ pub enum LinkEvent {
     /// The route with this id may carry frames from now on; frames on the previous route may be
     /// lost.
     RouteUp(RouteId),
+    /// As [`LinkEvent::RouteUp`], with a route that loses nothing and on which the sender sees how
+    /// far the receiver has read: the owner calls [`Link::confirm_received`]. The route needs no
+    /// acknowledgements, no probes and no window.
+    ConfirmingRouteUp(RouteId),
     /// There is no route; nothing is transmitted until the next [`LinkEvent::RouteUp`].
     RouteDown,
     /// The peer has migrated; frames in flight may be lost.
@@ -235,7 +239,8 @@ struct SendHalf {
 struct ReceiveHalf {
     expected_seq: u64,
     partial_message: Vec<u8>,
-    ready_messages: VecDeque<Bytes>,
+    /// Complete messages, each with the number after its last fragment.
+    ready_messages: VecDeque<(u64, Bytes)>,
     unacked_bytes: usize,
     unacked_fragments: u64,
     ack_due_at: Option<Micros>,
@@ -252,6 +257,12 @@ pub struct Link {
     local_tid: Tid,
     peer: Tid,
     route: Option<RouteId>,
+    /// Set if the route confirms what the receiver has read: the number of the first fragment that
+    /// can have been transmitted on it. Earlier fragments may be lost, and until they are
+    /// acknowledged the receiver may drop what it reads.
+    confirms_from: Option<u64>,
+    /// Number of times that fragments were scheduled to be transmitted again.
+    retransmission_count: u64,
     peer_gone: bool,
     incarnation: u16,
     tx: SendHalf,
@@ -309,6 +320,8 @@ impl Link {
             local_tid,
             peer,
             route: None,
+            confirms_from: None,
+            retransmission_count: 0,
             peer_gone: false,
             incarnation: 0,
             tx: SendHalf {
@@ -355,6 +368,33 @@ impl Link {
     /// Returns the number of the next fragment expected from the peer.
     pub fn expected_seq(&self) -> u64 {
         self.rx.expected_seq
+    }
+
+    /// Returns the number below which the peer has acknowledged all fragments.
+    pub fn acked_below(&self) -> u64 {
+        self.tx.acked_below
+    }
+
+    /// True if the route confirms what the receiver has read, and everything that was transmitted
+    /// on earlier routes is acknowledged.
+    pub fn confirms_all(&self) -> bool {
+        self.confirms_from
+            .is_some_and(|first| self.tx.acked_below >= first)
+    }
+
+    /// True if `byte_count` more bytes can be retained for the peer.
+    pub fn has_space_for(&self, byte_count: usize) -> bool {
+        self.tx.retained_bytes + byte_count <= RETAINED_BYTES_MAX
+    }
+
+    /// Schedules a probe, so that the peer acknowledges immediately what has arrived.
+    pub fn request_ack(&mut self) {
+        self.tx.probe_pending = self.tx.first_unsent_seq > self.tx.acked_below;
+    }
+
+    /// Schedules an acknowledgement. If the peer has ended, its daemon answers with that.
+    pub fn schedule_ack(&mut self) {
+        self.rx.pending_ack.get_or_insert(false);
     }
 
     /// True if every queued message has been acknowledged.
@@ -458,6 +498,7 @@ impl Link {
     /// Schedules the retransmission of every unacknowledged fragment, without a resync request.
     /// Used by a sender that ends before an answer to a probe could arrive.
     pub fn schedule_retransmission(&mut self) {
+        self.retransmission_count += 1;
         self.tx.next_seq = self.tx.acked_below;
         self.tx.in_flight_sizes.clear();
         self.tx.in_flight_bytes = 0;
@@ -540,6 +581,7 @@ impl Link {
         (rx.expected_seq, rx.unacked_bytes, rx.unacked_fragments) = (1, 0, 0);
         (rx.ack_due_at, rx.pending_ack, rx.reported_gap) = (None, None, None);
         (self.incarnation, self.peer_gone) = (incarnation, false);
+        self.retransmission_count += 1;
     }
 
     /// Checks the incarnation of a frame from the peer. Returns true if the frame is valid.
@@ -574,10 +616,14 @@ impl Link {
         match event {
             LinkEvent::Frame(frame) => self.handle_frame(now, frame),
             LinkEvent::RouteUp(route) => {
-                self.route = Some(route);
+                (self.route, self.confirms_from) = (Some(route), None);
                 self.schedule_probe();
             }
-            LinkEvent::RouteDown => self.route = None,
+            LinkEvent::ConfirmingRouteUp(route) => {
+                (self.route, self.confirms_from) = (Some(route), Some(self.tx.first_unsent_seq));
+                self.schedule_probe();
+            }
+            LinkEvent::RouteDown => (self.route, self.confirms_from) = (None, None),
             LinkEvent::PeerMigrated => self.schedule_probe(),
             LinkEvent::PeerGone => {
                 self.peer_gone = true;
@@ -696,14 +742,18 @@ impl Link {
         rx.unacked_fragments += 1;
         rx.unacked_bytes += payload.len();
         if is_last && rx.partial_message.is_empty() {
-            rx.ready_messages.push_back(payload.into_bytes());
+            rx.ready_messages
+                .push_back((rx.expected_seq, payload.into_bytes()));
         } else {
             buffer_pool::reserve_for_growth(&mut rx.partial_message, payload.len());
             payload.append_to(&mut rx.partial_message);
             if is_last {
-                rx.ready_messages
-                    .push_back(buffer_pool::freeze(std::mem::take(&mut rx.partial_message)));
+                let message = buffer_pool::freeze(std::mem::take(&mut rx.partial_message));
+                rx.ready_messages.push_back((rx.expected_seq, message));
             }
+        }
+        if self.confirms_from.is_some() {
+            return;
         }
         if rx.unacked_bytes >= ACK_THRESHOLD_BYTES
             || rx.unacked_fragments >= ACK_THRESHOLD_FRAGMENTS
@@ -740,7 +790,8 @@ impl Link {
             }
             let has_unacked_fragments = tx.first_unsent_seq > tx.acked_below;
             tx.probe_delay = PROBE_DELAY;
-            tx.probe_due_at = has_unacked_fragments.then(|| now + tx.probe_delay);
+            tx.probe_due_at = (has_unacked_fragments && self.confirms_from.is_none())
+                .then(|| now + tx.probe_delay);
             // This acknowledgement answers a probe that was not sent yet. If the probe were sent
             // now, with no fragment outstanding, the probe would be repeated forever.
             tx.probe_pending &= has_unacked_fragments;
@@ -751,6 +802,7 @@ impl Link {
             });
             if !is_duplicate {
                 tx.last_resync = Some((ack, now));
+                self.retransmission_count += 1;
                 tx.next_seq = ack;
                 tx.in_flight_sizes.clear();
                 tx.in_flight_bytes = 0;
@@ -758,17 +810,36 @@ impl Link {
         }
     }
 
+    /// Records that the receiver has read all fragments below `seq` from a confirming route.
+    pub fn confirm_received(&mut self, now: Micros, seq: u64) {
+        if self.confirms_all() {
+            self.handle_ack(now, seq, false);
+        }
+    }
+
+    /// Returns a counter that increases whenever fragments are transmitted again, so that positions
+    /// on the route no longer tell which fragments the receiver has.
+    pub fn retransmission_count(&self) -> u64 {
+        self.retransmission_count
+    }
+
+    /// Returns the number of the next fragment to transmit.
+    pub fn next_seq(&self) -> u64 {
+        self.tx.next_seq
+    }
+
     /// Returns the next action; `None` if the owner has nothing to do now.
     pub fn poll(&mut self, now: Micros) -> Option<LinkOutput> {
-        if let Some(message) = self.take_message() {
+        if let Some((_, message)) = self.take_message() {
             return Some(LinkOutput::Deliver(message));
         }
         Some(LinkOutput::Transmit(self.next_frame(now)?.to_frame()))
     }
 
-    /// Removes and returns the next complete message for the application.
+    /// Removes and returns the next complete message for the application, with the number after its
+    /// last fragment.
     #[inline]
-    pub fn take_message(&mut self) -> Option<Bytes> {
+    pub fn take_message(&mut self) -> Option<(u64, Bytes)> {
         self.rx.ready_messages.pop_front()
     }
 
@@ -821,6 +892,7 @@ impl Link {
         let tx = &self.tx;
         tx.returning_messages.is_none()
             && (tx.window_disabled
+                || self.confirms_from.is_some()
                 || (tx.in_flight_bytes < WINDOW_BYTES_MAX
                     && (tx.in_flight_sizes.len() as u64) < WINDOW_FRAGMENTS_MAX))
     }
@@ -840,7 +912,9 @@ impl Link {
         tx.in_flight_bytes += len;
         tx.next_seq += 1;
         tx.first_unsent_seq = tx.first_unsent_seq.max(tx.next_seq);
-        tx.probe_due_at.get_or_insert(now + tx.probe_delay);
+        if self.confirms_from.is_none() {
+            tx.probe_due_at.get_or_insert(now + tx.probe_delay);
+        }
         let ack = self.take_ack(false);
         let message = &self.tx.retained_messages[index];
         let (head, body) = message.fragment_payload(seq);
@@ -898,7 +972,9 @@ impl Link {
         tx.in_flight_sizes.extend((0..count).map(|_| 0));
         tx.next_seq += count;
         tx.first_unsent_seq = tx.first_unsent_seq.max(tx.next_seq);
-        tx.probe_due_at.get_or_insert(now + tx.probe_delay);
+        if self.confirms_from.is_none() {
+            tx.probe_due_at.get_or_insert(now + tx.probe_delay);
+        }
         (seq, self.take_ack(false))
     }
 

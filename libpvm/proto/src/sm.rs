@@ -273,6 +273,7 @@ pub fn unpack_spawn(body: Bytes) -> PvmResult<(SpawnRequest, Option<Micros>)> {
             env,
             output_sink,
             trace_sink,
+            past: Default::default(),
         },
         since,
     ))
@@ -335,6 +336,7 @@ pub fn unpack_exec(body: Bytes) -> PvmResult<(Tid, SpawnRequest)> {
             env,
             output_sink,
             trace_sink,
+            past: Default::default(),
         },
     ))
 }
@@ -526,6 +528,7 @@ mod tests {
                 tag: 6,
             },
             trace_sink: Sink::default(),
+            past: Default::default(),
         }
     }
 

@@ -1,5 +1,6 @@
 //! Requests to spawn tasks, and the flags of `pvm_spawn`.
 
+use crate::causal::Mark;
 use crate::ids::{HostId, Tid};
 use serde::{Deserialize, Serialize};
 
@@ -30,6 +31,9 @@ pub struct SpawnRequest {
     pub env: Vec<Vec<u8>>,
     pub output_sink: Sink,
     pub trace_sink: Sink,
+    /// Clock of the request, and the messages in its past that are in transit. The spawner's daemon
+    /// sets them.
+    pub past: (u64, Vec<Mark>),
 }
 
 impl SpawnRequest {

@@ -11,6 +11,7 @@ pub use crate::spawn::{
     SPAWN_PINNED, Sink, SpawnRequest,
 };
 
+use crate::causal::Mark;
 use crate::checkpoint::{
     CheckpointEntry, CheckpointFailure, CheckpointReport, CheckpointSchedule, RemovalResults,
     RemovalSelection, RestartFailure, RestartReport, StoreFailure,
@@ -518,6 +519,9 @@ pub struct Welcome {
     /// Settings of the tracer; set if the task's trace records are sent to the tracer because the
     /// task has no other destination.
     pub tracer_settings: Option<TracerSettings>,
+    /// Clock of the task's spawn, and the messages in its past that are in transit; only in the
+    /// first welcome.
+    pub past: (u64, Vec<Mark>),
     /// Set if the process was restored from a checkpoint and this is the first welcome since the
     /// restart.
     pub restart_info: Option<RestartInfo>,
@@ -601,6 +605,16 @@ pub enum ToDaemon {
         /// The message; its descriptors are passed with the frame.
         message: RouteMsg,
     },
+    /// The past of the request that follows ([`crate::causal`]). Services that order events pass it
+    /// on.
+    Past {
+        /// Lamport clock of the task.
+        clock: u64,
+        /// The messages that are in transit; `None` if they have not changed.
+        marks: Option<Vec<Mark>>,
+    },
+    /// Answer to [`ToTask::AwaitMarks`]: the messages have arrived.
+    MarksArrived { wait_number: u64 },
 }
 
 /// A message from a daemon to a task.
@@ -659,6 +673,21 @@ pub enum ToTask {
         /// The message; its descriptors are passed with the frame.
         message: RouteMsg,
     },
+    /// The past of the replies and notifications that follow. The library holds them back until the
+    /// messages to this task have arrived that the marks name.
+    Past {
+        /// The task that knows of these messages, or the address of the master's daemon for the
+        /// group service and the mailbox. `None` if the marks are added to the known ones.
+        teller: Option<Tid>,
+        /// Clock of the teller.
+        clock: u64,
+        /// The messages that are in transit; replaces the previous list of the same teller. `None`
+        /// if they have not changed.
+        marks: Option<Vec<Mark>>,
+    },
+    /// Asks for an answer when the messages that these marks name have arrived. →
+    /// [`ToDaemon::MarksArrived`]
+    AwaitMarks { wait_number: u64, marks: Vec<Mark> },
 }
 
 /// Maximum size in bytes of an encoded [`Redirect`] in a library's memory.

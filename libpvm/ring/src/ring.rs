@@ -140,6 +140,21 @@ impl<A: RingMemory> RingWriter<A> {
         self.memory.control().take_returned_leases()
     }
 
+    /// Returns the position after the last record.
+    #[inline]
+    pub fn position(&self) -> u64 {
+        self.tail
+    }
+
+    /// Returns a position up to which the reader has read.
+    ///
+    /// # Errors
+    /// [`CorruptRing`] if the reader's position is impossible.
+    pub fn read_position(&mut self) -> Result<u64, CorruptRing> {
+        self.refresh_head()?;
+        Ok(self.known_head)
+    }
+
     /// True if a record of `len` bytes fits.
     ///
     /// # Errors

@@ -316,7 +316,9 @@ impl Core {
         if incarnation != self.incarnation_with(peer)
             && let Some(link) = self.get_or_create_link(peer)
         {
-            link.accept_incarnation(incarnation);
+            if link.accept_incarnation(incarnation) {
+                self.reset_order(peer);
+            }
             self.pump_link(now, peer);
         }
     }
@@ -585,12 +587,13 @@ impl Core {
         if has_setup_event {
             self.advance_setups(now);
         }
+        self.complete_arrivals(now);
         has_frame
     }
 
     /// Reads one route. Returns true if a frame arrived.
     pub(super) fn drain_direct_route(&mut self, now: Micros, peer: Tid) -> bool {
-        if self.inbox_is_full() {
+        if self.refuses_data_of(peer) {
             return false;
         }
         let (routes, links) = self.direct_routes_and_links();
@@ -617,7 +620,7 @@ impl Core {
             if let Some(drain) = &mut conn.drain_state {
                 drain.silence_deadline = (now + DRAIN_SILENCE_TIMEOUT).min(drain.deadline);
             }
-            self.deliver_messages_from(peer);
+            self.accept_messages_from(peer);
             self.deliver_deferred(peer);
         }
         match read_result {

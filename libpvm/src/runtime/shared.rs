@@ -10,7 +10,7 @@ use super::connect::AcceptedConnection;
 use super::core::{ConnectionPhase, Core, DaemonFrameError};
 use super::process::{self, ProcessOwned};
 use super::shm::{PeerWakes, ShmRoutes};
-use super::socket_waiters::SocketWaiters;
+use super::socket_waiters::{DEADLINE_SLEEP_MAX, SocketWaiters, sleep_duration};
 use super::wake_delay_timer::WakeDelayTimer;
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use nix::sys::socket::{ControlMessage, MsgFlags, sendmsg};
@@ -52,12 +52,6 @@ const SOCKET_WAIT_MIN: Duration = Duration::from_millis(10);
 /// Maximum time for which a fork waits for the lock. The thread that holds the lock may be the
 /// forking thread itself, further up the call stack.
 const FORK_LOCK_TIMEOUT: Duration = Duration::from_secs(1);
-/// Maximum sleep on a futex with a deadline. The limit bounds a sleep that began before a
-/// migration, because the end of that sleep was computed from the clock of the previous host.
-const DEADLINE_SLEEP_MAX: Duration = Duration::from_secs(1);
-/// Maximum sleep without a deadline. The limit is high because each wake-up disturbs a CPU that may
-/// be idle.
-const IDLE_SLEEP_MAX: Duration = Duration::from_secs(30);
 
 /// Conditions under which the I/O thread must be woken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -249,6 +243,10 @@ impl<'a> StateGuard<'a> {
     /// Unlocks first and wakes threads afterwards, so that no thread wakes up only to block on the
     /// lock.
     fn release_and_wake(&mut self) {
+        if self.core.has_incomplete_arrivals() {
+            let now = self.now();
+            self.core.complete_arrivals(now);
+        }
         self.update_ready_fd();
         let wake_set = self.wake_set();
         let peer_wakes = self.take_peer_wakes();
@@ -289,7 +287,7 @@ impl<'a> StateGuard<'a> {
         let (mut spin_start, previous_event_seq) = (None, self.core.event_seq());
         loop {
             for _ in 0..poll_count {
-                if self.core.shm_routes.must_poll() {
+                if self.core.must_poll_rings() {
                     let now = self.clock.coarse_now();
                     self.core.poll_rings(now);
                     if self.core.event_seq() != previous_event_seq {
@@ -329,7 +327,7 @@ impl<'a> StateGuard<'a> {
             if yield_count > 0 {
                 self.spin_budget.yield_cpu();
             }
-            if self.core.shm_routes.must_poll() {
+            if self.core.must_poll_rings() {
                 let now = self.clock.coarse_now();
                 self.core.poll_rings(now);
                 if self.core.event_seq() != previous_event_seq {
@@ -495,10 +493,6 @@ struct WakeSet {
     /// Threads that wait until bytes have been written.
     wakes_write_waiters: bool,
     wakes_io_thread: bool,
-}
-
-fn sleep_duration(timeout: Option<Duration>) -> Duration {
-    timeout.map_or(IDLE_SLEEP_MAX, |timeout| timeout.min(DEADLINE_SLEEP_MAX))
 }
 
 impl LockedState {

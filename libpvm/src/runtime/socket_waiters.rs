@@ -15,6 +15,12 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
+/// Maximum sleep without a deadline. The limit is high because each wake-up disturbs a CPU that may
+/// be idle.
+const IDLE_SLEEP_MAX: Duration = Duration::from_secs(30);
+/// Maximum sleep on a futex with a deadline. The limit bounds a sleep that began before a
+/// migration, because the end of that sleep was computed from the clock of the previous host.
+pub(super) const DEADLINE_SLEEP_MAX: Duration = Duration::from_secs(1);
 /// Epoll event data of the wake-up eventfd.
 const WAKE_EVENT_DATA: u64 = 1;
 
@@ -159,4 +165,9 @@ mod tests {
         waiters.add_socket(&own_socket).expect("watched again");
         assert!(io_thread_is_ready(&waiters));
     }
+}
+
+/// Returns how long a thread may sleep that waits for at most `timeout`.
+pub(super) fn sleep_duration(timeout: Option<Duration>) -> Duration {
+    timeout.map_or(IDLE_SLEEP_MAX, |timeout| timeout.min(DEADLINE_SLEEP_MAX))
 }

@@ -390,6 +390,7 @@ impl Core {
         receivers: &[Tid],
     ) -> PvmResult<()> {
         self.shm_routes.pools.is_multicast_in_progress = true;
+        self.begin_multicast_event();
         let own_tid = self.tid();
         let send_result = receivers.iter().try_for_each(|dst| {
             let message = Message {
@@ -408,6 +409,7 @@ impl Core {
             }
         });
         self.end_multicast();
+        self.end_multicast_event();
         send_result
     }
 

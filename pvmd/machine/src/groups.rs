@@ -656,7 +656,7 @@ impl Machine {
             self.master.as_mut().and_then(|m| m.groups.next_reply())
         {
             match result {
-                Ok(reply) => self.reply(tid, id, Reply::Group(reply)),
+                Ok(reply) => self.reply_in_order(tid, id, Reply::Group(reply)),
                 Err((error, reason)) => self.reply_error(tid, id, error, reason),
             }
         }

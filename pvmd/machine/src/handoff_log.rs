@@ -264,7 +264,9 @@ impl Machine {
                 peer: frame.dst,
                 end_seq: frame.seq.saturating_add(1),
             }]);
+            task.link_incarnation = frame.incarnation;
         }
+        self.record_acknowledgement(frame);
         self.forward_link(frame.src, frame.dst, bytes);
     }
 }

@@ -42,6 +42,7 @@ impl Machine {
             HostMsg::TaskRequest { tid, id, request } if self.master.is_some() => {
                 self.handle_master_request(tid, id, request)
             }
+            HostMsg::TaskPast { tid, clock, marks } => self.record_service_past(tid, clock, marks),
             HostMsg::TaskRequest { tid, .. } => {
                 self.log_warning(format!(
                     "{host} sent a request of {tid} for the master here; it was dropped"

@@ -68,6 +68,7 @@ mod rm;
 mod rm_batching;
 mod routing;
 mod rpc;
+mod service_order;
 mod service_tasks;
 mod spawn;
 mod supervision;
@@ -180,6 +181,8 @@ enum Timer {
     CopyFailureTimeout(MigrationId),
     /// The time limit for the last messages of `exited` to arrive at `watcher` has passed.
     LastMessagesTimeout { watcher: Tid, exited: Tid },
+    /// The time is over for which a signal waits for messages.
+    WaitingSignal(u64),
     /// The next heartbeat is due.
     HeartbeatDue,
     /// The programs on which promises depend must be checked.
@@ -194,6 +197,7 @@ struct Master {
     host_changes: hosts::HostChanges,
     mailbox: mailbox::Mailbox,
     groups: groups::Groups,
+    service_marks: service_order::ServiceMarks,
     events: events::EventLog,
     migrations: migrations::CoordinatedMigrations,
     checkpoints: checkpoints::JobCheckpoints,
@@ -220,6 +224,7 @@ pub struct Machine {
     epoch: Epoch,
     locations: routing::Locations,
     ring_peers: ring_peers::RingPeers,
+    waiting_signals: service_order::WaitingSignals,
     rpcs: rpc::OpenRequests,
     lease: lease::Lease,
     supervision: supervision::Supervision,
@@ -267,6 +272,7 @@ impl Machine {
             epoch: Epoch::default(),
             locations: routing::Locations::default(),
             ring_peers: ring_peers::RingPeers::default(),
+            waiting_signals: service_order::WaitingSignals::default(),
             rpcs: rpc::OpenRequests::default(),
             lease: lease::Lease::default(),
             supervision: supervision::Supervision::default(),
@@ -608,6 +614,7 @@ impl Machine {
                 Timer::SocketDrainTimeout(tid, spawn_token) => {
                     self.handle_socket_drain_timeout(tid, spawn_token)
                 }
+                Timer::WaitingSignal(wait_number) => self.send_waiting_signal(wait_number),
                 Timer::LastMessagesTimeout {
                     watcher,
                     exited: exited_task,

@@ -426,7 +426,7 @@ impl Machine {
             }
         };
         match reply {
-            Ok(reply) => self.reply(tid, id, reply),
+            Ok(reply) => self.reply_in_order(tid, id, reply),
             Err((error, reason)) => self.reply_error(tid, id, error, reason),
         }
         if was_stored {
@@ -463,7 +463,7 @@ impl Machine {
                 read_result => {
                     master.mailbox.waiting_takes.remove(i);
                     match read_result {
-                        Ok(message) => self.reply(tid, id, Reply::Mailbox(message)),
+                        Ok(message) => self.reply_in_order(tid, id, Reply::Mailbox(message)),
                         Err((error, reason)) => self.reply_error(tid, id, error, reason),
                     }
                 }

@@ -10,10 +10,11 @@
 //! delivered without them.
 
 use super::rpc::RpcPurpose;
-use super::tasks::watermark_for;
+use super::tasks::{ExitPositions, watermark_for};
 use super::{Machine, Timer};
 use bytes::Bytes;
 use sempa_proto::body::{Encoding, Packer};
+use sempa_proto::causal::Mark;
 use sempa_proto::host::{HostRequest, NotifySubject, PendingNotification};
 use sempa_proto::message::ENC_XDR;
 use sempa_proto::task::{NotifyRequest, NotifySubjects, Reply, SendWatermark, ToTask};
@@ -150,12 +151,14 @@ impl Machine {
     }
 
     /// Sends the task `watcher` all notifications of the exit of `tid` that the watcher has
-    /// requested. `watermark` is the watermark of the dead task's link to the watcher.
+    /// requested. `watermark` is the watermark of the dead task's link to the watcher; `past` is
+    /// its clock, and its messages to others that are in transit.
     pub(super) fn notify_watcher_of_exit(
         &mut self,
         watcher: Tid,
         tid: Tid,
         watermark: Option<SendWatermark>,
+        past: &(u64, Vec<Mark>),
     ) {
         let Some(task) = self.tasks.get_mut(watcher) else {
             return;
@@ -164,13 +167,16 @@ impl Machine {
             .notifications
             .extract_if(.., |w| w.subject == NotifySubject::TaskExit(tid))
             .collect();
+        if !due_watches.is_empty() {
+            self.tell_past_of_ended(watcher, past);
+        }
         for watch in due_watches {
             self.send_exit_notification(watcher, tid, &watch, watermark);
         }
     }
 
     /// Sends the notifications of an exit to all tasks of this host that requested them.
-    pub(super) fn notify_watchers_of_exit(&mut self, tid: Tid, watermarks: &[SendWatermark]) {
+    pub(super) fn notify_watchers_of_exit(&mut self, tid: Tid, positions: &ExitPositions) {
         let watches_task = |w: &PendingNotification| w.subject == NotifySubject::TaskExit(tid);
         let watchers: Vec<Tid> = self
             .tasks
@@ -180,7 +186,8 @@ impl Machine {
             .map(|t| t.tid)
             .collect();
         for watcher in watchers {
-            self.notify_watcher_of_exit(watcher, tid, watermark_for(tid, watermarks, watcher));
+            let watermark = watermark_for(tid, &positions.watermarks, watcher);
+            self.notify_watcher_of_exit(watcher, tid, watermark, &positions.past);
         }
     }
 

@@ -552,6 +552,7 @@ mod tests {
                     &DataMsg::TaskEnded {
                         tid: task(n),
                         watermarks: Vec::new(),
+                        past: Default::default(),
                     },
                     task(n),
                     *now,

@@ -34,6 +34,7 @@ pub(super) struct ScatterGathers {
 
 impl Machine {
     /// Handles a request of a task of this host.
+    // tidy: long because each kind of request has its line.
     pub(super) fn handle_request(&mut self, tid: Tid, id: RequestId, task_request: Request) {
         let Some(task) = self.tasks.get_mut(tid) else {
             return;
@@ -71,14 +72,20 @@ impl Machine {
                 tid: other_tid,
                 signal,
             } => {
-                self.call_host_of_task(
-                    other_tid,
+                let marks = self.marks_before_signal(tid, other_tid, signal);
+                let host_request = if marks.is_empty() {
                     HostRequest::Signal {
                         tid: other_tid,
                         signal,
-                    },
-                    RpcPurpose::Task { tid, id },
-                );
+                    }
+                } else {
+                    HostRequest::SignalAfter {
+                        tid: other_tid,
+                        signal,
+                        marks,
+                    }
+                };
+                self.call_host_of_task(other_tid, host_request, RpcPurpose::Task { tid, id });
             }
             Request::Suspend { tid: other_tid, .. } if !other_tid.is_task() => {
                 self.fail_not_a_task(tid, id, other_tid)

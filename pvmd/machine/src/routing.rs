@@ -6,6 +6,7 @@
 //! - Only the host that is the task's location decides that the task has ended. If that host is not
 //!   in the table, every daemon treats the task as ended.
 
+use super::tasks::ExitPositions;
 use super::{Machine, Output};
 use bytes::Bytes;
 use sempa_proto::host::{DataMsg, HostMsg, Location, PendingItem};
@@ -176,6 +177,16 @@ impl Machine {
         );
     }
 
+    /// Records how far a task of this host has been acknowledged by a peer.
+    pub(super) fn record_acknowledgement(&mut self, frame: &LinkFrame) {
+        if let Some(task) = self.tasks.get_mut(frame.dst)
+            && task.watermarks.contains_key(&frame.src)
+        {
+            let acked_position = task.acked_positions.entry(frame.src).or_default();
+            *acked_position = frame.ack.max(*acked_position);
+        }
+    }
+
     /// Forwards a link frame. If the receiver has ended, the sender receives [`ToTask::PeerGone`].
     pub(super) fn forward_link(&mut self, src: Tid, dst: Tid, frame: Bytes) {
         if !self.route_to_task(dst, PendingItem::Frame(frame)) {
@@ -210,7 +221,10 @@ impl Machine {
     pub(super) fn handle_data_message(&mut self, host: HostId, data_message: DataMsg) {
         match data_message {
             DataMsg::Frame(bytes) => match LinkFrame::decode(bytes.clone()) {
-                Some(frame) => self.forward_link(frame.src, frame.dst, bytes),
+                Some(frame) => {
+                    self.record_acknowledgement(&frame);
+                    self.forward_link(frame.src, frame.dst, bytes);
+                }
                 None => self.log_warning(format!(
                     "{host} sent a link frame that cannot be read; it was dropped"
                 )),
@@ -219,7 +233,8 @@ impl Machine {
             DataMsg::TaskEnded {
                 tid: dst,
                 watermarks,
-            } => self.handle_task_end(dst, &watermarks),
+                past,
+            } => self.handle_task_end(dst, &ExitPositions { watermarks, past }),
             DataMsg::RouteDrained { dst, epoch } => self.record_route_drained(host, dst, epoch),
             DataMsg::Record {
                 dst,

@@ -220,6 +220,10 @@ impl Machine {
                 self.signal_task(tid, signal);
                 Reply::Done
             }
+            HostRequest::SignalAfter { tid, signal, marks } => {
+                self.record_end_signal(tid, signal);
+                return self.signal_after_messages(reply_to, tid, signal, marks);
+            }
             HostRequest::Suspend(order) => return self.handle_suspend_order(reply_to, order),
             HostRequest::Inspect { tid } => return self.inspect_for_query(reply_to, tid),
             HostRequest::Verdict { facts } => return self.start_query_verdict(reply_to, facts),
@@ -260,18 +264,20 @@ impl Machine {
     /// exit notice.
     fn serve_watch(&mut self, reply_to: ReplyAddress, tid: Tid, watcher: Tid) {
         let mut has_ended = !self.is_alive(tid);
+        let positions = self.tasks.exit_positions(tid);
         if has_ended && reply_to.host != self.config.host {
             self.outputs.push_back(Output::SendData {
                 host: reply_to.host,
                 message: DataMsg::TaskEnded {
                     tid,
-                    watermarks: self.tasks.exited_watermarks(tid),
+                    watermarks: positions.watermarks.clone(),
+                    past: positions.past.clone(),
                 },
             });
             has_ended = false;
         }
         let watermark = if has_ended {
-            watermark_for(tid, &self.tasks.exited_watermarks(tid), watcher)
+            watermark_for(tid, &positions.watermarks, watcher)
         } else {
             None
         };
@@ -304,7 +310,7 @@ impl Machine {
                 .is_some_and(|a| a.is_located)
     }
 
-    fn signal_task(&mut self, tid: Tid, signal: i32) {
+    pub(super) fn signal_task(&mut self, tid: Tid, signal: i32) {
         if self.signal_without_process(tid, signal) {
             return;
         }
@@ -373,7 +379,8 @@ impl Machine {
                 RpcPurpose::Watch { watcher },
             ) => {
                 if let (true, HostRequest::Watch { tid, .. }) = (has_ended, &open_request.request) {
-                    self.notify_watcher_of_exit(watcher, *tid, watermark);
+                    let past = self.tasks.exit_positions(*tid).past;
+                    self.notify_watcher_of_exit(watcher, *tid, watermark, &past);
                 }
             }
             (HostReply::Watched { has_ended, .. }, RpcPurpose::GroupMember { tid }) => {
@@ -423,7 +430,7 @@ impl Machine {
             RpcPurpose::Task { tid, id } => {
                 let reply = match request {
                     HostRequest::Tasks { .. } => Reply::Tasks(Vec::new()),
-                    HostRequest::Signal { .. } => Reply::Done,
+                    HostRequest::Signal { .. } | HostRequest::SignalAfter { .. } => Reply::Done,
                     HostRequest::TaskStatus { tid }
                     | HostRequest::Suspend(SuspendOrder { tid, .. }) => no_task_reply(tid),
                     HostRequest::FreeContext { ctx, .. } => no_context_reply(ctx),
@@ -453,7 +460,12 @@ impl Machine {
             } => self.handle_query_verdict(query, host, None),
             RpcPurpose::Watch { watcher } => {
                 if let HostRequest::Watch { tid, .. } = request {
-                    self.notify_watcher_of_exit(watcher, tid, None::<SendWatermark>);
+                    self.notify_watcher_of_exit(
+                        watcher,
+                        tid,
+                        None::<SendWatermark>,
+                        &(0, Vec::new()),
+                    );
                 }
             }
         }
@@ -502,6 +514,7 @@ fn subject_task(request: &HostRequest) -> Option<Tid> {
         HostRequest::Tasks { task: Some(tid) }
         | HostRequest::TaskStatus { tid }
         | HostRequest::Signal { tid, .. }
+        | HostRequest::SignalAfter { tid, .. }
         | HostRequest::Suspend(SuspendOrder { tid, .. })
         | HostRequest::Inspect { tid }
         | HostRequest::Watch { tid, .. } => Some(*tid),

@@ -154,7 +154,7 @@ impl Machine {
         &mut self,
         tid: Tid,
         id: RequestId,
-        request: SpawnRequest,
+        mut request: SpawnRequest,
         lease: Option<LeasedSpawn>,
     ) {
         if request.task_count == 0 {
@@ -175,6 +175,7 @@ impl Machine {
         if let Err(why) = restart_engine::launch_info_of(&request) {
             return self.reply_error(tid, id, PvmError::BadParam, why.to_string());
         }
+        request.past = self.past_of(tid);
         let count = request.task_count as usize;
         self.spawns.last_spawn_number += 1;
         let spawn_number = self.spawns.last_spawn_number;
@@ -582,6 +583,7 @@ impl Machine {
         task.debugged = request.flags & SPAWN_DEBUG != 0;
         task.is_service = job.is_service();
         task.launch_info = launch;
+        task.initial_past.clone_from(&request.past);
         (task.output_sink, task.trace_sink) = (request.output_sink, request.trace_sink);
         // Without a tasker task that has taken over the start of tasks, the daemon's own tasker
         // starts the program.

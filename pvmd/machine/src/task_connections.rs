@@ -120,6 +120,8 @@ impl Machine {
                 self.record_sign_of_life(tid);
                 self.handle_request(tid, id, request)
             }
+            ToDaemon::Past { clock, marks } => self.record_task_past(tid, clock, marks),
+            ToDaemon::MarksArrived { wait_number } => self.send_waiting_signal(wait_number),
             ToDaemon::Message(mut message) => {
                 self.record_sign_of_life(tid);
                 message.src = tid;
@@ -323,6 +325,7 @@ impl Machine {
         task.connection_phase = ConnectionPhase::Connected(conn);
         task.exit_rm = task.exit_rm.or(rm.map(|rm| rm.tid));
         let (restart_info, handoff) = (task.restart_info.take(), task.handoff.take());
+        let past = std::mem::take(&mut task.initial_past);
         let welcome = Welcome {
             tid,
             parent: task.parent,
@@ -339,6 +342,7 @@ impl Machine {
                 .as_ref()
                 .filter(|t| t.trace_sink() == task.trace_sink)
                 .map(|t| t.settings.clone()),
+            past,
             restart_info,
             handoff,
         };

@@ -14,6 +14,7 @@ use super::ring_peers::sender_of;
 use super::suspension::TaskSuspension;
 use super::{ConnId, Machine, Output};
 use checkpoint_protocol::Source;
+use sempa_proto::causal::Mark;
 use sempa_proto::engine::LaunchInfo;
 use sempa_proto::event::EventKind;
 use sempa_proto::host::{
@@ -37,8 +38,8 @@ pub(super) const INBOX_FRAME_BYTES_MAX: usize = RETAINED_BYTES_MAX;
 /// Largest number of route messages in the inbox of one task. Further messages are dropped, as if
 /// the task had migrated in between.
 pub(super) const INBOX_ROUTE_MESSAGES_MAX: usize = 4096;
-/// Largest number of ended tasks whose watermarks are remembered.
-pub(super) const EXITED_WATERMARKS_MAX: usize = 4096;
+/// Largest number of ended tasks whose positions are remembered.
+pub(super) const EXIT_POSITIONS_MAX: usize = 4096;
 /// Time that the socket of an exited process may stay open, for example in a child process, before
 /// the daemon drains and closes the socket.
 const SOCKET_DRAIN_TIMEOUT: Micros = Micros::from_secs(2);
@@ -134,6 +135,16 @@ pub(super) struct Task {
     /// Watermark of the task's link to each peer: the number after the last fragment that the task
     /// sent.
     pub(super) watermarks: BTreeMap<Tid, u64>,
+    /// Position up to which each peer has acknowledged, as far as this daemon has carried
+    /// acknowledgements.
+    pub(super) acked_positions: BTreeMap<Tid, u64>,
+    /// Incarnation of the task's links.
+    pub(super) link_incarnation: u16,
+    /// Clock of the task, and the messages in its past that are in transit, as the task has told
+    /// last.
+    pub(super) past: (u64, Vec<Mark>),
+    /// The past of the task's spawn.
+    pub(super) initial_past: (u64, Vec<Mark>),
     pub(super) open_requests: BTreeSet<RequestId>,
     /// Requests that wait for other tasks without a time limit. They can be repeated after a
     /// restart.
@@ -211,6 +222,10 @@ impl Task {
             suspension: None,
             inbox: Inbox::default(),
             watermarks: BTreeMap::new(),
+            acked_positions: BTreeMap::new(),
+            link_incarnation: 0,
+            past: Default::default(),
+            initial_past: Default::default(),
             open_requests: BTreeSet::new(),
             untimed_requests: BTreeSet::new(),
             settling_part: None,
@@ -319,6 +334,15 @@ impl Task {
     }
 }
 
+/// How far an ended task had sent.
+#[derive(Clone, Debug, Default)]
+pub(super) struct ExitPositions {
+    /// Watermark of the task's link to each peer.
+    pub(super) watermarks: Vec<SendWatermark>,
+    /// Clock of the task, and the messages in its past that were in transit.
+    pub(super) past: (u64, Vec<Mark>),
+}
+
 #[derive(Debug, Default)]
 pub(super) struct Tasks {
     pub(super) live_tasks: BTreeMap<Tid, Task>,
@@ -327,8 +351,8 @@ pub(super) struct Tasks {
     pub(super) tids_by_spawn_token: BTreeMap<i32, Tid>,
     last_task_number: u32,
     has_reserved_ids: bool,
-    /// Ended tasks with their watermarks, oldest first.
-    exited_watermarks: VecDeque<(Tid, Vec<SendWatermark>)>,
+    /// Ended tasks with their positions, oldest first.
+    exit_positions: VecDeque<(Tid, ExitPositions)>,
     /// Tasks of all hosts whose ends are known on this host.
     pub(super) known_exits: KnownExits,
 }
@@ -374,21 +398,21 @@ impl Tasks {
         self.live_tasks.insert(task.tid, task);
     }
 
-    /// Remembers the watermarks of an ended task, instead of those of the oldest task if there are
+    /// Remembers the positions of an ended task, instead of those of the oldest task if there are
     /// too many.
-    pub(super) fn record_exit_watermarks(&mut self, tid: Tid, watermarks: Vec<SendWatermark>) {
-        if self.exited_watermarks.len() >= EXITED_WATERMARKS_MAX {
-            self.exited_watermarks.pop_front();
+    pub(super) fn record_exit(&mut self, tid: Tid, positions: ExitPositions) {
+        if self.exit_positions.len() >= EXIT_POSITIONS_MAX {
+            self.exit_positions.pop_front();
         }
-        self.exited_watermarks.push_back((tid, watermarks));
+        self.exit_positions.push_back((tid, positions));
     }
 
-    /// Returns the watermarks of an ended task's links; empty if they are not remembered.
-    pub(super) fn exited_watermarks(&self, tid: Tid) -> Vec<SendWatermark> {
-        let mut newest_first = self.exited_watermarks.iter().rev();
+    /// Returns the positions of an ended task's links; empty if they are not remembered.
+    pub(super) fn exit_positions(&self, tid: Tid) -> ExitPositions {
+        let mut newest_first = self.exit_positions.iter().rev();
         newest_first
             .find(|(exited_tid, _)| *exited_tid == tid)
-            .map(|(_, watermarks)| watermarks.clone())
+            .map(|(_, positions)| positions.clone())
             .unwrap_or_default()
     }
 }
@@ -620,17 +644,23 @@ impl Machine {
             self.report_output_ended(tid, task.output_sink);
         }
         let watermarks = task.link_watermarks();
+        let past = (task.past.0, self.marks_at_end(&task, &watermarks));
+        let positions = ExitPositions {
+            watermarks: watermarks.clone(),
+            past,
+        };
         self.report_exit_to_rm(&task, &watermarks, status, usage);
         self.trace_task_end(&task, status, usage);
         let inbox_items = task.inbox.drain();
         self.notify_senders_of_end(tid, inbox_items);
         self.end_peer_routes(tid);
-        self.tasks.record_exit_watermarks(tid, watermarks.clone());
+        self.tasks.record_exit(tid, positions.clone());
         if self.shutdown.is_none() {
             for host in self.other_hosts() {
                 let message = DataMsg::TaskEnded {
                     tid,
-                    watermarks: watermarks.clone(),
+                    watermarks: positions.watermarks.clone(),
+                    past: positions.past.clone(),
                 };
                 self.outputs.push_back(Output::SendData { host, message });
             }
@@ -640,7 +670,7 @@ impl Machine {
             status,
             used: usage,
         });
-        self.handle_task_end(tid, &watermarks);
+        self.handle_task_end(tid, &positions);
         self.handle_rm_command_end(&task, status);
         self.handle_watcher_end(&task, status);
         self.advance_stop();
@@ -649,9 +679,9 @@ impl Machine {
     /// Handles the end of a task of any host: sends the requested notifications to the tasks of
     /// this host, frees the contexts of the ended task, and removes the ended task from all
     /// services.
-    pub(super) fn handle_task_end(&mut self, tid: Tid, watermarks: &[SendWatermark]) {
+    pub(super) fn handle_task_end(&mut self, tid: Tid, positions: &ExitPositions) {
         self.handle_exit_notice(tid);
-        self.notify_watchers_of_exit(tid, watermarks);
+        self.notify_watchers_of_exit(tid, positions);
         self.context_owners.retain(|_, owner| *owner != tid);
         self.remove_from_services(tid);
     }
@@ -666,6 +696,7 @@ impl Machine {
         if let Some(master) = &mut self.master {
             master.events.unsubscribe(tid);
             master.mailbox.remove_owner(tid);
+            master.service_marks.handle_task_end(tid);
         }
         self.remove_ended_member(tid);
     }

@@ -288,6 +288,7 @@ impl TaskConnection {
             dsig: DSIG_X86_64,
             spawned: matches!(claim, Claim::Spawned { .. }),
             tracer_settings: None,
+            past: Default::default(),
             restart_info: None,
             handoff: None,
         }));

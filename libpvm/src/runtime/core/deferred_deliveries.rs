@@ -15,7 +15,7 @@ impl Core {
         // A direct connection delivers all its fragments before its route ends. The daemon's
         // watermark does not count these fragments, so the notification waits for the end of the
         // route.
-        if self.direct_routes.has_route(watermark.peer) {
+        if self.direct_routes.has_route(watermark.peer) || self.holds_messages_of(watermark.peer) {
             return false;
         }
         match self.links.get(&watermark.peer) {
@@ -45,11 +45,12 @@ impl Core {
                 if self.deferred_deliveries.len() > DEFERRED_DELIVERIES_MAX {
                     let (_, oldest_message) =
                         self.deferred_deliveries.pop_front().expect("just seen");
-                    self.deliver(oldest_message);
+                    self.accept_notice(oldest_message);
                 }
             }
-            _ => self.deliver(message),
+            _ => self.accept_notice(message),
         }
+        self.complete_arrivals(now);
     }
 
     /// Delivers the notifications whose watermark the link with `peer` has reached.
@@ -63,7 +64,18 @@ impl Core {
         }
         for (watermark, message) in std::mem::take(&mut self.deferred_deliveries) {
             if watermark.peer == peer && self.has_reached_watermark(watermark) {
-                self.deliver(message);
+                self.accept_notice(message);
+            } else {
+                self.deferred_deliveries.push_back((watermark, message));
+            }
+        }
+    }
+
+    /// Delivers the notifications that waited for messages that were held back.
+    pub(super) fn deliver_deferred_of_released(&mut self) {
+        for (watermark, message) in std::mem::take(&mut self.deferred_deliveries) {
+            if self.has_reached_watermark(watermark) {
+                self.accept_notice(message);
             } else {
                 self.deferred_deliveries.push_back((watermark, message));
             }

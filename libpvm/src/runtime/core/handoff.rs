@@ -44,6 +44,7 @@ impl Core {
             let mut link = Link::resume_from(self.own_tid, link_state);
             link.handle_event(Micros(0), LinkEvent::RouteUp(self.daemon_route));
             self.links.insert(link_state.peer, link);
+            self.record_retained_messages(link_state.peer);
             self.queue_for_pump(link_state.peer);
             if link_state.peer_gone {
                 self.ended_peers.push_back(link_state.peer);
@@ -133,6 +134,9 @@ impl Core {
         (self.handoff_migration, self.was_exit_requested) = (Some(migration_id), true);
         self.close_all_rings(now);
         self.close_all_direct_routes(now);
+        // The next process does not know what was held back.
+        self.deliver_unordered();
+        self.send_order_answers(now);
         self.windows_disabled = true;
         self.daemon_route = self.daemon_route.next();
         let (mut link_states, mut frames) = (Vec::new(), Vec::new());

@@ -9,9 +9,13 @@ use super::outbox::Outbox;
 use super::shm::{PeerWakes, ShmRoutes};
 use crate::inbox::Inbox;
 use bytes::Bytes;
+use daemon_hold::{DaemonHold, DaemonItem};
+use ordering::OrderTimers;
+pub(super) use ordering::{STAMPED_HEAD_BYTES, stamped_head};
 use placement_leases::PlacementLeases;
 use rm_calls::PendingRmCalls;
 use rustc_hash::FxHashMap;
+use sempa_proto::causal::CausalOrder;
 use sempa_proto::frame::{Frame, FrameError, FrameKind, encode_control};
 use sempa_proto::link::{Link, LinkEvent, LinkFrame, LinkKind};
 use sempa_proto::message::CTX_BASE;
@@ -136,6 +140,10 @@ pub(crate) struct Core {
     /// Direct routes to tasks on other hosts, and the agreements about these routes.
     pub(crate) direct_routes: DirectRoutes,
     links: FxHashMap<Tid, Link>,
+    /// Causal order of the messages that this task sends and receives.
+    order: CausalOrder<Message>,
+    order_timers: OrderTimers,
+    daemon_hold: DaemonHold,
     ended_peers: VecDeque<Tid>,
     /// Links that may have frames to transmit and that wait for space in the outbox.
     pump_queue: VecDeque<Tid>,
@@ -184,6 +192,9 @@ impl Core {
             shm_routes: ShmRoutes::default(),
             direct_routes: DirectRoutes::new(welcome.tid, welcome.addresses.clone()),
             links: FxHashMap::default(),
+            order: CausalOrder::new(welcome.tid),
+            order_timers: OrderTimers::default(),
+            daemon_hold: DaemonHold::default(),
             ended_peers: VecDeque::new(),
             pump_queue: VecDeque::new(),
             pump_queue_peers: HashSet::new(),
@@ -202,6 +213,10 @@ impl Core {
             event_seq: 0,
             send_event_seq: 0,
         };
+        let parent = Some(welcome.parent).filter(|parent| parent.is_task());
+        let (clock, marks) = welcome.past.clone();
+        core.order.advance_clock(clock);
+        core.order.accept_told_marks(parent, marks);
         if let Some(handoff) = &welcome.handoff {
             core.take_over_links(handoff);
         }
@@ -332,18 +347,15 @@ impl Core {
     /// Queues a message to another task.
     pub(crate) fn send(&mut self, now: Micros, message: Message) -> PvmResult<()> {
         let peer = message.dst;
-        self.poll_acks(now, peer);
-        let Some(link) = self.get_or_create_link(peer) else {
-            return Err(PvmError::OutOfRes);
-        };
-        link.send(message.encode_head(), message.body)
-            .map_err(|_| PvmError::OutOfRes)?;
+        self.queue_in_order(peer, message)?;
         if let Some(slot) = self.shm_routes.slot(peer) {
             self.pump_ring(now, slot);
+            self.record_sent(now, peer);
             return Ok(());
         }
         if self.direct_routes.has_route(peer) {
             self.pump_direct_route(now, peer);
+            self.record_sent(now, peer);
             return Ok(());
         }
         if self.outbox.backlog_bytes() < OUTBOX_BACKLOG_BYTES_MAX {
@@ -351,6 +363,7 @@ impl Core {
         } else {
             self.queue_for_pump(peer);
         }
+        self.record_sent(now, peer);
         self.offer_ring_if_due(now, peer);
         Ok(())
     }
@@ -411,6 +424,7 @@ impl Core {
                 "too many requests of this task are waiting for replies",
             ));
         }
+        self.tell_past_of(&daemon_request);
         let id = self.last_request_id.next();
         let frame = encode_control(&ToDaemon::Request {
             id,
@@ -577,6 +591,7 @@ impl Core {
             }
             self.queue_for_pump(peer);
         }
+        self.run_order_timers(now);
         self.run_shm_timers(now);
         self.run_direct_timers(now);
         self.pump(now);
@@ -604,6 +619,7 @@ impl Core {
             self.set_rm(None);
         }
         self.set_rm(welcome.rm);
+        self.forget_marks_of_daemon();
         self.placement_leases.clear();
         for frame in std::mem::take(&mut self.deferred_control_frames) {
             self.outbox.push_frame(frame);
@@ -641,6 +657,7 @@ impl Core {
         self.next_timer_at = None;
         // No further messages can arrive, so notifications that wait for a last message are
         // delivered.
+        self.deliver_unordered();
         for (_, message) in std::mem::take(&mut self.deferred_deliveries) {
             self.inbox.push(message);
         }
@@ -691,6 +708,9 @@ impl Core {
             .links
             .get(&peer)
             .is_some_and(|link| link.is_peer_gone() && link.expected_seq() == 1);
+        if is_stale {
+            self.order.forget_peer(peer);
+        }
         if is_stale || !self.links.contains_key(&peer) {
             if self.links.len() >= LINKS_MAX && !is_stale {
                 return None;
@@ -709,7 +729,7 @@ impl Core {
         if frame.dst != self.own_tid || peer == self.own_tid || !peer.is_task() {
             return;
         }
-        if self.inbox_is_full() && matches!(frame.kind, LinkKind::Data { .. }) {
+        if self.refuses_data_of(peer) && matches!(frame.kind, LinkKind::Data { .. }) {
             return;
         }
         // Acknowledgements of a task that ended without sending a message may still be in transit.
@@ -735,34 +755,31 @@ impl Core {
             payload,
             ..
         } = frame;
+        let previous_incarnation = link.incarnation();
         if !link.accept_incarnation(frame_incarnation) {
             return self.pump_link(now, peer);
         }
+        if frame_incarnation != previous_incarnation {
+            self.reset_order(peer);
+        }
+        let Some(link) = self.links.get_mut(&peer) else {
+            return;
+        };
         if payload.len() <= COPIED_FRAGMENT_BYTES_MAX {
             link.handle_borrowed_frame(now, kind, seq, ack, &payload[..]);
         } else {
             link.handle_borrowed_frame(now, kind, seq, ack, payload);
         }
-        self.deliver_messages_from(peer);
+        self.accept_messages_from(peer);
         self.pump_link(now, peer);
         self.deliver_deferred(peer);
+        self.complete_arrivals(now);
     }
 
     /// True if the inbox has reached its maximum size. While the inbox is full, fragments are
     /// refused, and their senders retain the messages.
     pub(super) fn inbox_is_full(&self) -> bool {
         self.inbox.charged_bytes() >= INBOX_BYTES_MAX
-    }
-
-    /// Delivers all complete messages of a peer.
-    pub(super) fn deliver_messages_from(&mut self, peer: Tid) {
-        while let Some(bytes) = self.links.get_mut(&peer).and_then(Link::take_message) {
-            // A message shorter than a header is dropped. Only a peer that violates the protocol
-            // sends such a message.
-            if let Some(message) = Message::decode(peer, self.own_tid, bytes) {
-                self.deliver(message);
-            }
-        }
     }
 
     // ---- access for rings and direct routes
@@ -837,15 +854,27 @@ impl Core {
                 return Err(DaemonFrameError::SecondWelcome);
             }
             ToTask::Reply { id, reply } => {
-                if let Some(open_request) = self.open_requests.get_mut(&id) {
-                    open_request.reply = Some(reply);
-                    self.event_seq += 1;
-                }
+                self.accept_daemon_item(now, DaemonItem::Reply(id, reply));
             }
             ToTask::Deliver {
                 message,
                 deliver_after: watermark,
-            } => self.handle_delivery(now, message, watermark),
+            } => self.accept_daemon_item(now, DaemonItem::Delivery(message, watermark)),
+            ToTask::Past {
+                teller,
+                clock,
+                marks,
+            } => self.accept_daemon_item(
+                now,
+                DaemonItem::Past {
+                    teller,
+                    clock,
+                    marks,
+                },
+            ),
+            ToTask::AwaitMarks { wait_number, marks } => {
+                self.handle_marks_question(now, wait_number, marks);
+            }
             ToTask::PeerGone { tid } => self.handle_peer_end(now, tid),
             ToTask::PeerMigrated { tid } => {
                 self.remove_peer_ring(now, tid);
@@ -906,12 +935,15 @@ impl Core {
         self.pump_link(now, peer);
         self.ended_peers.push_back(peer);
         self.event_seq += 1;
+        self.order.handle_peer_end(peer);
         self.deliver_deferred(peer);
+        self.complete_arrivals(now);
         if self.ended_peers.len() > ENDED_LINKS_MAX
             && let Some(oldest_peer) = self.ended_peers.pop_front()
             && self.has_peer_ended(oldest_peer)
         {
             self.links.remove(&oldest_peer);
+            self.order.forget_peer(oldest_peer);
         }
     }
 
@@ -947,8 +979,10 @@ impl Core {
     }
 }
 
+mod daemon_hold;
 mod deferred_deliveries;
 mod handoff;
+mod ordering;
 mod placement_leases;
 mod rm_calls;
 mod rollback;

@@ -2,6 +2,7 @@
 
 use super::{Core, OpenRequest};
 use sempa_proto::Tid;
+use sempa_proto::causal::Restart;
 use sempa_proto::link::Link;
 use sempa_proto::migration::RestartGroup;
 use sempa_proto::task::RestartInfo;
@@ -23,6 +24,7 @@ impl Core {
     pub(super) fn roll_back(&mut self, restart: &RestartInfo) {
         let RestartGroup { incarnation, .. } = &restart.restart_group;
         self.incarnation = *incarnation;
+        let mut reset_peers = Vec::new();
         for (peer, link) in self
             .links
             .iter_mut()
@@ -31,9 +33,21 @@ impl Core {
             let previous_incarnation = restart.restart_group.incarnation_at_checkpoint(*peer);
             // The link first accepts the incarnation that the peer had at the checkpoint, because
             // the peer would have announced that incarnation next.
+            let own_incarnation = link.incarnation();
             previous_incarnation
                 .map(|previous_incarnation| link.accept_incarnation(previous_incarnation));
+            if previous_incarnation.is_none() || link.incarnation() != own_incarnation {
+                reset_peers.push(*peer);
+            }
             link.begin_incarnation(*incarnation, previous_incarnation.is_some());
+        }
+        let members = restart.restart_group.members.iter().map(|(tid, _)| *tid);
+        self.order.roll_back(Restart {
+            incarnation: *incarnation,
+            members: members.chain([self.own_tid]).collect(),
+        });
+        for peer in reset_peers {
+            self.reset_order(peer);
         }
         for id in &restart.requests_to_repeat {
             if let Some(OpenRequest {

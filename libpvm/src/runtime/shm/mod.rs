@@ -1,8 +1,8 @@
 //! Shared-memory rings to tasks on the same host: reading, writing and waking. See [`ring_setup`]
 //! for setup and teardown.
 //!
-//! A ring is only a route of a link. The link retains every fragment until the peer has
-//! acknowledged the fragment, so a ring may end at any time.
+//! A ring is only a route of a link. The link retains every fragment until the peer has read it
+//! from the ring (see [`receipts`]), so a ring may end at any time.
 //!
 //! Changing the route never reorders messages:
 //!
@@ -13,18 +13,19 @@
 //! The doorbell of a task has one bit for each ring. A writer sets the bit and learns whether it
 //! must wake the reader. A reader polls only the rings whose bit is set.
 
+mod receipts;
 mod ring_setup;
 
-use super::core::Core;
+use super::core::{Core, STAMPED_HEAD_BYTES, stamped_head};
 use super::process::ProcessOwned;
 use super::zero_copy::{Leases, SharedPools};
 use bytes::Bytes;
+use receipts::Receipts;
 use rustc_hash::FxHashMap;
 use sempa_proto::link::{
-    ACK_THRESHOLD_FRAGMENTS, CPU_HINT_INDEX, FLAG_OUT_OF_LINE, FRAGMENT_BYTES_MAX, Link, LinkKind,
-    Payload, SHORT_HEAD_BYTES, decode_short_head,
+    CPU_HINT_INDEX, FLAG_OUT_OF_LINE, FRAGMENT_BYTES_MAX, Link, LinkKind, Payload,
+    SHORT_HEAD_BYTES, decode_short_head,
 };
-use sempa_proto::message::MESSAGE_HEAD_BYTES;
 use sempa_proto::route::OfferId;
 use sempa_proto::{Micros, Tid};
 use sempa_ring::doorbell::{SLOT_COUNT, WakeTarget};
@@ -43,15 +44,16 @@ const FULL_DRAIN_CALLS_MAX: usize = UNREAD_BYTES_MAX / DRAIN_BYTES_MAX + 2;
 /// Maximum number of unread bytes of one ring, including the leased messages that its records refer
 /// to.
 const UNREAD_BYTES_MAX: usize = RING_BYTES + POOL_BYTES;
-const RECORD_BYTES_MAX: usize = SHORT_HEAD_BYTES + FRAGMENT_BYTES_MAX + MESSAGE_HEAD_BYTES;
+const RECORD_BYTES_MAX: usize = SHORT_HEAD_BYTES + FRAGMENT_BYTES_MAX + STAMPED_HEAD_BYTES;
 const _: () = assert!(RECORD_BYTES_MAX <= RING_BYTES / 4);
 
 /// Number of small messages written to a ring between two checks of the current CPU.
 const WRITES_PER_CPU_CHECK: u8 = 16;
 
-/// Minimum number of fragments in flight for which a sender reads the ring for acknowledgements
-/// before it sends.
-const ACK_POLL_FRAGMENTS_MIN: u64 = ACK_THRESHOLD_FRAGMENTS * 2;
+/// Number of fragments after which a sender looks how far the reader has read. A power of two.
+const FRAGMENTS_PER_RECEIPT: u64 = 64;
+/// Time after which a sender looks how far the reader has read, if it does not send.
+const RECEIPT_CHECK_INTERVAL: Micros = Micros::from_secs(1);
 
 /// Maximum number of empty rings in a poll that is not counted as empty. Polling so few empty rings
 /// costs little.
@@ -75,6 +77,7 @@ pub(super) struct Ring {
     pub(super) peer: Tid,
     pub(super) ring_pair: RingPair,
     pub(super) leases: Leases,
+    receipts: Receipts,
     /// True if a large message was copied into the ring because the peer does not have this task's
     /// pool.
     pub(super) needs_pool_offer: bool,
@@ -105,6 +108,7 @@ impl Ring {
         Self {
             peer,
             leases: Leases::new(&ring_pair),
+            receipts: Receipts::default(),
             needs_pool_offer: false,
             ring_pair,
             peer_doorbell: Arc::new(ProcessOwned::new(doorbell)),
@@ -237,6 +241,8 @@ pub(crate) struct ShmRoutes {
     /// True if the next release of the lock must not wake the deferred peers yet.
     skip_deferred_once: bool,
     next_idle_check_at: Option<Micros>,
+    /// Time of the next look at what the readers of all rings have read.
+    next_receipt_check_at: Option<Micros>,
 }
 
 impl ShmRoutes {
@@ -273,6 +279,15 @@ impl ShmRoutes {
         self.slots_by_peer.contains_key(&peer)
     }
 
+    /// True if there is a ring to this peer and the peer will read what is written to it.
+    pub(crate) fn has_open_ring(&self, peer: Tid) -> bool {
+        let ring = self.slot(peer).and_then(|slot| match &self.slots[slot] {
+            RingSlot::Ring(ring) => Some(ring.get()),
+            RingSlot::Free | RingSlot::Reserved => None,
+        });
+        ring.is_some_and(|ring| !ring.must_close && !ring.ring_pair.writer.is_closed())
+    }
+
     /// True while an offer to this peer is unanswered.
     pub(crate) fn has_open_offer(&self, peer: Tid) -> bool {
         matches!(self.setups.get(&peer), Some(RingSetup::Offered { .. }))
@@ -290,6 +305,30 @@ impl ShmRoutes {
 
     pub(super) fn slot(&self, peer: Tid) -> Option<usize> {
         self.slots_by_peer.get(&peer).copied()
+    }
+
+    /// True if the doorbell bit of a ring is set and the ring contains a record. The ring of the
+    /// peer `except` does not count.
+    #[inline]
+    pub(crate) fn has_readable_ring_besides(&self, except: Tid) -> bool {
+        let Some(doorbell) = &self.doorbell else {
+            return false;
+        };
+        let mut next_word_index = 0;
+        while let Some((word_index, mut bits)) = doorbell.get().next_pending_word(next_word_index) {
+            next_word_index = word_index + 1;
+            while bits != 0 {
+                let slot = word_index * 64 + bits.trailing_zeros() as usize;
+                bits &= bits - 1;
+                if let Some(RingSlot::Ring(ring)) = self.slots.get(slot)
+                    && ring.get().peer != except
+                    && ring.get().is_readable()
+                {
+                    return true;
+                }
+            }
+        }
+        false
     }
 
     /// True if a ring whose doorbell bit is set must be drained: the ring has a record, or the ring
@@ -504,13 +543,17 @@ impl Core {
 
     /// Reads the rings whose doorbell bit is set. Returns true if at least one ring had a record.
     pub(crate) fn poll_rings(&mut self, now: Micros) -> bool {
-        self.poll_marked_rings(now, false)
+        let has_record = self.poll_marked_rings(now, false);
+        self.complete_arrivals(now);
+        has_record
     }
 
     /// As [`Core::poll_rings`], and clears the bits, so that every writer rings the doorbell again
     /// at its next record.
     pub(crate) fn poll_rings_before_sleep(&mut self, now: Micros) -> bool {
-        self.poll_marked_rings(now, true)
+        let has_record = self.poll_marked_rings(now, true);
+        self.complete_arrivals(now);
+        has_record
     }
 
     fn poll_marked_rings(&mut self, now: Micros, clears_bits: bool) -> bool {
@@ -547,18 +590,52 @@ impl Core {
         for slot in 0..self.shm_routes.slots.len() {
             self.drain_ring(now, slot);
         }
+        self.complete_arrivals(now);
+    }
+
+    /// Reads all rings that contain a record and whose doorbell bit is set. Everything that was
+    /// visible before the call is read.
+    pub(in crate::runtime) fn look_at_rings(&mut self, now: Micros) {
+        let mut next_word_index = 0;
+        while let Some((word_index, mut bits)) = self
+            .shm_routes
+            .doorbell
+            .as_ref()
+            .and_then(|doorbell| doorbell.get().next_pending_word(next_word_index))
+        {
+            next_word_index = word_index + 1;
+            while bits != 0 {
+                let slot = word_index * 64 + bits.trailing_zeros() as usize;
+                bits &= bits - 1;
+                if self
+                    .shm_routes
+                    .ring_mut(slot)
+                    .is_some_and(|ring| ring.is_readable())
+                {
+                    self.drain_ring_fully(now, slot);
+                }
+            }
+        }
+    }
+
+    /// True if a thread that spins must poll the rings.
+    #[inline]
+    pub(crate) fn must_poll_rings(&mut self) -> bool {
+        self.has_incomplete_arrivals() || self.shm_routes.must_poll()
     }
 
     /// Reads one ring, at most [`DRAIN_BYTES_MAX`] bytes. Returns true if the ring had a record.
     pub(super) fn drain_ring(&mut self, now: Micros, slot: usize) -> bool {
-        if self.inbox_is_full() {
+        let Some(peer) = self.shm_routes.ring_mut(slot).map(|ring| ring.peer) else {
+            return false;
+        };
+        if self.refuses_data_of(peer) {
             return false;
         }
         let (shm, links) = self.shm_routes_and_links();
         let Some(ring) = shm.ring_mut(slot) else {
             return false;
         };
-        let peer = ring.peer;
         let Some(link) = links.get_mut(&peer) else {
             return false;
         };
@@ -594,9 +671,7 @@ impl Core {
                 });
             }
             let must_answer = links.get(&peer).is_some_and(|link| link.has_frame());
-            let previous_event_seq = self.event_seq();
-            self.deliver_messages_from(peer);
-            if self.event_seq() != previous_event_seq {
+            if self.accept_messages_from(peer) {
                 self.shm_routes.expected_peer = Some(peer);
             }
             self.deliver_deferred(peer);
@@ -611,16 +686,6 @@ impl Core {
             self.reroute_through_daemon(now, peer);
         }
         has_record
-    }
-
-    /// Reads the ring for acknowledgements if many fragments are in flight to the peer.
-    pub(super) fn poll_acks(&mut self, now: Micros, peer: Tid) {
-        if self
-            .link_mut(peer)
-            .is_some_and(|link| link.in_flight_fragments() >= ACK_POLL_FRAGMENTS_MIN)
-        {
-            self.drain_peer(now, peer);
-        }
     }
 
     /// Reads the ring of a peer. Must be called before the task handles a message from or about
@@ -645,6 +710,7 @@ impl Core {
 
     /// Writes as many frames of the link to its ring as the ring has space for. Closes a ring that
     /// is corrupt or that the peer has closed.
+    // tidy: long because all steps work on the same ring and link under two borrows.
     pub(super) fn pump_ring(&mut self, now: Micros, slot: usize) {
         let (shm, links) = self.shm_routes_and_links();
         let Some(peer) = shm.ring_mut(slot).map(|ring| ring.peer) else {
@@ -655,6 +721,12 @@ impl Core {
         };
         let (mut written_frame_count, mut is_urgent, mut is_corrupt, mut has_sent_data) =
             (0u32, false, false, false);
+        if let Some(ring) = shm.ring_mut(slot) {
+            is_corrupt = ring
+                .receipts
+                .confirm(now, &mut ring.ring_pair.writer, link)
+                .is_err();
+        }
         while !is_corrupt && link.has_frame() {
             let Some(ring) = shm.ring_mut(slot) else {
                 return;
@@ -706,6 +778,8 @@ impl Core {
         let Some(ring) = shm.ring_mut(slot) else {
             return;
         };
+        ring.receipts
+            .record_written(ring.ring_pair.writer.position(), link);
         let needs_pool_offer = std::mem::take(&mut ring.needs_pool_offer);
         if written_frame_count > 0 || is_urgent {
             ring.last_used_at = now;
@@ -723,6 +797,8 @@ impl Core {
             ring.must_close |= is_corrupt || ring.ring_pair.writer.is_closed();
             ring.must_close
         });
+        self.schedule_receipt_check(now);
+        self.record_progress(peer);
         if needs_pool_offer {
             self.offer_pool(now, slot);
         }
@@ -748,9 +824,10 @@ impl Core {
         head: &[u8],
         body: &[u8],
     ) -> Option<PeerWakes> {
-        if !self.is_connected() || self.has_disabled_windows() {
+        if !self.is_connected() || self.has_disabled_windows() || !self.is_order_settled() {
             return None;
         }
+        let stamp = self.next_stamp();
         let (shm, links) = self.shm_routes_and_links();
         let slot = shm.slot(peer)?;
         shm.expected_peer = Some(peer);
@@ -758,17 +835,17 @@ impl Core {
         let has_space = ring
             .ring_pair
             .writer
-            .has_space(SHORT_HEAD_BYTES + head.len() + body.len())
+            .has_space(SHORT_HEAD_BYTES + STAMPED_HEAD_BYTES + body.len())
             == Ok(true);
         if !has_space || ring.ring_pair.writer.is_closed() {
             return None;
         }
         let link = links.get_mut(&peer)?;
-        if link.in_flight_fragments() >= ACK_POLL_FRAGMENTS_MIN && !ring.ring_pair.reader.is_empty()
-        {
-            return None;
+        if link.in_flight_fragments() % FRAGMENTS_PER_RECEIPT == FRAGMENTS_PER_RECEIPT - 1 {
+            let writer = &mut ring.ring_pair.writer;
+            ring.receipts.confirm(now, writer, link).ok()?;
         }
-        let frame = link.try_send_inline(now, head, body)?;
+        let frame = link.try_send_inline(now, &stamped_head(stamp, head), body)?;
         let mut short_head = frame.encode_short_head();
         short_head[CPU_HINT_INDEX] = ring.own_cpu_hint();
         let write_result = ring
@@ -776,6 +853,8 @@ impl Core {
             .writer
             .write([&short_head, frame.head, frame.body]);
         debug_assert_eq!(write_result, Ok(true), "there was room");
+        ring.receipts
+            .record_written(ring.ring_pair.writer.position(), link);
         ring.last_used_at = now;
         let wake_target = ring.peer_doorbell.get().notify(ring.peer_slot, false);
         let (target_doorbell, cpu) = (&ring.peer_doorbell, ring.peer_cpu);
@@ -788,10 +867,55 @@ impl Core {
                 cpu,
             }]
         };
-        if let Some(timer_at) = link.next_wakeup() {
-            self.schedule_timer(timer_at);
+        // Checked after the fence of the notification: a reader that closes its ring later reads
+        // this record.
+        let was_closed = ring.ring_pair.writer.is_closed();
+        self.schedule_receipt_check(now);
+        if was_closed {
+            self.record_sent_to_closed_ring(peer);
         }
         Some(PeerWakes(peer_wakes))
+    }
+
+    /// Ensures that the receipts of the rings are read if the task does not send any more.
+    #[inline]
+    fn schedule_receipt_check(&mut self, now: Micros) {
+        if self.shm_routes.next_receipt_check_at.is_none() {
+            let check_at = now + RECEIPT_CHECK_INTERVAL;
+            self.shm_routes.next_receipt_check_at = Some(check_at);
+            self.schedule_timer(check_at);
+        }
+    }
+
+    /// Reads the receipts of all rings, so that links do not retain what was received.
+    fn check_receipts(&mut self, now: Micros) {
+        if self
+            .shm_routes
+            .next_receipt_check_at
+            .take_if(|check_at| *check_at <= now)
+            .is_none()
+        {
+            return;
+        }
+        let rings: Vec<(Tid, usize)> = self
+            .shm_routes
+            .slots_by_peer
+            .iter()
+            .map(|(peer, slot)| (*peer, *slot))
+            .collect();
+        let mut has_open_positions = false;
+        for (peer, slot) in rings {
+            let (shm, links) = self.shm_routes_and_links();
+            if let (Some(ring), Some(link)) = (shm.ring_mut(slot), links.get_mut(&peer)) {
+                // A position that is impossible is noticed by the next write.
+                let _ = ring.receipts.confirm(now, &mut ring.ring_pair.writer, link);
+                has_open_positions |= ring.receipts.has_open_positions();
+            }
+            self.record_progress(peer);
+        }
+        if has_open_positions {
+            self.schedule_receipt_check(now);
+        }
     }
 
     /// True if the ring to this peer has no space for the queued frames of its link.

@@ -340,7 +340,7 @@ impl Core {
         self.schedule_timer(check_at);
         let route = self.allocate_route();
         if let Some(link) = self.get_or_create_link(peer) {
-            link.handle_event(now, LinkEvent::RouteUp(route));
+            link.handle_event(now, LinkEvent::ConfirmingRouteUp(route));
         }
         self.bump_send_event_seq();
         self.pump_ring(now, slot);
@@ -425,7 +425,7 @@ impl Core {
             read_bytes += bytes;
         }
         if read_bytes > 0 {
-            self.deliver_messages_from(peer);
+            self.accept_messages_from(peer);
             self.deliver_deferred(peer);
         }
     }
@@ -477,6 +477,7 @@ impl Core {
 
     /// Drops unanswered offers that have expired, closes idle rings, and drops an idle pool.
     pub(in crate::runtime) fn run_shm_timers(&mut self, now: Micros) {
+        self.check_receipts(now);
         let expired_peers: Vec<Tid> = self
             .shm_routes
             .unanswered_offers()
@@ -522,6 +523,7 @@ impl Core {
             .unanswered_offers()
             .map(|(_, expiry)| expiry)
             .chain(self.shm_routes.next_idle_check_at)
+            .chain(self.shm_routes.next_receipt_check_at)
             .min()
         {
             self.schedule_timer(check_at);

@@ -378,6 +378,7 @@ fn enroll_task(shared_state: &SharedFakeState, hello: &Hello, stream: &UnixStrea
         dsig: DSIG_X86_64,
         spawned: matches!(hello.claim, Claim::Spawned { .. }),
         tracer_settings: None,
+        past: Default::default(),
         restart_info: None,
         handoff: None,
     });

@@ -92,6 +92,7 @@ impl Machine {
         let notices = ended_tasks.into_iter().map(|ended_tid| DataMsg::TaskEnded {
             tid: ended_tid,
             watermarks: Vec::new(),
+            past: Default::default(),
         });
         self.outputs
             .extend(notices.map(|message| Output::SendData { host, message }));

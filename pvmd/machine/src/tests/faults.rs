@@ -150,6 +150,7 @@ fn invalid_data(tid: Tid, migration: MigrationId, unknown_tid: Tid) -> Vec<DataM
         DataMsg::TaskEnded {
             tid: unknown_tid,
             watermarks: vec![],
+            past: Default::default(),
         },
         DataMsg::RouteDrained {
             dst: unknown_tid,

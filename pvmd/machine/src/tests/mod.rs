@@ -16,6 +16,7 @@ mod placement_query;
 mod restart_engine;
 mod routes;
 mod scenario;
+mod service_order;
 mod service_tasks;
 mod sim;
 mod step_matrix;

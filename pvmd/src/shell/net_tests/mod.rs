@@ -472,6 +472,7 @@ async fn more_pairs_than_streams_lose_nothing() {
                 DataMsg::TaskEnded {
                     tid: dst,
                     watermarks: Vec::new(),
+                    past: Default::default(),
                 },
             );
         }

@@ -4,10 +4,25 @@ use super::Received;
 use super::Sim;
 use crate::Event;
 use sempa_proto::Tid;
+use sempa_proto::causal::Mark;
 use sempa_proto::ids::RouteId;
 use sempa_proto::link::{Link, LinkEvent, LinkOutput};
+use sempa_proto::task::ToDaemon;
 
 impl Sim {
+    /// Tells the daemon the messages that are in transit in the task's past.
+    pub(in crate::tests) fn tell_marks(&mut self, proc: usize, marks: Vec<Mark>) {
+        let (conn, host_id) = (
+            self.procs[proc].conn.expect("connected"),
+            self.procs[proc].host,
+        );
+        let message = ToDaemon::Past {
+            clock: 1,
+            marks: Some(marks),
+        };
+        self.send_from_proc(conn, host_id, Event::TaskControl { conn, message });
+    }
+
     /// Sends the frames of the links of a process and stores the messages that the links deliver.
     pub(super) fn carry_out_link_outputs(&mut self, proc: usize) {
         let now = self.now;

@@ -424,6 +424,7 @@ impl Sim {
             images_remain: false,
             cpu_micros: 0,
             answers_pings: false,
+            answers_marks: false,
             child_holds_socket: false,
         });
         self.procs.len() - 1
@@ -564,6 +565,7 @@ impl Sim {
         self.carry_out_link_outputs(proc);
     }
 
+    // tidy: long because each kind of message has its arm.
     fn deliver_to_proc(&mut self, proc: usize, conn: ConnId, message: ToTask) {
         if self.procs[proc].conn != Some(conn) || self.procs[proc].exited {
             return;
@@ -614,7 +616,19 @@ impl Sim {
                 self.carry_out_link_outputs(proc);
             }
             ToTask::RmChanged { rm } => self.procs[proc].rm_info = rm,
-            ToTask::Route { .. } => self.procs[proc].daemon_messages.push(message),
+            ToTask::Route { .. } | ToTask::Past { .. } => {
+                self.procs[proc].daemon_messages.push(message);
+            }
+            ToTask::AwaitMarks { wait_number, .. } => {
+                self.procs[proc].daemon_messages.push(message);
+                if self.procs[proc].answers_marks {
+                    let (host_id, message) = (
+                        self.procs[proc].host,
+                        ToDaemon::MarksArrived { wait_number },
+                    );
+                    self.send_from_proc(conn, host_id, Event::TaskControl { conn, message });
+                }
+            }
             ToTask::PrepareExit { migration: by } => self.prepare_exit(proc, by),
             ToTask::Quiesce {
                 migration,

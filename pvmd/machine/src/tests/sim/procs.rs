@@ -49,6 +49,8 @@ pub(in crate::tests) struct Proc {
     /// Route messages and the daemon's messages about peers, in order of arrival.
     pub(in crate::tests) daemon_messages: Vec<ToTask>,
     pub(super) deferred_notifications: Vec<(SendWatermark, Message)>,
+    /// True if the library answers at once that awaited messages have arrived.
+    pub(in crate::tests) answers_marks: bool,
     pub(super) quiesce_request: Option<(MigrationId, Vec<PathBuf>)>,
     pub(super) stopped_for_migration: bool,
     /// True if the process is stopped because the lease of its tasker permits no process to run.

@@ -1,0 +1,174 @@
+//! Services tell the tasks that use them which messages of other tasks are in transit.
+
+use super::sim::{Sim, host};
+use super::tasks::{spawn_request, spawned_tids};
+use sempa_proto::Tid;
+use sempa_proto::causal::Mark;
+use sempa_proto::group::GroupRequest;
+use sempa_proto::task::{
+    MailboxRequest, NotifyRequest, NotifySubjects, Reply, Request, SPAWN_HOST, SpawnRequest, ToTask,
+};
+
+const SIGUSR1: i32 = 10;
+const SIGKILL: i32 = 9;
+
+fn mark(receiver: Tid, sender: Tid, end_seq: u64) -> Mark {
+    Mark {
+        receiver,
+        sender,
+        incarnation: 0,
+        end_seq,
+    }
+}
+
+/// Returns the lists of marks that a process was told.
+fn told_lists(sim: &Sim, proc: usize) -> Vec<Vec<Mark>> {
+    let told_list = |message: &ToTask| match message {
+        ToTask::Past { marks, .. } => marks.clone(),
+        _ => None,
+    };
+    sim.procs[proc]
+        .daemon_messages
+        .iter()
+        .filter_map(told_list)
+        .collect()
+}
+
+fn join(group: &[u8]) -> Request {
+    Request::Group(GroupRequest::Join {
+        group: group.to_vec(),
+    })
+}
+
+/// A task on each of three hosts.
+fn three_tasks(seed: u64) -> (Sim, [usize; 3], [Tid; 3]) {
+    let (mut sim, _) = Sim::cluster(seed, 3);
+    let procs = [1, 2, 3].map(|index| sim.enrol(host(index)));
+    let tids = procs.map(|proc| sim.procs[proc].tid());
+    (sim, procs, tids)
+}
+
+/// A reply of the group service follows the marks of the tasks that have used it; a list is told
+/// once, and replaced when it changes.
+#[test]
+fn group_replies_follow_marks_of_other_users() {
+    let (mut sim, [a, b, c], [a_tid, b_tid, c_tid]) = three_tasks(1);
+    sim.ask(a, join(b"phase"));
+    let in_transit = mark(c_tid, b_tid, 7);
+    sim.tell_marks(b, vec![in_transit]);
+    sim.ask(b, join(b"phase"));
+    assert_eq!(told_lists(&sim, b), [vec![]; 0], "these are its own marks");
+    for number in 0..2 {
+        sim.ask(a, join(b"other"));
+        sim.ask(c, join(if number == 0 { b"phase" } else { b"third" }));
+    }
+    assert_eq!(told_lists(&sim, a), [[in_transit]]);
+    assert_eq!(told_lists(&sim, c), [[in_transit]]);
+    sim.tell_marks(b, vec![mark(a_tid, b_tid, 3)]);
+    sim.ask(b, join(b"fourth"));
+    sim.ask(c, join(b"fifth"));
+    assert_eq!(told_lists(&sim, c), [[in_transit], [mark(a_tid, b_tid, 3)]]);
+}
+
+/// A task that takes a message from the mailbox learns what its owner had sent before.
+#[test]
+fn mailbox_replies_follow_marks_of_the_owner() {
+    let (mut sim, [_, b, c], [a_tid, b_tid, _]) = three_tasks(2);
+    let in_transit = mark(a_tid, b_tid, 4);
+    sim.tell_marks(b, vec![in_transit]);
+    let message = sempa_proto::Message {
+        src: b_tid,
+        dst: Tid::NONE,
+        ctx: 0,
+        tag: 0,
+        wid: 0,
+        enc: 0,
+        body: bytes::Bytes::from_static(b"entry"),
+    };
+    let put = MailboxRequest::Put {
+        name: "results".into(),
+        flags: 0,
+        message,
+    };
+    assert!(matches!(
+        sim.ask(b, Request::Mailbox(put)),
+        Reply::MailboxIndex(_)
+    ));
+    let take = MailboxRequest::Take {
+        name: "results".into(),
+        index: 0,
+        flags: 0,
+    };
+    assert!(matches!(
+        sim.ask(c, Request::Mailbox(take)),
+        Reply::Mailbox(_)
+    ));
+    assert_eq!(told_lists(&sim, c), [[in_transit]]);
+}
+
+/// A new task begins with the marks of the task that has spawned it, wherever it starts.
+#[test]
+fn spawned_task_begins_with_marks_of_its_spawner() {
+    let (mut sim, [a, ..], [a_tid, _, c_tid]) = three_tasks(3);
+    let in_transit = mark(c_tid, a_tid, 9);
+    sim.tell_marks(a, vec![in_transit]);
+    let request = SpawnRequest {
+        where_arg: "h2".into(),
+        flags: SPAWN_HOST,
+        ..spawn_request("child", 1)
+    };
+    let child = spawned_tids(sim.ask(a, Request::Spawn(request)))[0].expect("started");
+    sim.run_until("the child is welcome", |sim| {
+        sim.procs[sim.proc_of(child)].welcome.is_some()
+    });
+    let child_proc = &sim.procs[sim.proc_of(child)];
+    let welcome = child_proc.welcome.as_ref().expect("just seen");
+    assert_eq!(welcome.past, (1, vec![in_transit]));
+}
+
+/// The notification of a task's end follows the messages that the task has sent to others and that
+/// were not acknowledged.
+#[test]
+fn exit_notification_follows_messages_to_others() {
+    let (mut sim, [a, b, _], [_, b_tid, c_tid]) = three_tasks(4);
+    let notify = NotifyRequest {
+        subjects: NotifySubjects::TaskExit(vec![b_tid]),
+        ctx: 0,
+        tag: 5,
+        is_cancellation: false,
+    };
+    assert_eq!(sim.ask(a, Request::Notify(notify)), Reply::Done);
+    sim.send_message(b, c_tid, b"last words");
+    sim.ask(b, Request::Exit { watermarks: vec![] });
+    sim.run_until("the watcher is notified", |sim| {
+        !sim.procs[a].notifications(5).is_empty()
+    });
+    assert_eq!(told_lists(&sim, a), [[mark(c_tid, b_tid, 2)]]);
+}
+
+/// A signal waits until the library of its task has the earlier messages, but not for ever; a
+/// signal that ends the task does not wait.
+#[test]
+fn signal_waits_for_earlier_messages() {
+    let (mut sim, [a, _, c], [a_tid, _, c_tid]) = three_tasks(5);
+    let signal = |signal| Request::Signal { tid: c_tid, signal };
+    let questions = |sim: &Sim| {
+        let is_question = |message: &&ToTask| matches!(message, ToTask::AwaitMarks { .. });
+        sim.procs[c]
+            .daemon_messages
+            .iter()
+            .filter(is_question)
+            .count()
+    };
+    assert_eq!(sim.ask(a, signal(SIGUSR1)), Reply::Done);
+    assert_eq!(questions(&sim), 0, "nothing is in transit");
+    sim.tell_marks(a, vec![mark(c_tid, a_tid, 2)]);
+    sim.procs[c].answers_marks = true;
+    assert_eq!(sim.ask(a, signal(SIGUSR1)), Reply::Done);
+    assert_eq!(questions(&sim), 1);
+    sim.procs[c].answers_marks = false;
+    assert_eq!(sim.ask(a, signal(SIGUSR1)), Reply::Done, "after some time");
+    assert_eq!(questions(&sim), 2);
+    assert_eq!(sim.ask(a, signal(SIGKILL)), Reply::Done);
+    assert_eq!(questions(&sim), 2);
+}
