@@ -327,6 +327,17 @@ impl<'a> Vm<'a> {
             .collect()
     }
 
+    /// Returns the number of checkpoints that the event log reports.
+    ///
+    /// # Panics
+    /// The console fails.
+    pub fn checkpoint_count(&self) -> usize {
+        let events = self.events().or_panic_with_logs(self);
+        let is_checkpoint =
+            |entry: &&EventEntry| matches!(entry.kind, EventKind::Checkpointed { .. });
+        events.iter().filter(is_checkpoint).count()
+    }
+
     /// Waits for an event that `is_expected` accepts, and returns the event. `description`
     /// describes the event in the error.
     ///

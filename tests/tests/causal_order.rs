@@ -2,13 +2,12 @@
 //! services, a message of a third one to the second, then the second receives its own message
 //! first. The programs `tests/programs/causal_*.c` count violations.
 
-use sempa_proto::event::EventKind;
 use sempa_tests::causal_order::{
     CausalOrderCheck, CausalReport, EndlessRelay, require_pvm_testbed, start_load,
 };
 use sempa_tests::requirements::require_testbed;
 use sempa_tests::rng::Rng;
-use sempa_tests::{OrPanicWithLogs, Vm, wait_for};
+use sempa_tests::{OrPanicWithLogs, wait_for};
 use std::fs;
 use std::time::Duration;
 
@@ -250,14 +249,6 @@ fn large_messages_stay_in_order_in_migrations() {
     check_migrations("-s 307200 -w");
 }
 
-fn checkpoint_count(vm: &Vm<'_>) -> usize {
-    let events = vm.events().or_panic_with_logs(vm);
-    events
-        .iter()
-        .filter(|entry| matches!(entry.kind, EventKind::Checkpointed { .. }))
-        .count()
-}
-
 /// A job with messages on their way rolls back to a checkpoint when a host is killed, and goes on.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
@@ -279,7 +270,7 @@ fn messages_stay_in_order_after_a_rollback() {
         .and_then(|result| result.expect_success("a checkpoint"))
         .or_panic_with_logs(vm);
     let wait_for_checkpoints = |count: usize| {
-        wait_for(TIMEOUT, || match checkpoint_count(vm) {
+        wait_for(TIMEOUT, || match vm.checkpoint_count() {
             new_count if new_count >= count => Ok(new_count),
             new_count => Err(format!("{new_count} checkpoints")),
         })

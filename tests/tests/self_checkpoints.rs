@@ -33,18 +33,10 @@ fn engine_settings(is_alice: bool, first_engine: &str, worker_engine: &str) -> V
     }
 }
 
-fn checkpoint_count(vm: &Vm<'_>) -> usize {
-    let events = vm.events().or_panic_with_logs(vm);
-    events
-        .iter()
-        .filter(|entry| matches!(entry.kind, EventKind::Checkpointed { .. }))
-        .count()
-}
-
 fn wait_for_checkpoints(vm: &Vm<'_>, new_count: usize) {
-    let required_count = checkpoint_count(vm) + new_count;
+    let required_count = vm.checkpoint_count() + new_count;
     let check_count = || {
-        if checkpoint_count(vm) >= required_count {
+        if vm.checkpoint_count() >= required_count {
             Ok(())
         } else {
             Err("no newer checkpoint".to_string())

@@ -77,7 +77,7 @@ impl CancelHandle {
     }
 }
 
-/// What an engine call has failed at.
+/// The part of a migration in which an engine call failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FailedPart {
     /// The memory that post-copy transfers. A migration without post-copy may succeed.
@@ -157,7 +157,7 @@ pub struct ExternalResources {
     pub output_pipe: u64,
 }
 
-/// What a restored task gets from its new host. It is known before the images are.
+/// Resources that the new host gives a restored task. They are known before the images arrive.
 #[derive(Debug)]
 pub struct RestoreResources {
     /// The empty PID namespace that receives the task.

@@ -341,7 +341,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// What a program and its peers do with the list.
+    /// An operation of a program or its peers on the list.
     #[derive(Clone, Debug)]
     enum Operation {
         Push(Header),

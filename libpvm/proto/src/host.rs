@@ -5,7 +5,7 @@
 //! There is no order between the two channels. Items that must not overtake a task's own messages
 //! (its exit, replies, notifications) therefore travel as [`DataMsg`].
 
-use crate::causal::Mark;
+use crate::causal::{Mark, Past};
 use crate::checkpoint::{CHECKPOINT_VERSION, CopyFailure};
 use crate::engine::{Engine, LaunchInfo};
 use crate::event::EventKind;
@@ -408,7 +408,7 @@ pub enum DataMsg {
         watermarks: Vec<SendWatermark>,
         /// Clock of the ended task, as far as its daemon knows, and the messages in its past that
         /// are in transit.
-        past: (u64, Vec<Mark>),
+        past: Past,
     },
     /// To the source of a migration: no more frames from the sender will arrive at the source for
     /// the migrated task. Everything that the sender had routed to the source precedes this

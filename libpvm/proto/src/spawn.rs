@@ -1,6 +1,6 @@
 //! Requests to spawn tasks, and the flags of `pvm_spawn`.
 
-use crate::causal::Mark;
+use crate::causal::Past;
 use crate::ids::{HostId, Tid};
 use serde::{Deserialize, Serialize};
 
@@ -31,9 +31,8 @@ pub struct SpawnRequest {
     pub env: Vec<Vec<u8>>,
     pub output_sink: Sink,
     pub trace_sink: Sink,
-    /// Clock of the request, and the messages in its past that are in transit. The spawner's daemon
-    /// sets them.
-    pub past: (u64, Vec<Mark>),
+    /// The past of the request. The spawner's daemon sets it.
+    pub past: Past,
 }
 
 impl SpawnRequest {

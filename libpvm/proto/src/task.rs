@@ -11,7 +11,7 @@ pub use crate::spawn::{
     SPAWN_PINNED, Sink, SpawnRequest,
 };
 
-use crate::causal::Mark;
+use crate::causal::{Mark, Past};
 use crate::checkpoint::{
     CheckpointEntry, CheckpointFailure, CheckpointReport, CheckpointSchedule, RemovalResults,
     RemovalSelection, RestartFailure, RestartReport, StoreFailure,
@@ -521,7 +521,7 @@ pub struct Welcome {
     pub tracer_settings: Option<TracerSettings>,
     /// Clock of the task's spawn, and the messages in its past that are in transit; only in the
     /// first welcome.
-    pub past: (u64, Vec<Mark>),
+    pub past: Box<Past>,
     /// Set if the process was restored from a checkpoint and this is the first welcome since the
     /// restart.
     pub restart_info: Option<RestartInfo>,
@@ -675,16 +675,7 @@ pub enum ToTask {
     },
     /// The past of the replies and notifications that follow. The library holds them back until the
     /// messages to this task have arrived that the marks name.
-    Past {
-        /// The task that knows of these messages, or the address of the master's daemon for the
-        /// group service and the mailbox. `None` if the marks are added to the known ones.
-        teller: Option<Tid>,
-        /// Clock of the teller.
-        clock: u64,
-        /// The messages that are in transit; replaces the previous list of the same teller. `None`
-        /// if they have not changed.
-        marks: Option<Vec<Mark>>,
-    },
+    Past(Past),
     /// Asks for an answer when the messages that these marks name have arrived. →
     /// [`ToDaemon::MarksArrived`]
     AwaitMarks { wait_number: u64, marks: Vec<Mark> },

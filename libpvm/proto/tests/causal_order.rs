@@ -87,7 +87,7 @@ impl World {
         let tasks = (0..task_count)
             .map(|task| Task {
                 host: rng.below(host_count as u64) as usize,
-                order: CausalOrder::new(tid(task)),
+                order: CausalOrder::new(tid(task), 0),
                 known: BTreeSet::new(),
                 received: BTreeSet::new(),
                 has_ended: false,

@@ -53,6 +53,14 @@ impl Default for Doorbell {
     }
 }
 
+/// Position of a pass over the slots whose bits are set. It borrows nothing, so that the rings can
+/// be read during the pass.
+#[derive(Debug, Default)]
+pub struct SlotCursor {
+    next_word_index: usize,
+    bits: u64,
+}
+
 impl Doorbell {
     /// Futex word on which readers sleep. The value of the word changes whenever the readers are
     /// woken.
@@ -135,6 +143,19 @@ impl Doorbell {
             summary &= summary - 1;
         }
         None
+    }
+
+    /// Returns the next slot whose bit is set, after those that `cursor` has passed; `None` at the
+    /// end. The bits of a word are read once.
+    #[inline]
+    pub fn next_pending_slot(&self, cursor: &mut SlotCursor) -> Option<usize> {
+        if cursor.bits == 0 {
+            let (index, bits) = self.next_pending_word(cursor.next_word_index)?;
+            (cursor.next_word_index, cursor.bits) = (index + 1, bits);
+        }
+        let bit = cursor.bits.trailing_zeros() as usize;
+        cursor.bits &= cursor.bits - 1;
+        Some((cursor.next_word_index - 1) * 64 + bit)
     }
 
     /// Clears the bit of a slot. The slot's ring must be checked once more afterwards.

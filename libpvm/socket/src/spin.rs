@@ -91,7 +91,7 @@ impl SenderDistance {
     }
 }
 
-/// What a thread that waits for a message does before it sleeps.
+/// Behavior of a thread that waits for a message, before it sleeps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WaitPlan {
     /// The thread sleeps immediately.

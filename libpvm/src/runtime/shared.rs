@@ -243,7 +243,7 @@ impl<'a> StateGuard<'a> {
     /// Unlocks first and wakes threads afterwards, so that no thread wakes up only to block on the
     /// lock.
     fn release_and_wake(&mut self) {
-        if self.core.has_incomplete_arrivals() {
+        if self.core.order.is_waiting_for_look() {
             let now = self.now();
             self.core.complete_arrivals(now);
         }

@@ -116,6 +116,11 @@ impl SocketWaiters {
     }
 }
 
+/// Returns how long a thread may sleep that waits for at most `timeout`.
+pub(super) fn sleep_duration(timeout: Option<Duration>) -> Duration {
+    timeout.map_or(IDLE_SLEEP_MAX, |timeout| timeout.min(DEADLINE_SLEEP_MAX))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -165,9 +170,4 @@ mod tests {
         waiters.add_socket(&own_socket).expect("watched again");
         assert!(io_thread_is_ready(&waiters));
     }
-}
-
-/// Returns how long a thread may sleep that waits for at most `timeout`.
-pub(super) fn sleep_duration(timeout: Option<Duration>) -> Duration {
-    timeout.map_or(IDLE_SLEEP_MAX, |timeout| timeout.min(DEADLINE_SLEEP_MAX))
 }

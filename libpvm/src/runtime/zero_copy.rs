@@ -390,7 +390,7 @@ impl Core {
         receivers: &[Tid],
     ) -> PvmResult<()> {
         self.shm_routes.pools.is_multicast_in_progress = true;
-        self.begin_multicast_event();
+        self.order.begin_multicast();
         let own_tid = self.tid();
         let send_result = receivers.iter().try_for_each(|dst| {
             let message = Message {
@@ -409,7 +409,7 @@ impl Core {
             }
         });
         self.end_multicast();
-        self.end_multicast_event();
+        self.order.end_multicast();
         send_result
     }
 

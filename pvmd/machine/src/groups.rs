@@ -7,6 +7,7 @@
 
 use super::Machine;
 use super::rpc::RpcPurpose;
+use super::service_order::ServiceObject;
 use sempa_proto::checkpoint::SavedGroup;
 use sempa_proto::group::{
     ALL_MEMBERS, GroupInfo, GroupReply, GroupRequest, GroupState, GroupWait, NO_MEMBER,
@@ -625,6 +626,7 @@ fn not_in_group(tid: Tid, name: &[u8]) -> GroupError {
 impl Machine {
     /// Master: handles a request to the group service.
     pub(super) fn handle_group_request(&mut self, tid: Tid, id: RequestId, request: GroupRequest) {
+        self.begin_service_use(tid, id, ServiceObject::of_group_request(&request));
         let Some(master) = &mut self.master else {
             return;
         };
@@ -655,10 +657,7 @@ impl Machine {
         while let Some(GroupAnswer { tid, id, result }) =
             self.master.as_mut().and_then(|m| m.groups.next_reply())
         {
-            match result {
-                Ok(reply) => self.reply_in_order(tid, id, Reply::Group(reply)),
-                Err((error, reason)) => self.reply_error(tid, id, error, reason),
-            }
+            self.reply_in_order(tid, id, result.map(Reply::Group));
         }
     }
 }

@@ -197,7 +197,7 @@ struct Master {
     host_changes: hosts::HostChanges,
     mailbox: mailbox::Mailbox,
     groups: groups::Groups,
-    service_marks: service_order::ServiceMarks,
+    service_pasts: service_order::ServicePasts,
     events: events::EventLog,
     migrations: migrations::CoordinatedMigrations,
     checkpoints: checkpoints::JobCheckpoints,

@@ -7,6 +7,7 @@
 //! again.
 
 use super::Machine;
+use super::service_order::ServiceObject;
 use sempa_proto::checkpoint::{SAVED_MAILBOX_BYTES_MAX, SavedMailboxEntry};
 use sempa_proto::task::{MailboxClass, MailboxRequest, Reply, TEXT_FIELD_BYTES_MAX};
 use sempa_proto::{Message, PvmError, RequestId, Tid};
@@ -381,6 +382,7 @@ impl Machine {
         id: RequestId,
         request: MailboxRequest,
     ) {
+        self.begin_service_use(tid, id, ServiceObject::of_mailbox_request(&request));
         let Some(master) = &mut self.master else {
             return;
         };
@@ -425,10 +427,7 @@ impl Machine {
                 Ok(Reply::MailboxClasses(mailbox.matching_classes(&pattern)))
             }
         };
-        match reply {
-            Ok(reply) => self.reply_in_order(tid, id, reply),
-            Err((error, reason)) => self.reply_error(tid, id, error, reason),
-        }
+        self.reply_in_order(tid, id, reply);
         if was_stored {
             self.serve_waiting_takes();
         }
@@ -462,10 +461,7 @@ impl Machine {
                 Err((PvmError::NotFound, _)) => i += 1,
                 read_result => {
                     master.mailbox.waiting_takes.remove(i);
-                    match read_result {
-                        Ok(message) => self.reply_in_order(tid, id, Reply::Mailbox(message)),
-                        Err((error, reason)) => self.reply_error(tid, id, error, reason),
-                    }
+                    self.reply_in_order(tid, id, read_result.map(Reply::Mailbox));
                 }
             }
         }

@@ -14,7 +14,7 @@ use super::tasks::{ExitPositions, watermark_for};
 use super::{Machine, Timer};
 use bytes::Bytes;
 use sempa_proto::body::{Encoding, Packer};
-use sempa_proto::causal::Mark;
+use sempa_proto::causal::Past;
 use sempa_proto::host::{HostRequest, NotifySubject, PendingNotification};
 use sempa_proto::message::ENC_XDR;
 use sempa_proto::task::{NotifyRequest, NotifySubjects, Reply, SendWatermark, ToTask};
@@ -158,7 +158,7 @@ impl Machine {
         watcher: Tid,
         tid: Tid,
         watermark: Option<SendWatermark>,
-        past: &(u64, Vec<Mark>),
+        past: &Past,
     ) {
         let Some(task) = self.tasks.get_mut(watcher) else {
             return;

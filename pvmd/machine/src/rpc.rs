@@ -9,6 +9,7 @@ use super::checkpoints::Inventory;
 use super::spawn::ExecRequester;
 use super::tasks::{ConnectionPhase, watermark_for};
 use super::{Machine, Output};
+use sempa_proto::causal::Past;
 use sempa_proto::host::{DataMsg, HostMsg, HostReply, HostRequest};
 use sempa_proto::suspend::SuspendOrder;
 use sempa_proto::task::{Reply, SendWatermark};
@@ -464,7 +465,7 @@ impl Machine {
                         watcher,
                         tid,
                         None::<SendWatermark>,
-                        &(0, Vec::new()),
+                        &Past::default(),
                     );
                 }
             }

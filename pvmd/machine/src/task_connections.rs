@@ -342,7 +342,7 @@ impl Machine {
                 .as_ref()
                 .filter(|t| t.trace_sink() == task.trace_sink)
                 .map(|t| t.settings.clone()),
-            past,
+            past: Box::new(past),
             restart_info,
             handoff,
         };

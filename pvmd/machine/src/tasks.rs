@@ -14,7 +14,7 @@ use super::ring_peers::sender_of;
 use super::suspension::TaskSuspension;
 use super::{ConnId, Machine, Output};
 use checkpoint_protocol::Source;
-use sempa_proto::causal::Mark;
+use sempa_proto::causal::Past;
 use sempa_proto::engine::LaunchInfo;
 use sempa_proto::event::EventKind;
 use sempa_proto::host::{
@@ -142,9 +142,9 @@ pub(super) struct Task {
     pub(super) link_incarnation: u16,
     /// Clock of the task, and the messages in its past that are in transit, as the task has told
     /// last.
-    pub(super) past: (u64, Vec<Mark>),
+    pub(super) past: Past,
     /// The past of the task's spawn.
-    pub(super) initial_past: (u64, Vec<Mark>),
+    pub(super) initial_past: Past,
     pub(super) open_requests: BTreeSet<RequestId>,
     /// Requests that wait for other tasks without a time limit. They can be repeated after a
     /// restart.
@@ -340,7 +340,7 @@ pub(super) struct ExitPositions {
     /// Watermark of the task's link to each peer.
     pub(super) watermarks: Vec<SendWatermark>,
     /// Clock of the task, and the messages in its past that were in transit.
-    pub(super) past: (u64, Vec<Mark>),
+    pub(super) past: Past,
 }
 
 #[derive(Debug, Default)]
@@ -644,7 +644,10 @@ impl Machine {
             self.report_output_ended(tid, task.output_sink);
         }
         let watermarks = task.link_watermarks();
-        let past = (task.past.0, self.marks_at_end(&task, &watermarks));
+        let past = Past {
+            clock: task.past.clock,
+            marks: self.marks_at_end(&task, &watermarks),
+        };
         let positions = ExitPositions {
             watermarks: watermarks.clone(),
             past,
@@ -696,7 +699,7 @@ impl Machine {
         if let Some(master) = &mut self.master {
             master.events.unsubscribe(tid);
             master.mailbox.remove_owner(tid);
-            master.service_marks.handle_task_end(tid);
+            master.service_pasts.handle_task_end(tid);
         }
         self.remove_ended_member(tid);
     }

@@ -36,6 +36,15 @@ impl Mark {
     }
 }
 
+/// The past of a request to a service, of a spawn, or of the end of a task.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Past {
+    /// Lamport clock of the task.
+    pub clock: u64,
+    /// The messages that are in transit.
+    pub marks: Vec<Mark>,
+}
+
 /// A message between the runtimes of two tasks. It travels on the link of the two tasks, in order
 /// with the messages of the programs.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

@@ -24,11 +24,15 @@
 mod arrivals;
 mod mark;
 mod order;
+mod peers;
+mod restart;
 mod unsettled;
 
 pub use arrivals::Arrivals;
-pub use mark::{CTX_ORDER, Mark, OrderMessage};
-pub use order::{CausalOrder, Position, Restart};
+pub use mark::{CTX_ORDER, Mark, OrderMessage, Past};
+pub use order::CausalOrder;
+pub use peers::Position;
+pub use restart::Restart;
 
 /// Size in bytes of the stamp that precedes each message on a link.
 pub const STAMP_BYTES: usize = 8;

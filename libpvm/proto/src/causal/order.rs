@@ -1,130 +1,13 @@
 //! The causal order of all messages of one task.
 
 use super::arrivals::Arrivals;
-use super::mark::{Mark, OrderMessage};
+use super::mark::{Mark, OrderMessage, Past};
+use super::peers::{Held, Hold, Peer, Peers, Position};
+use super::restart::Restart;
 use super::unsettled::UnsettledMarks;
 use super::{MARKS_BEFORE_PROMPT_ACK, MARKS_MAX, STAMP_MAX};
 use crate::ids::Tid;
-use crate::link::is_later_incarnation;
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
-
-/// Position on a link: all fragments below number `end_seq` of this incarnation.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Position {
-    pub incarnation: u16,
-    pub end_seq: u64,
-}
-
-impl Position {
-    /// Position of a link on which nothing was sent.
-    const START: Self = Self {
-        incarnation: 0,
-        end_seq: 1,
-    };
-
-    /// True if the messages up to `other` end at this position or before.
-    fn reaches(self, other: Self) -> bool {
-        if self.incarnation == other.incarnation {
-            self.end_seq >= other.end_seq
-        } else {
-            // Messages of an earlier incarnation are void.
-            is_later_incarnation(self.incarnation, other.incarnation)
-        }
-    }
-}
-
-/// A restart of tasks from a checkpoint. The links between these tasks keep their numbers in the
-/// new incarnation.
-#[derive(Clone, Debug)]
-pub struct Restart {
-    pub incarnation: u16,
-    /// The tasks that were restored, including this one.
-    pub members: BTreeSet<Tid>,
-}
-
-impl Restart {
-    /// True if the mark is about two restored tasks and was made before the restart.
-    fn concerns(&self, mark: &Mark) -> bool {
-        self.members.contains(&mark.receiver)
-            && self.members.contains(&mark.sender)
-            && !is_later_incarnation(mark.incarnation, self.incarnation)
-    }
-
-    /// Gives the mark the new incarnation. Returns false if it is void.
-    fn renumber(&self, mark: &mut Mark) -> bool {
-        let is_valid = self.concerns(mark);
-        if is_valid {
-            mark.incarnation = self.incarnation;
-        }
-        is_valid
-    }
-}
-
-/// Something that waits behind a message that is held back.
-#[derive(Clone, Debug)]
-enum Held<M> {
-    Message { stamp: u64, message: M },
-    Order(OrderMessage),
-}
-
-/// State of a peer whose messages are held back.
-#[derive(Clone, Debug)]
-struct Hold<M> {
-    /// Number and end of the list whose marks are awaited. The list itself counts as passed on when
-    /// they have arrived, because marks that name its position cover these marks.
-    list_id: u64,
-    list_position: Position,
-    awaited_marks: Vec<Mark>,
-    queue: VecDeque<(Position, Held<M>)>,
-}
-
-#[derive(Clone, Debug)]
-struct Peer<M> {
-    // ---- received from the peer
-    /// Everything up to here was passed on.
-    passed: Position,
-    last_stamp: u64,
-    /// Marks of the peer's last list that name other receivers.
-    heard_marks: Vec<Mark>,
-    hold: Option<Hold<M>>,
-    has_ended: bool,
-    // ---- sent to the peer
-    /// Version of the own marks with which `told_marks` was compared last.
-    told_version: u64,
-    /// Marks of the last list that was told to the peer, without those that name the peer; sorted
-    /// by pair.
-    told_marks: Vec<Mark>,
-    last_list_id: u64,
-    /// Number of the last list that named the peer, while the peer has not answered it.
-    unanswered_list_id: Option<u64>,
-}
-
-impl<M> Peer<M> {
-    /// Records that a message up to `position` is passed on. Returns its stamp: stamps of a peer
-    /// fall only after a restart, or if the peer violates the protocol.
-    #[inline]
-    fn pass_message(&mut self, position: Position, stamp: u64) -> u64 {
-        let stamp = stamp.min(STAMP_MAX).max(self.last_stamp);
-        (self.last_stamp, self.passed) = (stamp, position);
-        stamp
-    }
-}
-
-impl<M> Default for Peer<M> {
-    fn default() -> Self {
-        Self {
-            passed: Position::START,
-            last_stamp: 0,
-            heard_marks: Vec::new(),
-            hold: None,
-            has_ended: false,
-            told_version: 0,
-            told_marks: Vec::new(),
-            last_list_id: 0,
-            unanswered_list_id: None,
-        }
-    }
-}
+use std::collections::{BTreeSet, VecDeque};
 
 /// The causal order of a task's messages. `M` is a message of a program.
 ///
@@ -141,7 +24,7 @@ pub struct CausalOrder<M> {
     marks: UnsettledMarks,
     /// While a message is sent to several tasks, the stamp of all copies.
     multicast_stamp: Option<u64>,
-    peers: BTreeMap<Tid, Peer<M>>,
+    peers: Peers<M>,
     /// Peers whose messages are held back.
     holding_peers: BTreeSet<Tid>,
     held_count: usize,
@@ -162,13 +45,14 @@ pub struct CausalOrder<M> {
 }
 
 impl<M> CausalOrder<M> {
-    pub fn new(own_tid: Tid) -> Self {
+    /// Creates the order of a task whose new links begin with this incarnation.
+    pub fn new(own_tid: Tid, incarnation: u16) -> Self {
         Self {
             own_tid,
             clock: 0,
             marks: UnsettledMarks::default(),
             multicast_stamp: None,
-            peers: BTreeMap::new(),
+            peers: Peers::new(incarnation),
             holding_peers: BTreeSet::new(),
             held_count: 0,
             was_released: false,
@@ -219,7 +103,7 @@ impl<M> CausalOrder<M> {
             return None;
         }
         let (version, list) = self.current_list(peer);
-        let peer_state = self.peers.entry(peer).or_default();
+        let peer_state = self.peers.entry(peer);
         let is_known = |mark: &Mark| {
             let known_mark = find_mark(&peer_state.told_marks, mark);
             mark.receiver != peer && known_mark.is_some_and(|told| told.covers(mark))
@@ -229,6 +113,12 @@ impl<M> CausalOrder<M> {
             return None;
         }
         Some(self.tell(peer, version, list))
+    }
+
+    /// Returns the whole list for a peer that knows nothing.
+    pub fn whole_list_for(&mut self, peer: Tid) -> OrderMessage {
+        let (version, list) = self.current_list(peer);
+        self.tell(peer, version, list)
     }
 
     /// Returns the marks that concern this peer, and the version of the list.
@@ -244,7 +134,7 @@ impl<M> CausalOrder<M> {
     /// Records that this list is told to the peer.
     fn tell(&mut self, peer: Tid, version: u64, list: Vec<Mark>) -> OrderMessage {
         let names_peer = list.iter().any(|mark| mark.receiver == peer);
-        let peer_state = self.peers.entry(peer).or_default();
+        let peer_state = self.peers.entry(peer);
         peer_state.told_version = version;
         peer_state.last_list_id += 1;
         let other_marks = list.iter().filter(|mark| mark.receiver != peer);
@@ -268,7 +158,7 @@ impl<M> CausalOrder<M> {
         if is_visible && self.is_settled() {
             return;
         }
-        let peer_state = self.peers.entry(peer).or_default();
+        let peer_state = self.peers.entry(peer);
         if peer_state.has_ended {
             return;
         }
@@ -336,16 +226,14 @@ impl<M> CausalOrder<M> {
                 .get(&peer)
                 .is_some_and(|peer| self.is_stale(peer))
             {
-                let (version, list) = self.current_list(peer);
-                return Some((peer, self.tell(peer, version, list)));
+                return Some((peer, self.whole_list_for(peer)));
             }
         }
         // The receivers themselves say whether the messages of an ended task have arrived.
         while let Some(orphan) = self.orphaned_marks.pop() {
             let receiver = orphan.receiver;
             if self.marks.get(receiver, orphan.sender).is_some() && receiver != self.own_tid {
-                let (version, list) = self.current_list(receiver);
-                return Some((receiver, self.tell(receiver, version, list)));
+                return Some((receiver, self.whole_list_for(receiver)));
             }
         }
         None
@@ -372,7 +260,7 @@ impl<M> CausalOrder<M> {
 
     /// Accepts a message from the link with `peer`. `position` is the end of the message.
     pub fn accept_message(&mut self, peer: Tid, position: Position, stamp: u64, message: M) {
-        let peer_state = self.peers.entry(peer).or_default();
+        let peer_state = self.peers.entry(peer);
         if peer_state.hold.is_some() {
             return self.accept(peer, position, Held::Message { stamp, message });
         }
@@ -390,7 +278,7 @@ impl<M> CausalOrder<M> {
             // An answer waits for nothing: the messages that it confirms were sent before.
             self.handle_answer(peer, id);
             // If messages of the peer are held back, the position advances with them.
-            let peer_state = self.peers.entry(peer).or_default();
+            let peer_state = self.peers.entry(peer);
             if peer_state.hold.is_none() {
                 peer_state.passed = position;
             }
@@ -406,7 +294,7 @@ impl<M> CausalOrder<M> {
     }
 
     fn accept(&mut self, peer: Tid, position: Position, held: Held<M>) {
-        let peer_state = self.peers.entry(peer).or_default();
+        let peer_state = self.peers.entry(peer);
         if let Some(hold) = &mut peer_state.hold {
             hold.queue.push_back((position, held));
             self.held_count += 1;
@@ -421,7 +309,7 @@ impl<M> CausalOrder<M> {
     fn pass(&mut self, peer: Tid, position: Position, held: Held<M>) {
         match held {
             Held::Message { stamp, message } => {
-                let peer_state = self.peers.entry(peer).or_default();
+                let peer_state = self.peers.entry(peer);
                 let stamp = peer_state.pass_message(position, stamp);
                 self.clock = self.clock.max(stamp);
                 self.arrivals.push(peer, stamp, message);
@@ -434,7 +322,7 @@ impl<M> CausalOrder<M> {
     }
 
     fn handle_answer(&mut self, peer: Tid, id: u64) {
-        let peer_state = self.peers.entry(peer).or_default();
+        let peer_state = self.peers.entry(peer);
         if peer_state.unanswered_list_id == Some(id) {
             peer_state.unanswered_list_id = None;
             self.unanswered_count -= 1;
@@ -443,7 +331,7 @@ impl<M> CausalOrder<M> {
 
     /// Forgets that a list to this peer is unanswered, because no answer will come.
     fn drop_unanswered_list(&mut self, peer: Tid) {
-        let peer_state = self.peers.entry(peer).or_default();
+        let peer_state = self.peers.entry(peer);
         if peer_state.unanswered_list_id.take().is_some() {
             self.unanswered_count -= 1;
         }
@@ -453,7 +341,7 @@ impl<M> CausalOrder<M> {
         marks.truncate(MARKS_MAX);
         let own_marks = self.hear(peer, marks);
         if own_marks.is_empty() {
-            self.peers.entry(peer).or_default().passed = position;
+            self.peers.entry(peer).passed = position;
             return;
         }
         self.raise_stamp_above(peer, &own_marks);
@@ -462,12 +350,12 @@ impl<M> CausalOrder<M> {
             .filter(|mark| !self.has_passed(mark))
             .collect();
         if awaited_marks.is_empty() {
-            self.peers.entry(peer).or_default().passed = position;
+            self.peers.entry(peer).passed = position;
             self.answers.push_back((peer, OrderMessage::Arrived { id }));
             return;
         }
         self.holding_peers.insert(peer);
-        self.peers.entry(peer).or_default().hold = Some(Hold {
+        self.peers.entry(peer).hold = Some(Hold {
             list_id: id,
             list_position: position,
             awaited_marks,
@@ -482,18 +370,13 @@ impl<M> CausalOrder<M> {
             .iter()
             .filter_map(|mark| Some(self.peers.get(&mark.sender)?.last_stamp));
         let stamp_min = sender_stamps.max().unwrap_or(0);
-        let peer_state = self.peers.entry(peer).or_default();
+        let peer_state = self.peers.entry(peer);
         peer_state.last_stamp = peer_state.last_stamp.max(stamp_min);
     }
 
     /// Returns the task's clock.
     pub fn clock(&self) -> u64 {
         self.clock
-    }
-
-    /// Makes all later messages of this task later than an event with this clock.
-    pub fn advance_clock(&mut self, clock: u64) {
-        self.clock = self.clock.max(clock.min(STAMP_MAX));
     }
 
     /// Replaces the marks that `teller` has told. Returns those that name this task.
@@ -508,7 +391,7 @@ impl<M> CausalOrder<M> {
         let (own_marks, mut other_marks): (Vec<_>, Vec<_>) =
             marks.into_iter().partition(|mark| mark.receiver == own_tid);
         other_marks.sort_by_key(Mark::pair);
-        let teller_state = self.peers.entry(teller).or_default();
+        let teller_state = self.peers.entry(teller);
         let heard_marks = std::mem::replace(&mut teller_state.heard_marks, other_marks.clone());
         // The teller no longer names a mark: the message has arrived, or is covered by another one.
         for heard in heard_marks {
@@ -525,33 +408,36 @@ impl<M> CausalOrder<M> {
         own_marks
     }
 
-    /// Accepts marks that this task's daemon has passed on for `teller`. Without a teller they are
-    /// added to the known ones. Returns the marks that name this task and whose messages have not
-    /// arrived; what follows must wait for them.
-    pub fn accept_told_marks(&mut self, teller: Option<Tid>, mut marks: Vec<Mark>) -> Vec<Mark> {
-        marks.truncate(MARKS_MAX);
-        let mut own_marks = match teller {
-            Some(teller) => self.hear(teller, marks),
-            None => {
-                let own_marks = self.hear(Tid::NONE, marks);
-                let nobody = self.peers.entry(Tid::NONE).or_default();
-                self.orphaned_marks.append(&mut nobody.heard_marks);
-                own_marks
-            }
-        };
+    /// Accepts the past of what the task's daemon sends next. Returns the marks that name this task
+    /// and whose messages have not arrived; what follows must wait for them. Nobody says later
+    /// that the other marks are settled, so this task asks the receivers.
+    pub fn accept_past(&mut self, past: Past) -> Vec<Mark> {
+        let mut own_marks = self.accept_past_of(Tid::NONE, past);
+        let nobody = self.peers.entry(Tid::NONE);
+        self.orphaned_marks.append(&mut nobody.heard_marks);
         own_marks.retain(|mark| !self.has_passed(mark));
         own_marks
     }
 
-    /// Forgets which marks a peer was told, because the peer has forgotten them.
-    pub fn forget_told_marks(&mut self, peer: Tid) {
-        if let Some(peer_state) = self.peers.get_mut(&peer) {
-            (peer_state.told_version, peer_state.told_marks) = (0, Vec::new());
-        }
+    /// Accepts the past of this task's spawn. The next list of the spawner replaces its marks.
+    pub fn accept_spawn(&mut self, spawner: Tid, past: Past) {
+        self.accept_past_of(spawner, past);
+    }
+
+    fn accept_past_of(&mut self, teller: Tid, Past { clock, mut marks }: Past) -> Vec<Mark> {
+        self.clock = self.clock.max(clock.min(STAMP_MAX));
+        marks.truncate(MARKS_MAX);
+        self.hear(teller, marks)
     }
 
     fn has_ended(&self, peer: Tid) -> bool {
         self.peers.get(&peer).is_some_and(|peer| peer.has_ended)
+    }
+
+    /// Records that the predecessor of this process has received everything that `peer` had sent up
+    /// to `position`.
+    pub fn take_over_peer(&mut self, peer: Tid, position: Position) {
+        self.peers.entry(peer).passed = position;
     }
 
     /// True if everything that the mark names was passed on.
@@ -567,7 +453,7 @@ impl<M> CausalOrder<M> {
     /// arrive.
     pub fn has_passed_position(&self, peer: Tid, position: Position) -> bool {
         match self.peers.get(&peer) {
-            None => Position::START.reaches(position),
+            None => self.peers.start().reaches(position),
             Some(peer_state) => {
                 peer_state.passed.reaches(position)
                     || (peer_state.has_ended && peer_state.hold.is_none())
@@ -579,13 +465,13 @@ impl<M> CausalOrder<M> {
     fn release_held(&mut self) {
         while let Some(peer) = self.find_releasable() {
             self.holding_peers.remove(&peer);
-            let peer_state = self.peers.entry(peer).or_default();
+            let peer_state = self.peers.entry(peer);
             let Some(hold) = peer_state.hold.take() else {
                 continue;
             };
             let id = hold.list_id;
             self.raise_stamp_above(peer, &hold.awaited_marks);
-            let peer_state = self.peers.entry(peer).or_default();
+            let peer_state = self.peers.entry(peer);
             self.was_released = true;
             peer_state.passed = hold.list_position;
             self.answers.push_back((peer, OrderMessage::Arrived { id }));
@@ -613,7 +499,7 @@ impl<M> CausalOrder<M> {
     pub fn handle_peer_end(&mut self, peer: Tid) {
         self.marks.remove_receiver(peer);
         self.drop_unanswered_list(peer);
-        let peer_state = self.peers.entry(peer).or_default();
+        let peer_state = self.peers.entry(peer);
         peer_state.has_ended = true;
         peer_state.told_marks = Vec::new();
         self.orphaned_marks
@@ -634,16 +520,13 @@ impl<M> CausalOrder<M> {
     pub fn handle_link_reset(&mut self, peer: Tid, incarnation: u16) {
         self.marks.remove(peer, self.own_tid);
         self.drop_unanswered_list(peer);
-        let peer_state = self.peers.entry(peer).or_default();
+        let peer_state = self.peers.entry(peer);
         (peer_state.told_version, peer_state.last_stamp) = (0, 0);
         peer_state.has_ended = false;
         peer_state.told_marks = Vec::new();
         self.orphaned_marks
             .append(&mut std::mem::take(&mut peer_state.heard_marks));
-        let start = Position {
-            incarnation,
-            ..Position::START
-        };
+        let start = Position::start_of(incarnation);
         peer_state.passed = start;
         if let Some(hold) = peer_state.hold.take() {
             self.holding_peers.remove(&peer);
@@ -661,7 +544,8 @@ impl<M> CausalOrder<M> {
     /// restored. Marks of other tasks are dropped.
     pub fn roll_back(&mut self, restart: Restart) {
         self.marks.retain(|mark| restart.renumber(mark));
-        for (peer, peer_state) in &mut self.peers {
+        self.peers.begin_incarnation(restart.incarnation);
+        for (peer, peer_state) in self.peers.iter_mut() {
             let has_peer = restart.members.contains(peer);
             if has_peer {
                 peer_state.passed.incarnation = restart.incarnation;
@@ -800,4 +684,42 @@ impl<M> CausalOrder<M> {
 fn find_mark<'a>(sorted_marks: &'a [Mark], mark: &Mark) -> Option<&'a Mark> {
     let index = sorted_marks.binary_search_by_key(&mark.pair(), Mark::pair);
     index.ok().map(|index| &sorted_marks[index])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const OWN: Tid = Tid::from_raw(0x40001);
+    const STRANGER: Tid = Tid::from_raw(0x40002);
+
+    fn mark_of_stranger(incarnation: u16) -> Mark {
+        Mark {
+            receiver: OWN,
+            sender: STRANGER,
+            incarnation,
+            end_seq: 2,
+        }
+    }
+
+    /// A task that was restarted does not wait for a message that another task had sent to it
+    /// before the restart: the message went to the earlier process. It waits for one of the new
+    /// incarnation.
+    #[test]
+    fn restarted_task_waits_for_new_messages_only() {
+        let mut order: CausalOrder<()> = CausalOrder::new(OWN, 0);
+        let told = |order: &mut CausalOrder<()>, incarnation| {
+            order.accept_past(Past {
+                clock: 1,
+                marks: vec![mark_of_stranger(incarnation)],
+            })
+        };
+        assert_eq!(told(&mut order, 0), [mark_of_stranger(0)]);
+        order.roll_back(Restart {
+            incarnation: 1,
+            members: BTreeSet::from([OWN]),
+        });
+        assert_eq!(told(&mut order, 0), []);
+        assert_eq!(told(&mut order, 1), [mark_of_stranger(1)]);
+    }
 }

@@ -6,7 +6,7 @@
 //! [`ToTask::Past`]: sempa_proto::task::ToTask::Past
 
 use super::Core;
-use sempa_proto::causal::{CausalOrder, Mark, OrderMessage};
+use sempa_proto::causal::{CausalOrder, Mark, OrderMessage, Past};
 use sempa_proto::frame::encode_control;
 use sempa_proto::task::{Reply, Request, SendWatermark, ToDaemon};
 use sempa_proto::{HostId, Message, Micros, RequestId, Tid};
@@ -17,11 +17,7 @@ use std::collections::VecDeque;
 pub(super) enum DaemonItem {
     Reply(RequestId, Reply),
     Delivery(Message, Option<SendWatermark>),
-    Past {
-        teller: Option<Tid>,
-        clock: u64,
-        marks: Option<Vec<Mark>>,
-    },
+    Past(Past),
 }
 
 /// Items that are held back, and questions of the daemon that are not answered yet.
@@ -33,6 +29,8 @@ pub(super) struct DaemonHold {
     awaited_marks: Vec<Mark>,
     items: VecDeque<DaemonItem>,
     open_questions: Vec<(u64, Vec<Mark>)>,
+    /// True if the daemon was told the task's marks since the connection was established.
+    daemon_knows_marks: bool,
     /// True while items are released. Handling an item may release more; the depth stays bounded.
     is_releasing: bool,
 }
@@ -79,7 +77,13 @@ impl Core {
     /// Tells the daemon the past of a request, if the request needs it.
     pub(super) fn tell_past_of(&mut self, request: &Request) {
         if orders_events(request) {
-            let marks = match self.order.list_for(service_tid()) {
+            let knows_marks = std::mem::replace(&mut self.daemon_hold.daemon_knows_marks, true);
+            let list = if knows_marks {
+                self.order.list_for(service_tid())
+            } else {
+                Some(self.order.whole_list_for(service_tid()))
+            };
+            let marks = match list {
                 Some(OrderMessage::Marks { marks, .. }) => Some(marks),
                 _ => None,
             };
@@ -109,7 +113,7 @@ impl Core {
 
     /// The next daemon does not know the marks that the previous one was told.
     pub(super) fn forget_marks_of_daemon(&mut self) {
-        self.order.forget_told_marks(service_tid());
+        self.daemon_hold.daemon_knows_marks = false;
     }
 
     /// Handles an item of the daemon, or holds it back.
@@ -132,16 +136,9 @@ impl Core {
             DaemonItem::Delivery(message, watermark) => {
                 self.handle_delivery(now, message, watermark);
             }
-            DaemonItem::Past {
-                teller,
-                clock,
-                marks,
-            } => {
-                self.order.advance_clock(clock);
-                if let Some(marks) = marks {
-                    self.daemon_hold.awaited_marks = self.order.accept_told_marks(teller, marks);
-                    self.complete_arrivals(now);
-                }
+            DaemonItem::Past(past) => {
+                self.daemon_hold.awaited_marks = self.order.accept_past(past);
+                self.complete_arrivals(now);
             }
         }
     }
@@ -155,7 +152,6 @@ impl Core {
     ) {
         self.daemon_hold.open_questions.push((wait_number, marks));
         self.complete_arrivals(now);
-        self.release_daemon_items(now);
     }
 
     /// Handles the items for which nothing is awaited any more.

@@ -15,7 +15,7 @@ impl Core {
         // A direct connection delivers all its fragments before its route ends. The daemon's
         // watermark does not count these fragments, so the notification waits for the end of the
         // route.
-        if self.direct_routes.has_route(watermark.peer) || self.holds_messages_of(watermark.peer) {
+        if self.direct_routes.has_route(watermark.peer) || self.order.is_holding(watermark.peer) {
             return false;
         }
         match self.links.get(&watermark.peer) {
@@ -45,10 +45,10 @@ impl Core {
                 if self.deferred_deliveries.len() > DEFERRED_DELIVERIES_MAX {
                     let (_, oldest_message) =
                         self.deferred_deliveries.pop_front().expect("just seen");
-                    self.accept_notice(oldest_message);
+                    self.order.accept_notice(oldest_message);
                 }
             }
-            _ => self.accept_notice(message),
+            _ => self.order.accept_notice(message),
         }
         self.complete_arrivals(now);
     }
@@ -64,7 +64,7 @@ impl Core {
         }
         for (watermark, message) in std::mem::take(&mut self.deferred_deliveries) {
             if watermark.peer == peer && self.has_reached_watermark(watermark) {
-                self.accept_notice(message);
+                self.order.accept_notice(message);
             } else {
                 self.deferred_deliveries.push_back((watermark, message));
             }
@@ -75,7 +75,7 @@ impl Core {
     pub(super) fn deliver_deferred_of_released(&mut self) {
         for (watermark, message) in std::mem::take(&mut self.deferred_deliveries) {
             if self.has_reached_watermark(watermark) {
-                self.accept_notice(message);
+                self.order.accept_notice(message);
             } else {
                 self.deferred_deliveries.push_back((watermark, message));
             }

@@ -43,6 +43,7 @@ impl Core {
         for link_state in &handoff.links {
             let mut link = Link::resume_from(self.own_tid, link_state);
             link.handle_event(Micros(0), LinkEvent::RouteUp(self.daemon_route));
+            self.take_over_received_messages(&link);
             self.links.insert(link_state.peer, link);
             self.record_retained_messages(link_state.peer);
             self.queue_for_pump(link_state.peer);

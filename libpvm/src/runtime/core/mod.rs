@@ -141,7 +141,7 @@ pub(crate) struct Core {
     pub(crate) direct_routes: DirectRoutes,
     links: FxHashMap<Tid, Link>,
     /// Causal order of the messages that this task sends and receives.
-    order: CausalOrder<Message>,
+    pub(super) order: CausalOrder<Message>,
     order_timers: OrderTimers,
     daemon_hold: DaemonHold,
     ended_peers: VecDeque<Tid>,
@@ -192,7 +192,7 @@ impl Core {
             shm_routes: ShmRoutes::default(),
             direct_routes: DirectRoutes::new(welcome.tid, welcome.addresses.clone()),
             links: FxHashMap::default(),
-            order: CausalOrder::new(welcome.tid),
+            order: CausalOrder::new(welcome.tid, incarnation),
             order_timers: OrderTimers::default(),
             daemon_hold: DaemonHold::default(),
             ended_peers: VecDeque::new(),
@@ -213,10 +213,8 @@ impl Core {
             event_seq: 0,
             send_event_seq: 0,
         };
-        let parent = Some(welcome.parent).filter(|parent| parent.is_task());
-        let (clock, marks) = welcome.past.clone();
-        core.order.advance_clock(clock);
-        core.order.accept_told_marks(parent, marks);
+        core.order
+            .accept_spawn(welcome.parent, (*welcome.past).clone());
         if let Some(handoff) = &welcome.handoff {
             core.take_over_links(handoff);
         }
@@ -860,18 +858,7 @@ impl Core {
                 message,
                 deliver_after: watermark,
             } => self.accept_daemon_item(now, DaemonItem::Delivery(message, watermark)),
-            ToTask::Past {
-                teller,
-                clock,
-                marks,
-            } => self.accept_daemon_item(
-                now,
-                DaemonItem::Past {
-                    teller,
-                    clock,
-                    marks,
-                },
-            ),
+            ToTask::Past(past) => self.accept_daemon_item(now, DaemonItem::Past(past)),
             ToTask::AwaitMarks { wait_number, marks } => {
                 self.handle_marks_question(now, wait_number, marks);
             }

@@ -130,25 +130,6 @@ impl Core {
         self.order.record_progress(peer, acked, is_ring_complete);
     }
 
-    /// True if a message that is visible at once needs neither a list of marks nor a mark.
-    #[inline]
-    pub(in crate::runtime) fn is_order_settled(&self) -> bool {
-        self.order.is_settled()
-    }
-
-    #[inline]
-    pub(in crate::runtime) fn next_stamp(&mut self) -> u64 {
-        self.order.next_stamp()
-    }
-
-    pub(in crate::runtime) fn begin_multicast_event(&mut self) {
-        self.order.begin_multicast();
-    }
-
-    pub(in crate::runtime) fn end_multicast_event(&mut self) {
-        self.order.end_multicast();
-    }
-
     // ---- receiving
 
     /// Passes all complete messages of a peer to the causal order. Returns true if there was a
@@ -183,26 +164,10 @@ impl Core {
         has_message
     }
 
-    /// Delivers a message that a daemon has sent, behind everything that has arrived.
-    pub(super) fn accept_notice(&mut self, message: Message) {
-        self.order.accept_notice(message);
-    }
-
-    /// True while messages of this peer are held back.
-    pub(super) fn holds_messages_of(&self, peer: Tid) -> bool {
-        self.order.is_holding(peer)
-    }
-
     /// True if no more fragments of this peer can be accepted at present.
     pub(in crate::runtime) fn refuses_data_of(&self, peer: Tid) -> bool {
         self.inbox_is_full()
             || (self.order.held_count() >= HELD_MESSAGES_MAX && self.order.is_holding(peer))
-    }
-
-    /// True if messages have arrived that are not in the inbox yet.
-    #[inline]
-    pub(in crate::runtime) fn has_incomplete_arrivals(&self) -> bool {
-        self.order.is_waiting_for_look()
     }
 
     /// Looks at the rings until the messages that have arrived are in causal order, and puts these
@@ -281,6 +246,16 @@ impl Core {
         };
         self.order.handle_link_reset(peer, link.incarnation());
         self.record_retained_messages(peer);
+    }
+
+    /// Records that the predecessor process has received the messages that this link does not expect
+    /// any more.
+    pub(super) fn take_over_received_messages(&mut self, link: &Link) {
+        let position = Position {
+            incarnation: link.incarnation(),
+            end_seq: link.expected_seq(),
+        };
+        self.order.take_over_peer(link.peer(), position);
     }
 
     /// Records that the messages that the link retains may not have arrived.

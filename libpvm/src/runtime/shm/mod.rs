@@ -28,7 +28,7 @@ use sempa_proto::link::{
 };
 use sempa_proto::route::OfferId;
 use sempa_proto::{Micros, Tid};
-use sempa_ring::doorbell::{SLOT_COUNT, WakeTarget};
+use sempa_ring::doorbell::{SLOT_COUNT, SlotCursor, WakeTarget};
 use sempa_ring::futex;
 use sempa_ring::ring::{CorruptRing, Record, RingReader};
 use sempa_ring::shared_memory::{OwnDoorbell, PeerDoorbell, RING_BYTES, RingPair, SharedRing};
@@ -311,49 +311,33 @@ impl ShmRoutes {
     /// peer `except` does not count.
     #[inline]
     pub(crate) fn has_readable_ring_besides(&self, except: Tid) -> bool {
-        let Some(doorbell) = &self.doorbell else {
-            return false;
-        };
-        let mut next_word_index = 0;
-        while let Some((word_index, mut bits)) = doorbell.get().next_pending_word(next_word_index) {
-            next_word_index = word_index + 1;
-            while bits != 0 {
-                let slot = word_index * 64 + bits.trailing_zeros() as usize;
-                bits &= bits - 1;
-                if let Some(RingSlot::Ring(ring)) = self.slots.get(slot)
-                    && ring.get().peer != except
-                    && ring.get().is_readable()
-                {
-                    return true;
-                }
+        let mut cursor = SlotCursor::default();
+        while let Some(slot) = self.next_pending_slot(&mut cursor) {
+            if let Some(RingSlot::Ring(ring)) = self.slots.get(slot)
+                && ring.get().peer != except
+                && ring.get().is_readable()
+            {
+                return true;
             }
         }
         false
     }
 
+    /// Returns the next slot whose doorbell bit is set.
+    #[inline]
+    fn next_pending_slot(&self, cursor: &mut SlotCursor) -> Option<usize> {
+        self.doorbell.as_ref()?.get().next_pending_slot(cursor)
+    }
+
     /// True if a ring whose doorbell bit is set must be drained: the ring has a record, or the ring
     /// was empty in [`EMPTY_POLLS_MAX`] counted polls and its bit must be cleared.
     pub(crate) fn must_poll(&mut self) -> bool {
-        let Self {
-            doorbell: Some(doorbell),
-            slots,
-            ..
-        } = self
-        else {
-            return false;
-        };
-        let (mut next_word_index, mut empty_ring_count) = (0, 0);
-        while let Some((word_index, mut bits)) = doorbell.get().next_pending_word(next_word_index) {
-            next_word_index = word_index + 1;
-            while bits != 0 {
-                let slot = word_index * 64 + bits.trailing_zeros() as usize;
-                bits &= bits - 1;
-                if let Some(RingSlot::Ring(ring)) = slots.get_mut(slot) {
-                    empty_ring_count += 1;
-                    if ring.get().is_readable() || ring.get_mut().count_empty_poll(empty_ring_count)
-                    {
-                        return true;
-                    }
+        let (mut cursor, mut empty_ring_count) = (SlotCursor::default(), 0);
+        while let Some(slot) = self.next_pending_slot(&mut cursor) {
+            if let Some(ring) = self.ring_mut(slot) {
+                empty_ring_count += 1;
+                if ring.is_readable() || ring.count_empty_poll(empty_ring_count) {
+                    return true;
                 }
             }
         }
@@ -557,28 +541,19 @@ impl Core {
     }
 
     fn poll_marked_rings(&mut self, now: Micros, clears_bits: bool) -> bool {
-        let (mut has_record, mut next_word_index, mut empty_ring_count) = (false, 0, 0);
-        while let Some((word_index, mut bits)) = self
-            .shm_routes
-            .doorbell
-            .as_ref()
-            .and_then(|doorbell| doorbell.get().next_pending_word(next_word_index))
-        {
-            next_word_index = word_index + 1;
-            while bits != 0 {
-                let slot = word_index * 64 + bits.trailing_zeros() as usize;
-                bits &= bits - 1;
-                if self.drain_ring(now, slot) {
-                    has_record = true;
-                    continue;
+        let (mut has_record, mut empty_ring_count) = (false, 0);
+        let mut cursor = SlotCursor::default();
+        while let Some(slot) = self.shm_routes.next_pending_slot(&mut cursor) {
+            if self.drain_ring(now, slot) {
+                has_record = true;
+                continue;
+            }
+            empty_ring_count += 1;
+            if self.shm_routes.count_empty_poll(slot, empty_ring_count) || clears_bits {
+                if let Some(doorbell) = &self.shm_routes.doorbell {
+                    doorbell.get().clear_slot(slot);
                 }
-                empty_ring_count += 1;
-                if self.shm_routes.count_empty_poll(slot, empty_ring_count) || clears_bits {
-                    if let Some(doorbell) = &self.shm_routes.doorbell {
-                        doorbell.get().clear_slot(slot);
-                    }
-                    has_record |= self.drain_ring(now, slot);
-                }
+                has_record |= self.drain_ring(now, slot);
             }
         }
         has_record
@@ -596,24 +571,14 @@ impl Core {
     /// Reads all rings that contain a record and whose doorbell bit is set. Everything that was
     /// visible before the call is read.
     pub(in crate::runtime) fn look_at_rings(&mut self, now: Micros) {
-        let mut next_word_index = 0;
-        while let Some((word_index, mut bits)) = self
-            .shm_routes
-            .doorbell
-            .as_ref()
-            .and_then(|doorbell| doorbell.get().next_pending_word(next_word_index))
-        {
-            next_word_index = word_index + 1;
-            while bits != 0 {
-                let slot = word_index * 64 + bits.trailing_zeros() as usize;
-                bits &= bits - 1;
-                if self
-                    .shm_routes
-                    .ring_mut(slot)
-                    .is_some_and(|ring| ring.is_readable())
-                {
-                    self.drain_ring_fully(now, slot);
-                }
+        let mut cursor = SlotCursor::default();
+        while let Some(slot) = self.shm_routes.next_pending_slot(&mut cursor) {
+            if self
+                .shm_routes
+                .ring_mut(slot)
+                .is_some_and(|ring| ring.is_readable())
+            {
+                self.drain_ring_fully(now, slot);
             }
         }
     }
@@ -621,7 +586,7 @@ impl Core {
     /// True if a thread that spins must poll the rings.
     #[inline]
     pub(crate) fn must_poll_rings(&mut self) -> bool {
-        self.has_incomplete_arrivals() || self.shm_routes.must_poll()
+        self.order.is_waiting_for_look() || self.shm_routes.must_poll()
     }
 
     /// Reads one ring, at most [`DRAIN_BYTES_MAX`] bytes. Returns true if the ring had a record.
@@ -824,10 +789,10 @@ impl Core {
         head: &[u8],
         body: &[u8],
     ) -> Option<PeerWakes> {
-        if !self.is_connected() || self.has_disabled_windows() || !self.is_order_settled() {
+        if !self.is_connected() || self.has_disabled_windows() || !self.order.is_settled() {
             return None;
         }
-        let stamp = self.next_stamp();
+        let stamp = self.order.next_stamp();
         let (shm, links) = self.shm_routes_and_links();
         let slot = shm.slot(peer)?;
         shm.expected_peer = Some(peer);

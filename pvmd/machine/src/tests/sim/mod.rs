@@ -616,7 +616,7 @@ impl Sim {
                 self.carry_out_link_outputs(proc);
             }
             ToTask::RmChanged { rm } => self.procs[proc].rm_info = rm,
-            ToTask::Route { .. } | ToTask::Past { .. } => {
+            ToTask::Route { .. } | ToTask::Past(_) => {
                 self.procs[proc].daemon_messages.push(message);
             }
             ToTask::AwaitMarks { wait_number, .. } => {
