@@ -49,7 +49,7 @@ pub use content::Content;
 pub use error::{EnrollError, Error, MigrateError};
 pub use inbox::Inbox;
 pub use notices::{Notice, Notices};
-pub use runtime::{Runtime, enroll};
+pub use runtime::{Runtime, SmallMessageHead, enroll};
 pub use spawn::{Spawn, SpawnOutcome};
 pub use task::Task;
 pub use vm::{Body, Match, MigrateReply, Vm};

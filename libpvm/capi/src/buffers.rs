@@ -6,6 +6,7 @@
 use crate::memory::ProgramBytes;
 use crate::receivable::{Header, ListEntry};
 use bytes::Bytes;
+use libpvm::SmallMessageHead;
 use sempa_proto::buffer_pool;
 use sempa_proto::link::INLINE_BODY_BYTES_MAX;
 use sempa_proto::message::{DSIG_X86_64, ENC_TRACE, ENC_XDR};
@@ -16,9 +17,12 @@ const ENC_IN_PLACE: i32 = 0x2000_0000;
 /// Maximum size of a message body in bytes: half of the maximum that may be queued for one
 /// receiver.
 pub(crate) const BODY_BYTES_MAX: usize = 1 << 35;
-/// Maximum capacity in bytes of a freed buffer's memory that the table reserves for the next
-/// buffer.
+/// Maximum capacity in bytes of a freed buffer's memory that the table reserves for a new buffer.
+/// Larger memory goes to the pool.
 const SPARE_BYTES_MAX: usize = 4 << 10;
+const _: () = assert!(SPARE_BYTES_MAX <= buffer_pool::POOLED_BYTES_MIN);
+/// Maximum number of such memories: one of the send buffer and one of the receive buffer.
+const SPARE_COUNT_MAX: usize = 2;
 /// Maximum number of buffers that exist at the same time.
 pub(crate) const BUFFER_COUNT_MAX: usize = 1 << 24;
 
@@ -109,8 +113,11 @@ pub(crate) struct Buffer {
 }
 
 impl Drop for Body {
+    #[inline]
     fn drop(&mut self) {
-        if let Self::Unsealed(bytes) = self {
+        if let Self::Unsealed(bytes) = self
+            && bytes.capacity() > SPARE_BYTES_MAX
+        {
             buffer_pool::recycle(std::mem::take(bytes));
         }
     }
@@ -149,6 +156,22 @@ impl Buffer {
             wid: message.wid,
             src: message.src.raw(),
             dst: message.dst.raw(),
+        }
+    }
+
+    /// Creates a buffer that contains a received message with a body of at most
+    /// [`INLINE_BODY_BYTES_MAX`] bytes.
+    pub(crate) fn from_small_message(head: &SmallMessageHead, dst: i32, body: Vec<u8>) -> Self {
+        Self {
+            enc: Enc::from_header_field(head.enc),
+            body: Body::Unsealed(body),
+            list_entry: None,
+            read_offset: 0,
+            ctx: head.ctx,
+            tag: head.tag,
+            wid: head.wid,
+            src: head.src.raw(),
+            dst,
         }
     }
 
@@ -271,6 +294,7 @@ impl Buffer {
 
     /// Removes and returns the memory of the body for reuse. Returns `None` if the capacity of the
     /// memory is larger than [`SPARE_BYTES_MAX`], and for an empty, sealed or in-place body.
+    #[inline]
     pub(crate) fn take_small_memory(&mut self) -> Option<Vec<u8>> {
         match &mut self.body {
             Body::Unsealed(bytes) if (1..=SPARE_BYTES_MAX).contains(&bytes.capacity()) => {
@@ -317,8 +341,8 @@ pub(crate) fn len_as_int(len: usize) -> i32 {
 pub(crate) struct Buffers {
     slots: Vec<Option<Buffer>>,
     free_slots: Vec<usize>,
-    /// Memory of a freed small buffer. The next new buffer uses this memory.
-    spare_memory: Vec<u8>,
+    /// Memory of freed small buffers, for new buffers.
+    spare_memories: Vec<Vec<u8>>,
 }
 
 impl Buffers {
@@ -333,22 +357,44 @@ impl Buffers {
     pub(crate) fn create(&mut self, enc: Enc, src: i32) -> PvmResult<i32> {
         let mut buffer = Buffer::new(enc, src);
         if let Body::Unsealed(bytes) = &mut buffer.body {
-            *bytes = std::mem::take(&mut self.spare_memory);
+            *bytes = self.take_spare_memory();
             bytes.clear();
         }
         self.add(buffer)
     }
 
-    /// Frees a buffer. If its memory is small, the memory is reserved for the next buffer.
+    /// Removes and returns memory for a new buffer. The memory may contain bytes.
+    #[inline]
+    pub(crate) fn take_spare_memory(&mut self) -> Vec<u8> {
+        self.spare_memories.pop().unwrap_or_default()
+    }
+
+    /// Reserves memory for a new buffer.
+    #[inline]
+    pub(crate) fn keep_spare_memory(&mut self, memory: Vec<u8>) {
+        if self.spare_memories.len() < SPARE_COUNT_MAX {
+            self.spare_memories.push(memory);
+        }
+    }
+
+    /// Frees a buffer. If its memory is small, the memory is reserved for a new buffer. Returns the
+    /// place of the message in the list of messages that can be received, if the list contains it.
     ///
     /// # Errors
     /// As [`Buffers::get`].
-    pub(crate) fn free(&mut self, mid: i32) -> PvmResult<()> {
-        let mut buffer = self.remove(mid)?;
-        if let Some(memory) = buffer.take_small_memory() {
-            self.spare_memory = memory;
+    #[inline]
+    pub(crate) fn free(&mut self, mid: i32) -> PvmResult<Option<ListEntry>> {
+        let index = Self::slot_index(mid)?;
+        let slot = self.slots.get_mut(index).ok_or(PvmError::NoSuchBuf)?;
+        let buffer = slot.as_mut().ok_or(PvmError::NoSuchBuf)?;
+        let list_entry = buffer.list_entry;
+        let spare_memory = buffer.take_small_memory();
+        *slot = None;
+        self.free_slots.push(index);
+        if let Some(memory) = spare_memory {
+            self.keep_spare_memory(memory);
         }
-        Ok(())
+        Ok(list_entry)
     }
 
     /// Stores a buffer and returns its number.

@@ -4,10 +4,10 @@
 #![allow(unsafe_code)]
 
 use crate::receive::{self, ArrivalsGuard};
-use crate::session::{self, Session};
+use crate::session::{self, SessionGuard};
 use std::cell::RefCell;
 use std::io::Write;
-use std::sync::{MutexGuard, Once};
+use std::sync::Once;
 
 pub(crate) fn process_id() -> i32 {
     std::process::id() as i32
@@ -50,7 +50,7 @@ pub(crate) fn prepare_for_fork() {
     });
 }
 
-type ForkLocks = (Option<ArrivalsGuard>, MutexGuard<'static, Session>);
+type ForkLocks = (Option<ArrivalsGuard>, SessionGuard);
 
 thread_local! {
     static FORK_LOCKS: RefCell<Option<ForkLocks>> = const { RefCell::new(None) };

@@ -20,18 +20,18 @@ use crate::control;
 use crate::data::pvmmyctx;
 use crate::handlers::{Filter, HandlerFn};
 use crate::receivable::Request;
-use crate::session::{self, Session};
+use crate::session::{self, Session, SessionGuard};
 use crate::trace;
 use libpvm::{Inbox, Runtime};
 use sempa_proto::message::CTX_TASK_CONTROL;
 use sempa_proto::trace::int_item;
 use sempa_proto::{Message, PvmError, PvmResult};
+use sempa_ring::biased_lock::{BiasedLock, BiasedLockGuard};
 use std::cell::Cell;
 use std::collections::VecDeque;
 use std::os::fd::RawFd;
 use std::sync::atomic::Ordering::{Relaxed, SeqCst};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize};
-use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -83,9 +83,9 @@ pub(crate) fn is_in_handler() -> bool {
 
 /// Messages that were removed from the runtime's inbox but are not taken in yet. The guard is the
 /// right to take in messages, which only one thread at a time has.
-pub(crate) type ArrivalsGuard = MutexGuard<'static, VecDeque<Message>>;
+pub(crate) type ArrivalsGuard = BiasedLockGuard<'static, VecDeque<Message>>;
 
-static ARRIVALS: Mutex<VecDeque<Message>> = Mutex::new(VecDeque::new());
+static ARRIVALS: BiasedLock<VecDeque<Message>> = BiasedLock::new(VecDeque::new());
 /// Number of messages in [`ARRIVALS`]. A call reads it without the lock.
 static ARRIVALS_LEN: AtomicUsize = AtomicUsize::new(0);
 /// True if the messages in [`ARRIVALS`] must be forgotten by the thread that has the right to take
@@ -93,25 +93,22 @@ static ARRIVALS_LEN: AtomicUsize = AtomicUsize::new(0);
 static MUST_FORGET_ARRIVALS: AtomicBool = AtomicBool::new(false);
 /// True while a thread runs a message handler.
 static HANDLER_RUNS: AtomicBool = AtomicBool::new(false);
-/// Number of messages that were taken in.
+/// Number of messages that were taken in. Changes only under the lock of the session.
 static INTAKE_COUNT: AtomicU64 = AtomicU64::new(0);
-/// Number of threads that wait until a message is taken in.
+/// Number of threads that wait until a message is taken in. Increases only under the lock of the
+/// session.
 static WAITING_THREADS: AtomicU32 = AtomicU32::new(0);
 
 /// Waits for the right to take in messages.
 pub(crate) fn lock_arrivals() -> ArrivalsGuard {
-    let mut arrivals = ARRIVALS.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut arrivals = ARRIVALS.lock();
     clear_if_forgotten(&mut arrivals);
     arrivals
 }
 
 /// Returns the right to take in messages; `None` if another thread has this right.
 fn try_lock_arrivals() -> Option<ArrivalsGuard> {
-    let mut arrivals = match ARRIVALS.try_lock() {
-        Ok(arrivals) => arrivals,
-        Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
-        Err(TryLockError::WouldBlock) => return None,
-    };
+    let mut arrivals = ARRIVALS.try_lock()?;
     clear_if_forgotten(&mut arrivals);
     Some(arrivals)
 }
@@ -200,7 +197,7 @@ pub(crate) fn take_in_all(rt: &Runtime) -> bool {
 /// message while it writes. Without handlers the call only considers messages that an earlier call
 /// has removed from the inbox, because the check for others would make each send slower.
 #[inline]
-pub(crate) fn take_in_after_send(session: MutexGuard<'static, Session>) {
+pub(crate) fn take_in_after_send(session: SessionGuard) {
     let takes_in = session.has_intake_effects() || ARRIVALS_LEN.load(Relaxed) != 0;
     if takes_in && let Some(rt) = session.runtime.clone() {
         drop(take_in_next(&rt, session, WaitMode::OneMessage));
@@ -222,9 +219,9 @@ enum Intake {
 /// [`lock_arrivals_in_time`] does not give this thread the right to take in messages.
 fn take_in_next(
     rt: &Runtime,
-    session: MutexGuard<'static, Session>,
+    session: SessionGuard,
     wait_mode: WaitMode,
-) -> (MutexGuard<'static, Session>, Intake) {
+) -> (SessionGuard, Intake) {
     if is_in_handler() {
         return (session, Intake::Nothing);
     }
@@ -252,10 +249,10 @@ fn take_in_next(
 /// Takes in a message and gives up the right to take in messages.
 fn take_in_and_unlock(
     rt: &Runtime,
-    session: MutexGuard<'static, Session>,
+    session: SessionGuard,
     mut arrivals: ArrivalsGuard,
     message: Message,
-) -> (MutexGuard<'static, Session>, Intake) {
+) -> (SessionGuard, Intake) {
     let intake = if control::is_unknown_to_pvm(&message) {
         Intake::Uncounted
     } else {
@@ -271,11 +268,7 @@ fn take_in_and_unlock(
 
 /// Takes in a message and wakes the threads that wait. The session is unlocked while a handler
 /// runs.
-fn take_in(
-    rt: &Runtime,
-    mut session: MutexGuard<'static, Session>,
-    message: Message,
-) -> MutexGuard<'static, Session> {
+fn take_in(rt: &Runtime, mut session: SessionGuard, message: Message) -> SessionGuard {
     if message.ctx == CTX_TASK_CONTROL || !session.handlers.is_empty() {
         drop(session);
         dispatch_message(rt, message);
@@ -285,12 +278,95 @@ fn take_in(
         // messages). The message is lost, because there is no call that could report the error.
         let _ = session.queue_message(message);
     }
-    // A thread that waits has increased `WAITING_THREADS` before it reads `INTAKE_COUNT`.
-    INTAKE_COUNT.fetch_add(1, SeqCst);
-    if WAITING_THREADS.load(SeqCst) != 0 {
+    count_intake(&session);
+    session
+}
+
+/// Counts a message that was taken in, and wakes the threads that wait.
+#[inline]
+fn count_intake(session: &SessionGuard) {
+    // Only a thread that has the session changes the count, and a thread that waits has increased
+    // `WAITING_THREADS` while it had the session.
+    INTAKE_COUNT.store(INTAKE_COUNT.load(Relaxed) + 1, Relaxed);
+    if WAITING_THREADS.load(Relaxed) != 0
+        && let Some(rt) = &session.runtime
+    {
         rt.wake_waiting_threads();
     }
-    session
+}
+
+/// Result of [`take_in_small`] for a receive call.
+enum SmallIntake {
+    /// The message that was taken in matches. It is not in the list.
+    Match(i32),
+    /// What was taken in is in the list, or the next message must be taken in in the ordinary way
+    /// ([`Intake::Nothing`]).
+    Other(Intake),
+}
+
+/// Takes in a small message that is in a ring on this host, and waits awake for one if `waits` is
+/// true. `request` is what the receive call accepts if all messages of the list were examined and
+/// there is no matching function.
+#[inline]
+fn take_in_small(
+    mut session: SessionGuard,
+    request: Option<&Request>,
+    waits: bool,
+) -> (SessionGuard, SmallIntake) {
+    let intake_count = INTAKE_COUNT.load(Relaxed);
+    if let Some(intake) = try_take_in_small(&mut session, request) {
+        return (session, intake);
+    }
+    let Some(rt) = session.runtime.clone().filter(|_| waits) else {
+        return (session, SmallIntake::Other(Intake::Nothing));
+    };
+    drop(session);
+    let has_record = rt.spin_for_small();
+    let mut session = session::lock();
+    if INTAKE_COUNT.load(Relaxed) != intake_count {
+        return (session, SmallIntake::Other(Intake::Uncounted));
+    }
+    let intake = has_record
+        .then(|| try_take_in_small(&mut session, request))
+        .flatten()
+        .unwrap_or(SmallIntake::Other(Intake::Nothing));
+    (session, intake)
+}
+
+/// Takes in a small message that is in a ring on this host. Returns `None` if there is none, or if
+/// the message must be taken in in the ordinary way.
+#[inline]
+fn try_take_in_small(session: &mut SessionGuard, request: Option<&Request>) -> Option<SmallIntake> {
+    let Session {
+        runtime: Some(rt),
+        buffers,
+        handlers,
+        ..
+    } = &mut **session
+    else {
+        return None;
+    };
+    if !handlers.is_empty() || ARRIVALS_LEN.load(Relaxed) != 0 || is_in_handler() {
+        return None;
+    }
+    let _right = try_lock_arrivals()?;
+    let mut body = buffers.take_spare_memory();
+    let Some(head) = rt.try_receive_small(&mut body) else {
+        buffers.keep_spare_memory(body);
+        return None;
+    };
+    let buffer = Buffer::from_small_message(&head, rt.tid().raw(), body);
+    // See `take_in` for errors.
+    let mut intake = SmallIntake::Other(Intake::OneMessage);
+    if request.is_some_and(|request| request.matches(buffer.header())) {
+        if let Ok(mid) = session.buffers.add(buffer) {
+            intake = SmallIntake::Match(mid);
+        }
+    } else {
+        let _ = session.queue_buffer(buffer);
+    }
+    count_intake(session);
+    Some(intake)
 }
 
 /// Dispatches one message: to the library, to a handler, or to the list of messages that can be
@@ -404,10 +480,7 @@ impl Search {
     ///
     /// # Errors
     /// A negative result of the program's matching function.
-    fn examine_list(
-        &mut self,
-        mut session: MutexGuard<'static, Session>,
-    ) -> Result<MatchResult, i32> {
+    fn examine_list(&mut self, mut session: SessionGuard) -> Result<MatchResult, i32> {
         let examined_seq = std::mem::replace(&mut self.examined_seq, session.receivable.next_seq());
         match session.matcher {
             Some(matcher) => {
@@ -455,7 +528,7 @@ impl Search {
 }
 
 /// The locked session, and the number of the matching message; `None` if no message matches.
-type MatchResult = (MutexGuard<'static, Session>, Option<i32>);
+type MatchResult = (SessionGuard, Option<i32>);
 
 /// True if a program may wait for messages with this sender and tag.
 fn is_valid_request(tid: i32, tag: i32) -> bool {
@@ -478,16 +551,18 @@ impl From<PvmError> for ReceiveError {
 }
 
 /// Waits for a matching message. Returns the locked session and the message's number; `None` in
-/// place of the number if the wait ends without a message. The message stays in the list.
-/// `on_valid_arguments` is called once, after the arguments have been checked.
+/// place of the number if the wait ends without a message. The message stays in the list if it was
+/// there before, and always if `takes_match` is false. `on_valid_arguments` is called once, after
+/// the arguments have been checked.
 fn wait_for_message(
     tid: i32,
     tag: i32,
     wait_mode: WaitMode,
+    takes_match: bool,
     on_valid_arguments: fn(&mut Session),
 ) -> Result<MatchResult, ReceiveError> {
     let mut session = session::lock();
-    let rt = session.runtime_or_enrol()?.clone();
+    session.runtime_or_enrol()?;
     if !is_valid_request(tid, tag) {
         return Err(PvmError::BadParam.into());
     }
@@ -498,7 +573,7 @@ fn wait_for_message(
     let mut search = Search::new(tid, tag);
     let mut is_last_search = false;
     loop {
-        let intake_count = INTAKE_COUNT.load(SeqCst);
+        let intake_count = INTAKE_COUNT.load(Relaxed);
         let matching_mid;
         (session, matching_mid) = search
             .examine_list(session)
@@ -506,8 +581,20 @@ fn wait_for_message(
         if matching_mid.is_some() || is_last_search {
             return Ok((session, matching_mid));
         }
-        let intake;
-        (session, intake) = take_in_or_wait(&rt, session, wait_mode, intake_count)?;
+        let request = request_in_context(tid, tag);
+        let request = (takes_match && session.matcher.is_none()).then_some(&request);
+        let small_intake;
+        (session, small_intake) = take_in_small(session, request, wait_mode == WaitMode::Forever);
+        let intake = match small_intake {
+            SmallIntake::Match(mid) => return Ok((session, Some(mid))),
+            SmallIntake::Other(Intake::Nothing) => {
+                let rt = session.runtime.clone().ok_or(PvmError::SysErr)?;
+                let intake;
+                (session, intake) = take_in_or_wait(&rt, session, wait_mode, intake_count)?;
+                intake
+            }
+            SmallIntake::Other(intake) => intake,
+        };
         is_last_search = match intake {
             Intake::OneMessage => wait_mode.ends_after_intake(),
             Intake::Uncounted => wait_mode.is_over(),
@@ -521,10 +608,13 @@ fn wait_for_message(
 /// changed, the wait ends.
 fn take_in_or_wait(
     rt: &Runtime,
-    session: MutexGuard<'static, Session>,
+    session: SessionGuard,
     wait_mode: WaitMode,
     intake_count: u64,
-) -> PvmResult<(MutexGuard<'static, Session>, Intake)> {
+) -> PvmResult<(SessionGuard, Intake)> {
+    if INTAKE_COUNT.load(Relaxed) != intake_count {
+        return Ok((session, Intake::Uncounted));
+    }
     let deadline = match wait_mode {
         // The wait also finds messages that have arrived already.
         WaitMode::Deadline(deadline) if ARRIVALS_LEN.load(Relaxed) == 0 => Some(deadline),
@@ -537,9 +627,10 @@ fn take_in_or_wait(
             });
         }
     };
+    WAITING_THREADS.fetch_add(1, Relaxed);
     drop(session);
     let mut take_arrivals = |inbox: &mut Inbox| {
-        if INTAKE_COUNT.load(SeqCst) != intake_count {
+        if INTAKE_COUNT.load(Relaxed) != intake_count {
             return Some(WaitEnd::OtherThreadHasTakenIn);
         }
         if inbox.is_empty() {
@@ -551,9 +642,8 @@ fn take_in_or_wait(
         inbox.take_arrivals(&mut arrivals);
         Some(WaitEnd::Arrivals(arrivals))
     };
-    WAITING_THREADS.fetch_add(1, SeqCst);
     let wait_result = rt.wait_for_inbox(deadline, &mut take_arrivals);
-    WAITING_THREADS.fetch_sub(1, SeqCst);
+    WAITING_THREADS.fetch_sub(1, Relaxed);
     let mut arrivals = match wait_result? {
         None => return Ok((session::lock(), Intake::Nothing)),
         Some(WaitEnd::OtherThreadHasTakenIn) => {
@@ -594,7 +684,7 @@ pub(crate) fn receive(
     wait_mode: WaitMode,
 ) -> Result<Option<i32>, ReceiveError> {
     let (mut session, Some(mid)) =
-        wait_for_message(tid, tag, wait_mode, Session::free_receive_buffer)?
+        wait_for_message(tid, tag, wait_mode, true, Session::free_receive_buffer)?
     else {
         return Ok(None);
     };
@@ -610,13 +700,13 @@ pub(crate) fn receive(
 /// Returns the number of the message that a receive call would return. The message stays in the
 /// list.
 pub(crate) fn probe(tid: i32, tag: i32) -> Result<Option<i32>, ReceiveError> {
-    Ok(wait_for_message(tid, tag, WaitMode::OneMessage, |_| ())?.1)
+    Ok(wait_for_message(tid, tag, WaitMode::OneMessage, false, |_| ())?.1)
 }
 
 /// Waits for a message and returns its buffer, without making it the active receive buffer
 /// (`pvm_precv`).
 pub(crate) fn receive_detached(tid: i32, tag: i32) -> Result<Buffer, ReceiveError> {
-    let (mut session, matching_mid) = wait_for_message(tid, tag, WaitMode::Forever, |_| ())?;
+    let (mut session, matching_mid) = wait_for_message(tid, tag, WaitMode::Forever, true, |_| ())?;
     let mid = matching_mid.ok_or(PvmError::SysErr)?;
     session.unqueue_message(mid);
     Ok(session.buffers.remove(mid)?)
@@ -632,7 +722,7 @@ pub(crate) fn wait_until<R>(
 ) -> PvmResult<R> {
     let mut session = session::lock();
     loop {
-        let intake_count = INTAKE_COUNT.load(SeqCst);
+        let intake_count = INTAKE_COUNT.load(Relaxed);
         if let Some(value) = check(&mut session) {
             return Ok(value);
         }

@@ -22,8 +22,9 @@ use crate::receive::{self, Matcher};
 use libpvm::{EnrollError, Runtime};
 use sempa_proto::task::OnDaemonExit;
 use sempa_proto::{Message, PvmError, PvmResult, Tid};
+use sempa_ring::biased_lock::{BiasedLock, BiasedLockGuard};
+use std::sync::LazyLock;
 use std::sync::atomic::Ordering::Relaxed;
-use std::sync::{LazyLock, Mutex, MutexGuard, PoisonError};
 
 /// State of this process as a task. [`lock`] locks and returns this state.
 #[derive(Default)]
@@ -51,14 +52,18 @@ pub(crate) struct Session {
     pub(crate) own_exit_notices: Vec<(i32, i32)>,
 }
 
-static SESSION: LazyLock<Mutex<Session>> = LazyLock::new(|| {
+static SESSION: LazyLock<BiasedLock<Session>> = LazyLock::new(|| {
     read_environment();
-    Mutex::new(Session::default())
+    BiasedLock::new(Session::default())
 });
 
+/// The session is locked until this guard is dropped.
+pub(crate) type SessionGuard = BiasedLockGuard<'static, Session>;
+
 /// Locks the session until the guard is dropped.
-pub(crate) fn lock() -> MutexGuard<'static, Session> {
-    SESSION.lock().unwrap_or_else(PoisonError::into_inner)
+#[inline]
+pub(crate) fn lock() -> SessionGuard {
+    SESSION.lock()
 }
 
 /// Reads the settings that the parent passes in the environment.
@@ -94,8 +99,9 @@ impl Session {
     /// # Errors
     /// As [`Buffers::remove`].
     pub(crate) fn free_buffer(&mut self, mid: i32) -> PvmResult<()> {
-        self.unqueue_message(mid);
-        self.buffers.free(mid)?;
+        if let Some(list_entry) = self.buffers.free(mid)? {
+            self.receivable.remove(list_entry);
+        }
         if self.send_buffer_id == mid {
             self.send_buffer_id = 0;
         }
@@ -110,7 +116,15 @@ impl Session {
     /// # Errors
     /// As [`Buffers::add`].
     pub(crate) fn queue_message(&mut self, message: Message) -> PvmResult<()> {
-        let buffer = Buffer::from_message(message);
+        self.queue_buffer(Buffer::from_message(message))
+    }
+
+    /// As [`Session::queue_message`], for a message that is stored in `buffer`.
+    ///
+    /// # Errors
+    /// As [`Buffers::add`].
+    #[inline]
+    pub(crate) fn queue_buffer(&mut self, buffer: Buffer) -> PvmResult<()> {
         let header = buffer.header();
         let mid = self.buffers.add(buffer)?;
         self.buffers.get_mut(mid)?.list_entry = Some(self.receivable.push(mid, header));

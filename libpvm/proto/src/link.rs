@@ -470,12 +470,12 @@ impl Link {
     /// larger, the peer has ended, the link has no route, the window is closed, or another frame
     /// must be transmitted first.
     #[inline]
-    pub fn try_send_inline(
+    pub fn try_send_inline<'a>(
         &mut self,
         now: Micros,
-        head: &[u8],
-        body: &[u8],
-    ) -> Option<FrameRef<'_>> {
+        head: &'a [u8],
+        body: &'a [u8],
+    ) -> Option<FrameRef<'a>> {
         let is_idle = self.tx.next_seq == self.tx.end_seq
             && !self.tx.probe_pending
             && self.rx.pending_ack != Some(true);
@@ -492,7 +492,33 @@ impl Link {
             head,
             Body::copy_inline(body),
         ));
-        self.next_data_frame(now)
+        // The message has one fragment, because it is small.
+        let seq = self.tx.next_seq;
+        self.record_transmission(now, head.len() + body.len());
+        Some(FrameRef {
+            src: self.local_tid,
+            dst: self.peer,
+            kind: LinkKind::Data { is_last: true },
+            seq,
+            ack: self.take_ack(false),
+            incarnation: self.incarnation,
+            head,
+            body,
+            shared_body: None,
+        })
+    }
+
+    /// Records that the next fragment, of `fragment_bytes` bytes, is transmitted.
+    #[inline]
+    fn record_transmission(&mut self, now: Micros, fragment_bytes: usize) {
+        let tx = &mut self.tx;
+        tx.in_flight_sizes.push_back(fragment_bytes);
+        tx.in_flight_bytes += fragment_bytes;
+        tx.next_seq += 1;
+        tx.first_unsent_seq = tx.first_unsent_seq.max(tx.next_seq);
+        if self.confirms_from.is_none() {
+            tx.probe_due_at.get_or_insert(now + tx.probe_delay);
+        }
     }
 
     /// Schedules the retransmission of every unacknowledged fragment, without a resync request.
@@ -707,6 +733,27 @@ impl Link {
         }
     }
 
+    /// True if the fragment `seq` is a whole message that the application may take at once: all
+    /// earlier messages were taken, and the route needs no acknowledgement of the fragment.
+    #[inline]
+    pub fn can_take_small_message(&self, seq: u64) -> bool {
+        let rx = &self.rx;
+        self.confirms_from.is_some()
+            && rx.expected_seq == seq
+            && rx.partial_message.is_empty()
+            && rx.ready_messages.is_empty()
+    }
+
+    /// Records that the application takes the message for which
+    /// [`Link::can_take_small_message`] is true, with the acknowledgement `ack` of its frame.
+    /// Returns the number after the message.
+    #[inline]
+    pub fn take_small_message(&mut self, now: Micros, ack: u64) -> u64 {
+        self.handle_ack(now, ack, false);
+        self.rx.expected_seq += 1;
+        self.rx.expected_seq
+    }
+
     /// Processes a complete message, header and body, as if the message had arrived in fragments.
     /// `seq` is the number of the message's first fragment.
     pub fn handle_whole_message(&mut self, now: Micros, seq: u64, ack: u64, message: Bytes) {
@@ -902,19 +949,13 @@ impl Link {
         if self.tx.next_seq >= self.tx.end_seq || !self.is_window_open() {
             return None;
         }
-        let tx = &mut self.tx;
+        let tx = &self.tx;
         let seq = tx.next_seq;
         let index = tx.retained_index(seq);
         let message = &tx.retained_messages[index];
         let (head, body) = message.fragment_payload(seq);
         let (len, is_last_fragment) = (head.len() + body.len(), seq + 1 == message.end_seq());
-        tx.in_flight_sizes.push_back(len);
-        tx.in_flight_bytes += len;
-        tx.next_seq += 1;
-        tx.first_unsent_seq = tx.first_unsent_seq.max(tx.next_seq);
-        if self.confirms_from.is_none() {
-            tx.probe_due_at.get_or_insert(now + tx.probe_delay);
-        }
+        self.record_transmission(now, len);
         let ack = self.take_ack(false);
         let message = &self.tx.retained_messages[index];
         let (head, body) = message.fragment_payload(seq);

@@ -46,6 +46,18 @@ pub fn encode_message_head(ctx: i32, tag: i32, wid: i32, enc: i32) -> [u8; MESSA
     head
 }
 
+/// Decodes a message header into context, tag, wait id and encoding.
+#[inline]
+pub fn decode_message_head(head: &[u8; MESSAGE_HEAD_BYTES]) -> (i32, i32, i32, i32) {
+    let mut words = &head[..];
+    (
+        words.get_i32_le(),
+        words.get_i32_le(),
+        words.get_i32_le(),
+        words.get_i32_le(),
+    )
+}
+
 impl Message {
     /// Encodes the header that precedes the body on a link. The header does not contain source and
     /// destination, because the link implies them.
@@ -63,11 +75,8 @@ impl Message {
 
     /// Decodes a message that a link delivered; `None` if `bytes` is shorter than a header.
     pub fn decode(src: Tid, dst: Tid, mut bytes: Bytes) -> Option<Self> {
-        if bytes.len() < MESSAGE_HEAD_BYTES {
-            return None;
-        }
-        let mut next_field = || bytes.get_i32_le();
-        let (ctx, tag, wid, enc) = (next_field(), next_field(), next_field(), next_field());
+        let (ctx, tag, wid, enc) = decode_message_head(bytes.first_chunk()?);
+        bytes.advance(MESSAGE_HEAD_BYTES);
         Some(Self {
             src,
             dst,

@@ -306,12 +306,53 @@ impl<A: RingMemory> RingReader<A> {
             && self.memory.control().tail.0.load(Ordering::Acquire) == self.head
     }
 
-    /// Returns the next record; `None` if there is none.
+    /// Returns the next record; `None` if there is none. The record is read from the ring.
     ///
     /// # Errors
     /// [`CorruptRing`] if the next bytes are not a record.
     #[inline]
     pub fn next_record(&mut self) -> Result<Option<Record<'_, A>>, CorruptRing> {
+        let Some(len) = self.find_record()? else {
+            return Ok(None);
+        };
+        let position = self.head;
+        self.head += record_size(len) as u64;
+        Ok(Some(self.record_at(position, len)))
+    }
+
+    /// Returns the next record; `None` if there is none. The record stays in the ring until
+    /// [`RingReader::skip_record`].
+    ///
+    /// # Errors
+    /// As [`RingReader::next_record`].
+    #[inline]
+    pub fn peek_record(&mut self) -> Result<Option<Record<'_, A>>, CorruptRing> {
+        let len = self.find_record()?;
+        Ok(len.map(|len| self.record_at(self.head, len)))
+    }
+
+    /// Removes the record of `len` bytes that [`RingReader::peek_record`] has just returned.
+    #[inline]
+    pub fn skip_record(&mut self, len: usize) {
+        self.head = (self.head + record_size(len) as u64).min(self.known_tail);
+    }
+
+    #[inline]
+    fn record_at(&self, position: u64, len: usize) -> Record<'_, A> {
+        Record {
+            memory: &self.memory,
+            position: position + RECORD_HEADER_BYTES as u64,
+            remaining_bytes: len,
+        }
+    }
+
+    /// Advances to the header of the next record, and returns the length of the record in bytes;
+    /// `None` if there is no record.
+    ///
+    /// # Errors
+    /// As [`RingReader::next_record`].
+    #[inline]
+    fn find_record(&mut self) -> Result<Option<usize>, CorruptRing> {
         loop {
             if self.head == self.known_tail {
                 self.known_tail = self.memory.control().tail.0.load(Ordering::Acquire);
@@ -348,13 +389,7 @@ impl<A: RingMemory> RingReader<A> {
             if record_size(len) as u64 > available_bytes {
                 return Err(CorruptRing);
             }
-            let content_position = self.head + RECORD_HEADER_BYTES as u64;
-            self.head += record_size(len) as u64;
-            return Ok(Some(Record {
-                memory: &self.memory,
-                position: content_position,
-                remaining_bytes: len,
-            }));
+            return Ok(Some(len));
         }
     }
 

@@ -6,6 +6,7 @@ use loom::cell::UnsafeCell;
 use loom::sync::Arc;
 use loom::sync::atomic::{AtomicU32, Ordering, fence};
 use loom::thread;
+use sempa_ring::biased_lock::BiasedLock;
 use sempa_ring::doorbell::{Doorbell, WakeTarget};
 use sempa_ring::ring::{RingControl, RingMemory, RingReader, RingWriter};
 
@@ -433,5 +434,56 @@ fn second_look_finds_record_whose_bit_was_cleared() {
     check_second_look(|doorbell, readers| {
         doorbell.clear_slot(0);
         read(&mut readers[0]).is_some()
+    });
+}
+
+/// Increments the counter. The checker fails the test if another thread accesses it meanwhile.
+fn increment(counter: &UnsafeCell<u32>) {
+    // SAFETY: see above.
+    counter.with_mut(|counter| unsafe { *counter += 1 });
+}
+
+/// One thread acquires the lock in the biased mode, and another one ends this mode.
+#[test]
+fn biased_lock_admits_one_thread() {
+    loom::model(|| {
+        let lock = Arc::new(BiasedLock::new(UnsafeCell::new(0)));
+        for _ in 0..2 {
+            increment(&lock.lock());
+        }
+        let other_thread = thread::spawn({
+            let lock = lock.clone();
+            move || increment(&lock.lock())
+        });
+        for _ in 0..2 {
+            increment(&lock.lock());
+        }
+        other_thread.join().expect("the thread ends");
+        // SAFETY: no other thread is left.
+        let count = lock.lock().with(|counter| unsafe { *counter });
+        assert_eq!(count, 5);
+    });
+}
+
+/// A thread that does not wait ends the biased mode while the owner may hold the lock. Its next
+/// acquisition does not pass the owner either.
+#[test]
+fn attempt_for_biased_lock_admits_one_thread() {
+    loom::model(|| {
+        let lock = Arc::new(BiasedLock::new(UnsafeCell::new(0)));
+        for _ in 0..2 {
+            increment(&lock.lock());
+        }
+        let other_thread = thread::spawn({
+            let lock = lock.clone();
+            move || {
+                if let Some(counter) = lock.try_lock() {
+                    increment(&counter);
+                }
+                increment(&lock.lock());
+            }
+        });
+        increment(&lock.lock());
+        other_thread.join().expect("the thread ends");
     });
 }

@@ -31,6 +31,13 @@ impl Clock {
         self.advance_to(kernel_time(ClockId::CLOCK_MONOTONIC))
     }
 
+    /// Returns the last result of [`Clock::now`]. The runtime's timers read the clock at least
+    /// every few seconds.
+    #[inline]
+    pub(crate) fn last_reading(&self) -> Micros {
+        self.last_reading
+    }
+
     /// Returns a time that may be a few milliseconds old, but is never before the last result of
     /// [`Clock::now`]. This call takes a fraction of the time that [`Clock::now`] takes.
     pub(crate) fn coarse_now(&self) -> Micros {

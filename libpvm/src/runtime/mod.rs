@@ -32,6 +32,7 @@ mod zero_copy;
 
 pub use self::connect::{EnrollOptions, runtime_paths, wait_for_daemon_answer};
 pub use self::intake::IntakeFn;
+pub use self::shm::SmallMessageHead;
 
 pub(crate) use self::core::Core;
 use self::core::OUTBOX_BACKLOG_BYTES_MAX;
@@ -555,6 +556,25 @@ impl Runtime {
         let Some(mut state) = self.lock() else { return };
         state.poll_incoming();
         state.core.inbox.drain_into(messages);
+    }
+
+    /// Receives a small message that is in a ring on this host, and replaces the content of `body`
+    /// by its body. `None` means that nothing was received, that the message must be received in
+    /// another way, or that this is a forked child.
+    #[inline]
+    pub fn try_receive_small(&self, body: &mut Vec<u8>) -> Option<SmallMessageHead> {
+        let shared_state = &self.inner.shared_state;
+        if shared_state.is_forked_child() {
+            return None;
+        }
+        shared_state.try_receive_small(body)
+    }
+
+    /// Waits awake for a small message, if recent waits were successful. Returns true if
+    /// [`Runtime::try_receive_small`] may succeed.
+    pub fn spin_for_small(&self) -> bool {
+        self.lock()
+            .is_some_and(|mut state| state.spin_for_ring_record())
     }
 
     /// As [`Runtime::drain_inbox_into`], but appends only one message if the program has

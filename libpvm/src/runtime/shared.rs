@@ -5,11 +5,13 @@
 //! either on the daemon's socket (one thread at a time) or on a futex in the task's doorbell. Each
 //! release of the lock wakes exactly the threads whose condition has changed.
 
+mod waits;
+
 use super::clock::Clock;
 use super::connect::AcceptedConnection;
 use super::core::{ConnectionPhase, Core, DaemonFrameError};
 use super::process::{self, ProcessOwned};
-use super::shm::{PeerWakes, ShmRoutes};
+use super::shm::{PeerWakes, ShmRoutes, SmallMessageHead};
 use super::socket_waiters::{DEADLINE_SLEEP_MAX, SocketWaiters, sleep_duration};
 use super::wake_delay_timer::WakeDelayTimer;
 use nix::sys::eventfd::{EfdFlags, EventFd};
@@ -17,6 +19,7 @@ use nix::sys::socket::{ControlMessage, MsgFlags, sendmsg};
 use sempa_proto::frame::FrameDecoder;
 use sempa_proto::task::Request;
 use sempa_proto::{Micros, Tid};
+use sempa_ring::biased_lock::{BiasedLock, BiasedLockGuard};
 use sempa_ring::futex;
 use sempa_ring::shared_memory::OwnDoorbell;
 use sempa_socket::{
@@ -26,7 +29,7 @@ use std::io;
 use std::os::fd::{AsFd, AsRawFd, RawFd};
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, TryLockError};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 /// Interval at which an exiting process checks whether its daemon has confirmed the exit notice.
@@ -37,18 +40,11 @@ const READ_BUFFER_BYTES: usize = 128 << 10;
 /// Maximum number of bytes read from the socket before the lock is released, so that other threads
 /// get the lock.
 const READ_BYTES_MAX: usize = 2 << 20;
-/// Number of ring polls between two readings of the clock.
-const POLLS_PER_CLOCK_READ: u32 = 32;
 /// Minimum interval between two reads of the socket by threads that also poll rings or direct
 /// routes. Between these reads the I/O thread watches the socket.
 const SOCKET_READ_INTERVAL: Micros = Micros(500);
-/// Time for which a sender to a full ring waits while the reader frees no space.
-const RING_SPACE_TIMEOUT: Duration = Duration::from_micros(50);
 /// Maximum number of received descriptors whose frames have not been handled.
 const UNHANDLED_DESCRIPTORS_MAX: usize = 16;
-/// Minimum duration of a wait that sleeps on the socket, because socket timeouts have millisecond
-/// resolution. Shorter waits use the futex.
-const SOCKET_WAIT_MIN: Duration = Duration::from_millis(10);
 /// Maximum time for which a fork waits for the lock. The thread that holds the lock may be the
 /// forking thread itself, further up the call stack.
 const FORK_LOCK_TIMEOUT: Duration = Duration::from_secs(1);
@@ -107,15 +103,16 @@ pub(crate) struct SharedState {
     pub(crate) own_tid: Tid,
     /// True until the connection is lost for good.
     connection_alive: Arc<AtomicBool>,
-    state: Mutex<LockedState>,
+    state: BiasedLock<LockedState>,
     /// Number of threads that are blocked on the lock. A thread that spins while it holds the lock
     /// releases the lock for these threads.
     lock_waiter_count: AtomicU32,
     /// Doorbell on which threads sleep until the next event. Peers on this host ring this doorbell,
     /// too.
     doorbell: Arc<ProcessOwned<OwnDoorbell>>,
-    /// Signalled when bytes were written to the socket, or when the connection changes.
-    write_condvar: Condvar,
+    /// Futex word that changes when bytes were written to the socket, or when the connection
+    /// changes.
+    write_event_count: AtomicU32,
     /// Epoll sets that watch the daemon's socket.
     pub(crate) socket_waiters: Arc<SocketWaiters>,
     io_thread_event: ProcessOwned<EventFd>,
@@ -130,7 +127,7 @@ pub(crate) struct SharedState {
 /// something has changed for these threads.
 pub(crate) struct StateGuard<'a> {
     shared_state: &'a SharedState,
-    state: Option<MutexGuard<'a, LockedState>>,
+    state: Option<BiasedLockGuard<'a, LockedState>>,
     seen_event_seq: u64,
     seen_output_counters: (u64, u64),
     was_connected: bool,
@@ -156,7 +153,7 @@ impl Drop for StateGuard<'_> {
 }
 
 impl<'a> StateGuard<'a> {
-    fn new(shared_state: &'a SharedState, state: MutexGuard<'a, LockedState>) -> Self {
+    fn new(shared_state: &'a SharedState, state: BiasedLockGuard<'a, LockedState>) -> Self {
         let (event_seq, output_counters, is_connected) = StateGuard::change_counters(&state);
         StateGuard {
             shared_state,
@@ -215,7 +212,10 @@ impl<'a> StateGuard<'a> {
             futex::wake_all(shared_state.doorbell.get().sleep_word());
         }
         if has_written {
-            shared_state.write_condvar.notify_all();
+            shared_state
+                .write_event_count
+                .fetch_add(1, Ordering::Relaxed);
+            futex::wake_all(&shared_state.write_event_count);
         }
         if must_wake_io_thread {
             shared_state.wake_io_thread();
@@ -252,234 +252,6 @@ impl<'a> StateGuard<'a> {
         let peer_wakes = self.take_peer_wakes();
         drop(self.state.take());
         StateGuard::wake_threads(self.shared_state, wake_set, peer_wakes);
-    }
-
-    /// Spins for a short time if recent spins were successful. Returns true if there is an event,
-    /// or if other threads are blocked on the lock.
-    ///
-    /// If an event has just woken this thread, this call finds the event at once, and the spin
-    /// counts as a success. The thread thus spins once more after each message. If many peers send
-    /// in turn, this spin rarely receives the next message, but it keeps the CPU from entering an
-    /// idle state. Waking a thread on an idle CPU takes longer than a peer needs for its answer.
-    pub(crate) fn spin_for_event(&mut self, timeout: Option<Duration>) -> bool {
-        if self.core.shm_routes.is_empty() && self.core.direct_routes.is_empty() {
-            return false;
-        }
-        let sender_distance = if self.core.direct_routes.is_empty() {
-            SenderDistance::Host
-        } else {
-            SenderDistance::RemoteTasks
-        };
-        // The peer that must answer last ran on this CPU. The thread therefore yields the CPU to
-        // the peer immediately, or does not spin at all.
-        let shares_cpu = self.core.shm_routes.shares_cpu();
-        let spin_budget = &mut self.spin_budget;
-        let plan = spin_budget.plan_wait(timeout, sender_distance, shares_cpu, has_one_cpu);
-        if plan != WaitPlan::Sleep && self.core.shm_routes.has_deferred_wakes() {
-            self.take_peer_wakes().wake_all();
-        }
-        let budget = match plan {
-            WaitPlan::Sleep => return false,
-            WaitPlan::Yield => return self.yield_for_event(),
-            WaitPlan::Spin(budget) => budget,
-        };
-        let poll_count = if shares_cpu { 1 } else { POLLS_PER_CLOCK_READ };
-        let (mut spin_start, previous_event_seq) = (None, self.core.event_seq());
-        loop {
-            for _ in 0..poll_count {
-                if self.core.must_poll_rings() {
-                    let now = self.clock.coarse_now();
-                    self.core.poll_rings(now);
-                    if self.core.event_seq() != previous_event_seq {
-                        // The start time is not set if the first round found the event. That round
-                        // takes negligible time.
-                        let spin_time = spin_start
-                            .map_or(Duration::ZERO, |spin_start: Instant| spin_start.elapsed());
-                        self.spin_budget.record_spin(spin_time, budget);
-                        return true;
-                    }
-                }
-                if self.shared_state.lock_waiter_count.load(Ordering::Relaxed) != 0 {
-                    self.yield_lock();
-                    return true;
-                }
-                std::hint::spin_loop();
-            }
-            let spin_start = *spin_start.get_or_insert_with(Instant::now);
-            self.spin_budget.yield_cpu();
-            let now = self.now();
-            if self.poll_direct_routes(now) && self.core.event_seq() != previous_event_seq {
-                self.spin_budget.record_spin(spin_start.elapsed(), budget);
-                return true;
-            }
-            if spin_start.elapsed() >= budget {
-                self.spin_budget.record_miss();
-                return false;
-            }
-        }
-    }
-
-    /// Yields the CPU to the peer that must answer, a few times. Returns true if there is an event,
-    /// or if other threads are blocked on the lock.
-    fn yield_for_event(&mut self) -> bool {
-        let previous_event_seq = self.core.event_seq();
-        for yield_count in 0..=YIELDS_MAX {
-            if yield_count > 0 {
-                self.spin_budget.yield_cpu();
-            }
-            if self.core.must_poll_rings() {
-                let now = self.clock.coarse_now();
-                self.core.poll_rings(now);
-                if self.core.event_seq() != previous_event_seq {
-                    // A message that was there before the first yield proves nothing.
-                    if yield_count > 0 {
-                        self.spin_budget.record_yields(yield_count - 1);
-                    }
-                    return true;
-                }
-            }
-            if self.shared_state.lock_waiter_count.load(Ordering::Relaxed) != 0 {
-                self.yield_lock();
-                return true;
-            }
-        }
-        self.spin_budget.record_yields(YIELDS_MAX);
-        false
-    }
-
-    /// Makes threads of this task sleep immediately when they wait.
-    pub(crate) fn disable_spinning(&mut self) {
-        self.spin_budget = SpinBudget::without_spinning();
-    }
-
-    /// Releases the lock for the threads that are blocked on the lock, and then acquires the lock
-    /// again.
-    fn yield_lock(&mut self) {
-        self.release_and_wake();
-        std::thread::yield_now();
-        self.relock();
-    }
-
-    fn relock(&mut self) {
-        let state = self.shared_state.lock_as_counted_waiter();
-        (
-            self.seen_event_seq,
-            self.seen_output_counters,
-            self.was_connected,
-        ) = StateGuard::change_counters(&state);
-        self.state = Some(state);
-    }
-
-    /// Called after a send to a full ring. Waits for space, and writes the queued frames while the
-    /// reader keeps reading. If the reader stops reading, returns and leaves the frames queued.
-    pub(crate) fn wait_for_ring_space(&mut self, peer: Tid) {
-        if !self.core.is_ring_full_for(peer) {
-            return;
-        }
-        let mut last_progress_at = Instant::now();
-        while self.core.is_ring_full_for(peer) {
-            let now = self.now();
-            if self.core.pump_one_ring(now, peer) {
-                last_progress_at = Instant::now();
-            } else if last_progress_at.elapsed() > RING_SPACE_TIMEOUT {
-                return;
-            } else if self.shared_state.lock_waiter_count.load(Ordering::Relaxed) != 0 {
-                self.yield_lock();
-            } else {
-                self.take_peer_wakes().wake_all();
-                std::thread::yield_now();
-            }
-        }
-    }
-
-    /// Sleeps until the next event, for at most `timeout`.
-    pub(crate) fn wait_for_event(&mut self, timeout: Option<Duration>) {
-        self.update_ready_fd();
-        let daemon_may_send_next =
-            self.core.shm_routes.is_empty() || !self.core.shm_routes.expects_ring_message();
-        if daemon_may_send_next
-            && !self.has_socket_waiter
-            && self.can_wait_at_socket()
-            && sleep_duration(timeout) >= SOCKET_WAIT_MIN
-        {
-            return self.wait_at_socket(sleep_duration(timeout));
-        }
-        let sleep_word_value = self.shared_state.doorbell.get().prepare_sleep();
-        let (now, previous_event_seq) = (self.now(), self.core.event_seq());
-        self.core.poll_rings_before_sleep(now);
-        // While this thread sleeps, the I/O thread watches the direct routes.
-        self.core.direct_routes.record_polling(None);
-        // This thread may sleep for a long time, so it first wakes other threads for the changes
-        // that it made under the lock.
-        let wake_set = self.wake_set();
-        let peer_wakes = self.take_peer_wakes();
-        if self.core.event_seq() != previous_event_seq {
-            return StateGuard::wake_threads(self.shared_state, wake_set, peer_wakes);
-        }
-        self.event_waiter_count += 1;
-        drop(self.state.take());
-        StateGuard::wake_threads(self.shared_state, wake_set, peer_wakes);
-        futex::wait(
-            self.shared_state.doorbell.get().sleep_word(),
-            sleep_word_value,
-            Some(sleep_duration(timeout)),
-        );
-        self.relock();
-        self.event_waiter_count -= 1;
-    }
-
-    /// Sleeps until the next event, which is most likely the daemon's reply to a request.
-    pub(crate) fn wait_for_reply(&mut self) {
-        if self.has_socket_waiter || !self.can_wait_at_socket() {
-            return self.wait_for_event(None);
-        }
-        self.update_ready_fd();
-        self.wait_at_socket(DEADLINE_SLEEP_MAX);
-    }
-
-    /// Sleeps until the socket is readable, until the drainer thread has read a ring, or for at
-    /// most `timeout`. Then reads the socket.
-    fn wait_at_socket(&mut self, timeout: Duration) {
-        let shared_state = self.shared_state;
-        let doorbell = shared_state.doorbell();
-        doorbell.set_notify_always(true);
-        let (now, previous_event_seq) = (self.now(), self.core.event_seq());
-        self.core.poll_rings_before_sleep(now);
-        let (wake_set, peer_wakes) = (self.wake_set(), self.take_peer_wakes());
-        let has_new_event = self.core.event_seq() != previous_event_seq;
-        self.has_socket_waiter = !has_new_event;
-        if !has_new_event {
-            drop(self.state.take());
-        }
-        StateGuard::wake_threads(shared_state, wake_set, peer_wakes);
-        if !has_new_event {
-            shared_state.socket_waiters.wait_for_socket(timeout);
-            self.relock();
-            self.has_socket_waiter = false;
-            self.read_and_write();
-        }
-        doorbell.set_notify_always(shared_state.ready_event.get().is_some());
-    }
-
-    /// Sleeps until bytes have been written or the connection has changed, for at most `timeout`.
-    pub(crate) fn wait_until_written(&mut self, timeout: Option<Duration>) {
-        self.update_ready_fd();
-        let (wake_set, peer_wakes) = (self.wake_set(), self.take_peer_wakes());
-        StateGuard::wake_threads(self.shared_state, wake_set, peer_wakes);
-        let mut state = self.state.take().expect("taken only on release");
-        state.write_waiter_count += 1;
-        let (mut state, _) = self
-            .shared_state
-            .write_condvar
-            .wait_timeout(state, sleep_duration(timeout))
-            .unwrap_or_else(|poisoned| poisoned.into_inner());
-        state.write_waiter_count -= 1;
-        (
-            self.seen_event_seq,
-            self.seen_output_counters,
-            self.was_connected,
-        ) = StateGuard::change_counters(&state);
-        self.state = Some(state);
     }
 }
 
@@ -799,10 +571,10 @@ impl SharedState {
         Ok(Self {
             own_tid: welcome.tid,
             connection_alive: alive_flag,
-            state: Mutex::new(state),
+            state: BiasedLock::new(state),
             lock_waiter_count: AtomicU32::new(0),
             doorbell: own_doorbell,
-            write_condvar: Condvar::new(),
+            write_event_count: AtomicU32::new(0),
             socket_waiters: waiters,
             io_thread_event: ProcessOwned::from_fd(io_event),
             ready_event: OnceLock::new(),
@@ -832,10 +604,10 @@ impl SharedState {
         body: &[u8],
         wants_direct_route: bool,
     ) -> bool {
-        let Ok(mut state) = self.state.try_lock() else {
+        let Some(mut state) = self.state.try_lock() else {
             return false;
         };
-        let now = state.clock.coarse_now();
+        let now = state.clock.last_reading();
         let Some(peer_wakes) =
             state
                 .core
@@ -845,6 +617,9 @@ impl SharedState {
         };
         let needs_io_thread = state.must_wake_io_thread();
         drop(state);
+        if peer_wakes.is_empty() && !needs_io_thread {
+            return true;
+        }
         StateGuard::wake_threads(
             self,
             WakeSet {
@@ -856,26 +631,34 @@ impl SharedState {
         true
     }
 
+    /// Receives a small message like [`Core::try_receive_small`]. Returns `None` if nothing was
+    /// received, also because another thread holds the lock. The message concerns no other thread.
+    #[inline]
+    pub(crate) fn try_receive_small(&self, body: &mut Vec<u8>) -> Option<SmallMessageHead> {
+        let mut state = self.state.try_lock()?;
+        let now = state.clock.last_reading();
+        let head = state.core.try_receive_small(now, body)?;
+        if state.core.shm_routes.has_pending_wakes() {
+            let peer_wakes = state.take_peer_wakes();
+            drop(state);
+            peer_wakes.wake_all();
+        }
+        Some(head)
+    }
+
     /// Locks the state. Must not be called if [`SharedState::is_forked_child`].
     pub(crate) fn lock(&self) -> StateGuard<'_> {
         debug_assert!(!self.is_forked_child(), "callers look before they lock");
         StateGuard::new(self, self.lock_as_counted_waiter())
     }
 
-    fn lock_as_counted_waiter(&self) -> MutexGuard<'_, LockedState> {
-        match self.state.try_lock() {
-            Ok(state) => state,
-            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
-            Err(TryLockError::WouldBlock) => {
-                self.lock_waiter_count.fetch_add(1, Ordering::Relaxed);
-                let state = self
-                    .state
-                    .lock()
-                    .unwrap_or_else(|poisoned| poisoned.into_inner());
-                self.lock_waiter_count.fetch_sub(1, Ordering::Relaxed);
-                state
-            }
-        }
+    fn lock_as_counted_waiter(&self) -> BiasedLockGuard<'_, LockedState> {
+        self.state.try_lock().unwrap_or_else(|| {
+            self.lock_waiter_count.fetch_add(1, Ordering::Relaxed);
+            let state = self.state.lock();
+            self.lock_waiter_count.fetch_sub(1, Ordering::Relaxed);
+            state
+        })
     }
 
     /// Locks the state; `None` if the lock is not free before the deadline. The deadline is
@@ -883,12 +666,9 @@ impl SharedState {
     pub(crate) fn lock_until(&self, deadline: Instant) -> Option<StateGuard<'_>> {
         loop {
             match self.state.try_lock() {
-                Ok(state) => return Some(StateGuard::new(self, state)),
-                Err(TryLockError::Poisoned(poisoned)) => {
-                    return Some(StateGuard::new(self, poisoned.into_inner()));
-                }
-                Err(TryLockError::WouldBlock) if Instant::now() >= deadline => return None,
-                Err(TryLockError::WouldBlock) => std::thread::sleep(Duration::from_millis(1)),
+                Some(state) => return Some(StateGuard::new(self, state)),
+                None if Instant::now() >= deadline => return None,
+                None => std::thread::sleep(Duration::from_millis(1)),
             }
         }
     }

@@ -94,6 +94,12 @@ impl<M> Arrivals<M> {
         !(self.batch.is_empty() && self.later.is_empty() && self.fresh.is_empty())
     }
 
+    /// True if [`Arrivals::pop`] returns a message.
+    #[inline]
+    pub fn has_deliverable(&self) -> bool {
+        !self.deliverable.is_empty()
+    }
+
     /// Removes and returns the next message in causal order.
     #[inline]
     pub fn pop(&mut self) -> Option<M> {

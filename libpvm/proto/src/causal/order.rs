@@ -272,6 +272,30 @@ impl<M> CausalOrder<M> {
         }
     }
 
+    /// True if a message that has passed the second look may be delivered at once: no message
+    /// waits, no message of this task is in transit, and no peer awaits an answer.
+    #[inline]
+    pub fn is_quiet(&self) -> bool {
+        self.is_settled() && !self.has_waiting_message() && !self.arrivals.has_deliverable()
+    }
+
+    /// True if a message or an answer waits for its delivery.
+    #[inline]
+    fn has_waiting_message(&self) -> bool {
+        self.arrivals.is_waiting()
+            || !self.answers.is_empty()
+            || self.was_released
+            || !self.holding_peers.is_empty()
+    }
+
+    /// Records that a message is delivered at once. The order must be quiet, and a look that began
+    /// when the message was visible must have found nothing else.
+    #[inline]
+    pub fn pass_message(&mut self, peer: Tid, position: Position, stamp: u64) {
+        let stamp = self.peers.entry(peer).pass_message(position, stamp);
+        self.clock = self.clock.max(stamp);
+    }
+
     /// Accepts a message of the peer's runtime from the link with `peer`.
     pub fn accept_order_message(&mut self, peer: Tid, position: Position, message: OrderMessage) {
         if let OrderMessage::Arrived { id } = message {
@@ -644,11 +668,7 @@ impl<M> CausalOrder<M> {
     /// True if messages or answers wait, or if the owner must set a timer.
     #[inline]
     pub fn needs_attention(&self) -> bool {
-        self.arrivals.is_waiting()
-            || !self.answers.is_empty()
-            || self.was_released
-            || !self.holding_peers.is_empty()
-            || self.has_stale_lists()
+        self.has_waiting_message() || self.has_stale_lists()
     }
 
     /// Returns the only sender of the messages that wait; see [`Arrivals::only_sender`].

@@ -384,6 +384,21 @@ impl Core {
         self.try_send_through_ring(now, peer, head, body)
     }
 
+    /// True if the library itself processes the messages with this context and tag.
+    #[inline]
+    pub(super) fn handles_tag(ctx: i32, tag: i32) -> bool {
+        ctx == CTX_BASE && [SM_SPAWN_WAITS, SM_PLACEMENT_LEASE].contains(&tag)
+    }
+
+    /// True if no message may wait for another one or be an answer for a thread of the library.
+    #[inline]
+    pub(super) fn has_no_deferred_work(&self) -> bool {
+        self.daemon_hold.is_idle()
+            && self.deferred_deliveries.is_empty()
+            && self.rm_calls.is_empty()
+            && self.handoff_migration.is_none()
+    }
+
     /// Delivers a message. A message of the resource manager that the library itself processes goes
     /// to the component that handles such messages; every other message goes into the inbox.
     pub(crate) fn deliver(&mut self, message: Message) {

@@ -248,8 +248,8 @@ impl Core {
         self.record_retained_messages(peer);
     }
 
-    /// Records that the predecessor process has received the messages that this link does not expect
-    /// any more.
+    /// Records that the predecessor process has received the messages that this link does not
+    /// expect any more.
     pub(super) fn take_over_received_messages(&mut self, link: &Link) {
         let position = Position {
             incarnation: link.incarnation(),
@@ -268,7 +268,7 @@ impl Core {
 
     // ---- timers
 
-    fn schedule_order_timers(&mut self, now: Micros) {
+    pub(in crate::runtime) fn schedule_order_timers(&mut self, now: Micros) {
         let awaits_messages =
             self.order.is_holding_any() || self.daemon_hold.awaited_senders().next().is_some();
         if awaits_messages && self.order_timers.check_senders_at.is_none() {

@@ -22,6 +22,10 @@ struct PendingRmCall {
 pub(crate) struct PendingRmCalls(Vec<PendingRmCall>);
 
 impl PendingRmCalls {
+    pub(super) fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
     /// Registers a call that a thread is about to make.
     pub(crate) fn register(&mut self, rm: Tid, tag: i32, wid: i32) {
         self.0.push(PendingRmCall {

@@ -15,6 +15,7 @@
 
 mod receipts;
 mod ring_setup;
+mod small_receive;
 
 use super::core::{Core, STAMPED_HEAD_BYTES, stamped_head};
 use super::process::ProcessOwned;
@@ -33,6 +34,7 @@ use sempa_ring::futex;
 use sempa_ring::ring::{CorruptRing, Record, RingReader};
 use sempa_ring::shared_memory::{OwnDoorbell, PeerDoorbell, RING_BYTES, RingPair, SharedRing};
 use sempa_ring::shared_pool::POOL_BYTES;
+pub use small_receive::SmallMessageHead;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
@@ -407,6 +409,11 @@ impl ShmRoutes {
         self.last_writer_cpu == current_cpu()
     }
 
+    #[inline]
+    pub(crate) fn has_pending_wakes(&self) -> bool {
+        !self.pending_wakes.is_empty()
+    }
+
     /// Removes and returns the peers to wake; the caller wakes them without the lock.
     pub(crate) fn take_peer_wakes(&mut self) -> PeerWakes {
         let mut peer_wakes = std::mem::take(&mut self.pending_wakes);
@@ -479,6 +486,11 @@ struct PendingWake {
 pub(crate) struct PeerWakes(Vec<PendingWake>);
 
 impl PeerWakes {
+    #[inline]
+    pub(crate) fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
     pub(crate) fn wake_all(self) {
         for wake in self.0 {
             wake_peer(wake.doorbell.get(), wake.target);
@@ -810,13 +822,14 @@ impl Core {
             let writer = &mut ring.ring_pair.writer;
             ring.receipts.confirm(now, writer, link).ok()?;
         }
-        let frame = link.try_send_inline(now, &stamped_head(stamp, head), body)?;
+        let stamped_head = stamped_head(stamp, head);
+        let frame = link.try_send_inline(now, &stamped_head, body)?;
         let mut short_head = frame.encode_short_head();
         short_head[CPU_HINT_INDEX] = ring.own_cpu_hint();
-        let write_result = ring
-            .ring_pair
-            .writer
-            .write([&short_head, frame.head, frame.body]);
+        let mut record_head = [0; SHORT_HEAD_BYTES + STAMPED_HEAD_BYTES];
+        record_head[..SHORT_HEAD_BYTES].copy_from_slice(&short_head);
+        record_head[SHORT_HEAD_BYTES..].copy_from_slice(&stamped_head);
+        let write_result = ring.ring_pair.writer.write([&record_head, body]);
         debug_assert_eq!(write_result, Ok(true), "there was room");
         ring.receipts
             .record_written(ring.ring_pair.writer.position(), link);

@@ -1,0 +1,153 @@
+//! Receives small messages from rings without the containers through which other messages pass.
+
+use super::super::core::{Core, STAMPED_HEAD_BYTES};
+use super::{PendingWake, ShmRoutes};
+use sempa_proto::causal::{Position, STAMP_BYTES};
+use sempa_proto::link::{
+    CPU_HINT_INDEX, FLAG_OUT_OF_LINE, INLINE_BODY_BYTES_MAX, LinkKind, SHORT_HEAD_BYTES,
+    decode_short_head,
+};
+use sempa_proto::message::{CTX_BASE, CTX_TASK_CONTROL, MESSAGE_HEAD_BYTES, decode_message_head};
+use sempa_proto::{Micros, Tid};
+use sempa_ring::doorbell::{SlotCursor, WakeTarget};
+
+/// Size in bytes of all headers of a small message in a ring.
+const RECORD_HEAD_BYTES: usize = SHORT_HEAD_BYTES + STAMPED_HEAD_BYTES;
+
+/// Header of a small message that a program has received.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SmallMessageHead {
+    pub src: Tid,
+    pub ctx: i32,
+    pub tag: i32,
+    pub wid: i32,
+    pub enc: i32,
+}
+
+/// The headers of a record, decoded.
+struct RecordHead {
+    seq: u64,
+    ack: u64,
+    writer_cpu: u8,
+    stamp: u64,
+    message_head: SmallMessageHead,
+}
+
+impl RecordHead {
+    /// Decodes the headers of a record from `src`. Returns `None` if the record is not a whole
+    /// message of a program: a part of a message, a message outside of the ring, or a message of
+    /// the library.
+    #[inline]
+    fn decode(src: Tid, bytes: &[u8; RECORD_HEAD_BYTES]) -> Option<Self> {
+        let (short_head, rest) = bytes.split_first_chunk::<SHORT_HEAD_BYTES>()?;
+        let (stamp, rest) = rest.split_first_chunk::<STAMP_BYTES>()?;
+        let (ctx, tag, wid, enc) = decode_message_head(rest.first_chunk::<MESSAGE_HEAD_BYTES>()?);
+        let (kind, seq, ack) = decode_short_head(*short_head)?;
+        let is_small_message = kind == LinkKind::Data { is_last: true }
+            && short_head[0] & FLAG_OUT_OF_LINE == 0
+            && ctx >= CTX_BASE
+            && ctx != CTX_TASK_CONTROL
+            && !Core::handles_tag(ctx, tag);
+        is_small_message.then_some(Self {
+            seq,
+            ack,
+            writer_cpu: short_head[CPU_HINT_INDEX],
+            stamp: u64::from_le_bytes(*stamp),
+            message_head: SmallMessageHead {
+                src,
+                ctx,
+                tag,
+                wid,
+                enc,
+            },
+        })
+    }
+}
+
+impl ShmRoutes {
+    /// Returns the only slot whose ring is marked and has a record; `None` if there are none or
+    /// several.
+    #[inline]
+    fn only_readable_slot(&mut self) -> Option<usize> {
+        let (mut cursor, mut readable_slot) = (SlotCursor::default(), None);
+        while let Some(slot) = self.next_pending_slot(&mut cursor) {
+            if self.ring_mut(slot).is_some_and(|ring| ring.is_readable())
+                && readable_slot.replace(slot).is_some()
+            {
+                return None;
+            }
+        }
+        readable_slot
+    }
+}
+
+impl Core {
+    /// True if a program may receive the next small message of a ring at once, because nothing else
+    /// waits.
+    #[inline]
+    pub(crate) fn receives_at_once(&self) -> bool {
+        self.is_connected()
+            && self.inbox.is_empty()
+            && self.order.is_quiet()
+            && self.has_no_deferred_work()
+    }
+
+    /// Receives a message with at most [`INLINE_BODY_BYTES_MAX`] bytes whose ring is the only one
+    /// with a record, and replaces the content of `body` by its body. Returns `None` and changes
+    /// nothing if the message cannot be received at once; the other ways to receive then find it.
+    #[inline]
+    pub(crate) fn try_receive_small(
+        &mut self,
+        now: Micros,
+        body: &mut Vec<u8>,
+    ) -> Option<SmallMessageHead> {
+        if !self.receives_at_once() {
+            return None;
+        }
+        let slot = self.shm_routes.only_readable_slot()?;
+        let (shm, links) = self.shm_routes_and_links();
+        let ring = shm.ring_mut(slot)?;
+        let peer = ring.peer;
+        let link = links.get_mut(&peer)?;
+        let mut record = ring.ring_pair.reader.peek_record().ok()??;
+        let record_len = record.len();
+        if record_len > RECORD_HEAD_BYTES + INLINE_BODY_BYTES_MAX {
+            return None;
+        }
+        let head = RecordHead::decode(peer, &record.take_bytes()?)?;
+        if !link.can_take_small_message(head.seq) || link.has_frame() {
+            return None;
+        }
+        body.clear();
+        record.append_to(body);
+        // The second look begins here, when the record has been seen. If another ring has a record
+        // now, the stamps decide which message is first.
+        if self.shm_routes.has_readable_ring_besides(peer) {
+            return None;
+        }
+        let (shm, links) = self.shm_routes_and_links();
+        let (ring, link) = (shm.ring_mut(slot)?, links.get_mut(&peer)?);
+        ring.ring_pair.reader.skip_record(record_len);
+        let was_writer_blocked = ring.ring_pair.reader.release();
+        let position = Position {
+            incarnation: link.incarnation(),
+            end_seq: link.take_small_message(now, head.ack),
+        };
+        (ring.last_used_at, ring.empty_poll_count) = (now, 0);
+        ring.peer_cpu = head.writer_cpu;
+        if was_writer_blocked && ring.peer_doorbell.get().request_drainer() {
+            let wake = PendingWake {
+                doorbell: ring.peer_doorbell.clone(),
+                target: WakeTarget::Drainer,
+                cpu: ring.peer_cpu,
+            };
+            shm.pending_wakes.push(wake);
+        }
+        (shm.last_writer_cpu, shm.expected_peer) = (head.writer_cpu, Some(peer));
+        self.order.pass_message(peer, position, head.stamp);
+        if self.order.has_stale_lists() {
+            self.schedule_order_timers(now);
+        }
+        Some(head.message_head)
+    }
+}
