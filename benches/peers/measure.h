@@ -18,7 +18,7 @@ struct options {
     int batch;    /* messages per sample, in one direction */
     int tasks;    /* number of other tasks */
     int idle;     /* additional tasks that only wait */
-    int direct;   /* PVM: request the direct route */
+    int direct;   /* PVM: 0 the default route, 1 request a direct route, 2 forbid direct routes */
     int keep;     /* do not delete added hosts */
     int pause;    /* PVM: milliseconds before each spawn */
     int xdr;      /* PVM: use the portable encoding */

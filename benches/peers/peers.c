@@ -415,7 +415,8 @@ int main(int argc, char **argv)
     o = options_of(argc, argv);
     block = block_of(o.size);
     check(pvm_mytid(), "pvm_mytid");
-    pvm_setopt(PvmRoute, o.direct ? PvmRouteDirect : PvmDontRoute);
+    static const int routes[] = { PvmAllowDirect, PvmRouteDirect, PvmDontRoute };
+    pvm_setopt(PvmRoute, routes[o.direct < 0 || o.direct > 2 ? 0 : o.direct]);
     if (o.idle + 1 > TASKS_MAX || o.tasks > TASKS_MAX) {
         fprintf(stderr, "peers: too many tasks\n");
         return 2;

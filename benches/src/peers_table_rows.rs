@@ -422,6 +422,18 @@ pub(crate) const MEASUREMENTS: &[Measurement] = &[
         )],
     ),
     two_hosts_measurement(
+        &["rtt", "size=8", "host=h2", "direct=2"],
+        2000,
+        0,
+        &[make_row(
+            "remote8-daemons",
+            "  the same, PvmDontRoute",
+            "rtt",
+            Unit::Micros,
+            NO_GOAL,
+        )],
+    ),
+    two_hosts_measurement(
         &["one_way", "size=1048576", "batch=50", "host=h2"],
         5,
         2,
@@ -443,6 +455,18 @@ pub(crate) const MEASUREMENTS: &[Measurement] = &[
             "message",
             Unit::MegabytesPerSecond(BYTES_PER_MIB),
             bound_goal(800.0),
+        )],
+    ),
+    two_hosts_measurement(
+        &["one_way", "size=1048576", "batch=50", "host=h2", "direct=2"],
+        5,
+        0,
+        &[make_row(
+            "stream-daemons",
+            "  the same, PvmDontRoute",
+            "message",
+            Unit::MegabytesPerSecond(BYTES_PER_MIB),
+            NO_GOAL,
         )],
     ),
     Measurement {
