@@ -377,6 +377,13 @@ impl Vm {
         self.runtime.disable_spinning();
     }
 
+    /// Sets whether the library sets up direct routes to tasks on other hosts that no program has
+    /// requested. The default is the environment variable `SEMPA_DIRECT_ROUTES`. Meant for services
+    /// that exchange few messages with many hosts.
+    pub fn set_automatic_routes(&self, is_enabled: bool) {
+        self.runtime.set_automatic_routes(is_enabled);
+    }
+
     /// Waits for a selected message; returns `None` if the timeout expires first.
     ///
     /// # Errors

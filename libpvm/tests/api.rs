@@ -22,6 +22,7 @@ fn enroll_task(private_vm: &PrivateVm) -> Vm {
         claim: Claim::NotSpawned,
         program: "api".into(),
         on_daemon_exit: OnDaemonExit::FailCalls,
+        has_automatic_routes: true,
     };
     Vm::from_runtime(Runtime::connect(options).expect("a daemon"))
 }

@@ -40,6 +40,7 @@ fn enroll_task(private_vm: &PrivateVm) -> Vm {
         claim: Claim::NotSpawned,
         program: "halt".into(),
         on_daemon_exit: OnDaemonExit::FailCalls,
+        has_automatic_routes: true,
     };
     Vm::from_runtime(Runtime::connect(options).expect("a daemon"))
 }

@@ -92,6 +92,7 @@ fn parse_policy_settings(text: &str) -> Result<Policy, PolicyError> {
 fn run(args: Args) -> anyhow::Result<()> {
     sempa_socket::request_short_slice();
     let vm = Vm::enroll()?;
+    vm.set_automatic_routes(false);
     let rm_subscription = RmSubscription::start_tracking(&vm, args.report_to)?;
     Watcher::new(vm, rm_subscription, args)?.run_main_loop()
 }

@@ -145,6 +145,8 @@ impl RealVm {
         // The resource manager becomes active whenever a task starts or ends. At such a moment
         // other processes need the processors, so the resource manager must not spin.
         vm.disable_spinning();
+        // It talks to all hosts, but seldom.
+        vm.set_automatic_routes(false);
         Self {
             vm,
             started_at: Instant::now(),

@@ -16,6 +16,32 @@ use std::net::SocketAddr;
 pub const ROUTE_FDS_MAX: usize = 2;
 pub const OFFER_ADDRESSES_MAX: usize = 16;
 
+/// Environment variable that selects which direct routes there are; see
+/// [`allows_automatic_routes`]. The library reads it for its task, and the daemon for all tasks of
+/// its host.
+pub const DIRECT_ROUTES_VARIABLE: &str = "SEMPA_DIRECT_ROUTES";
+
+/// True if the value of [`DIRECT_ROUTES_VARIABLE`] permits direct routes that no program has
+/// requested.
+///
+/// # Errors
+/// The value is neither `automatic` nor `requested`.
+pub fn allows_automatic_routes(value: Option<&str>) -> Result<bool, UnknownDirectRoutes> {
+    match value {
+        None | Some("" | "automatic") => Ok(true),
+        Some("requested") => Ok(false),
+        Some(other) => Err(UnknownDirectRoutes(other.to_string())),
+    }
+}
+
+/// Error: the value of [`DIRECT_ROUTES_VARIABLE`] is unknown.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "SEMPA_DIRECT_ROUTES={0:?} is neither automatic nor requested: tasks have only the direct routes that programs \
+     request"
+)]
+pub struct UnknownDirectRoutes(String);
+
 /// Id that distinguishes an offer from other offers of the same task. The offering task chooses it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct OfferId(pub u64);
@@ -43,7 +69,7 @@ pub enum RouteMsg {
     /// Refuses the rings; a later offer may be accepted. The daemons continue to forward the
     /// messages.
     RingRefuse { id: OfferId },
-    /// Offers a direct route, which the program requested (`PvmRouteDirect`).
+    /// Offers a direct route, which the program (`PvmRouteDirect`) or its library requested.
     ///
     /// Two tasks on the same host use their rings as the direct route. Otherwise the accepting task
     /// connects by TLS to one of the addresses. Each task accepts only the certificate whose
@@ -57,6 +83,8 @@ pub enum RouteMsg {
         /// Incarnation of the offering task's end of the link. Frames on a direct route do not
         /// contain an incarnation, so both tasks use the later one of their two incarnations.
         incarnation: u16,
+        /// True if the library requested the route and the program knows nothing of it.
+        is_automatic: bool,
     },
     /// Accepts the direct route. The library of the accepting task connects next, unless both tasks
     /// are on the same host.
@@ -68,7 +96,7 @@ pub enum RouteMsg {
         incarnation: u16,
     },
     /// Refuses the direct route, because the program does not allow direct routes (`PvmDontRoute`)
-    /// or the task cannot have one.
+    /// or the task cannot have one. Also reports that the accepting task could not connect.
     DirectRefuse { id: OfferId },
     /// Offers a shared pool: memory that only the offering task can write, and in which its large
     /// messages are stored from now on. One descriptor is passed with the message. A task on
@@ -86,5 +114,24 @@ impl RouteMsg {
             Self::RingAccept { .. } | Self::PoolOffer { .. } => 1,
             _ => 0,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_known_values_permit_automatic_routes() {
+        for (value, is_allowed) in [
+            (None, true),
+            (Some(""), true),
+            (Some("automatic"), true),
+            (Some("requested"), false),
+        ] {
+            assert_eq!(allows_automatic_routes(value), Ok(is_allowed));
+        }
+        let error = allows_automatic_routes(Some("Automatic")).expect_err("unknown");
+        assert!(error.to_string().contains("\"Automatic\""), "{error}");
     }
 }

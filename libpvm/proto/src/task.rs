@@ -509,6 +509,8 @@ pub struct Welcome {
     /// Addresses of this host on which the task may listen for direct routes, in order of
     /// preference.
     pub addresses: Vec<IpAddr>,
+    /// True if the library may request and accept direct routes that its program has not requested.
+    pub allows_automatic_routes: bool,
     pub rm: Option<RmInfo>,
     pub output_sink: Sink,
     pub trace_sink: Sink,

@@ -6,6 +6,7 @@ use bytes::Bytes;
 use nix::sys::socket::{MsgFlags, getsockopt, send, sockopt::PeerCredentials};
 use sempa_proto::WIRE_VERSION;
 use sempa_proto::frame::{FrameDecoder, encode_control};
+use sempa_proto::route::{DIRECT_ROUTES_VARIABLE, allows_automatic_routes};
 use sempa_proto::runtime_paths::{RuntimePaths, VmNameError};
 use sempa_proto::task::{Claim, Hello, OnDaemonExit, TASK_MAGIC, ToDaemon, ToTask, Welcome};
 use sempa_socket::{PendingFds, ReadOutcome, find_runtime_paths, receive};
@@ -39,6 +40,8 @@ pub struct EnrollOptions {
     /// Action on this process when its daemon exits. Applies to processes that neither a daemon nor
     /// a tasker has started.
     pub on_daemon_exit: OnDaemonExit,
+    /// True if the library may set up direct routes that its program has not requested.
+    pub has_automatic_routes: bool,
 }
 
 impl EnrollOptions {
@@ -82,6 +85,11 @@ impl EnrollOptions {
             claim,
             program: program_name(),
             on_daemon_exit: OnDaemonExit::FailCalls,
+            // The daemon reports an unknown value.
+            has_automatic_routes: allows_automatic_routes(
+                variable(DIRECT_ROUTES_VARIABLE).as_deref(),
+            )
+            .unwrap_or(false),
         })
     }
 }
@@ -340,6 +348,22 @@ mod tests {
                 .claim,
             Claim::NotSpawned
         );
+    }
+
+    /// The user's variable selects whether there are automatic routes; unknown values forbid them.
+    #[test]
+    fn variable_forbids_automatic_routes() {
+        let options_with =
+            |value| options_from(7, false, &[("SEMPA_DIRECT_ROUTES", value)]).expect("good");
+        assert!(options_with("automatic").has_automatic_routes);
+        assert!(
+            options_from(7, false, &[])
+                .expect("good")
+                .has_automatic_routes
+        );
+        for value in ["requested", "none"] {
+            assert!(!options_with(value).has_automatic_routes);
+        }
     }
 
     #[test]

@@ -9,6 +9,7 @@
 //!   While there is no connection, all calls keep working in memory.
 //! - A drainer thread reads rings that are full while the application computes.
 
+mod automatic_routes;
 mod clock;
 mod connect;
 mod core;
@@ -18,6 +19,7 @@ mod groups;
 mod intake;
 mod io_thread;
 mod outbox;
+mod polling;
 mod process;
 mod redirect;
 mod ring_drainer;
@@ -170,6 +172,7 @@ impl Runtime {
             claim,
             program,
             on_daemon_exit: daemon_exit_action,
+            has_automatic_routes,
         } = options;
         let connection =
             connect::connect_and_wait_for_welcome(&path, claim, &program, daemon_exit_action)?;
@@ -179,6 +182,12 @@ impl Runtime {
             source,
         };
         let shared_state = Arc::new(SharedState::new(connection).map_err(io_error)?);
+        shared_state
+            .lock()
+            .core
+            .direct_routes
+            .automatic
+            .set_enabled_by_user(has_automatic_routes);
         let io_thread_handle = io_thread::start(&shared_state, program).map_err(io_error)?;
         process::add_exit_hook(ExitFlushHook(Arc::downgrade(&shared_state)));
         let runtime_inner = RuntimeInner {
@@ -333,7 +342,7 @@ impl Runtime {
             state.core.deliver(message);
         } else if dst.is_daemon() {
             state.core.send_to_daemon(message)?;
-            state.core.shm_routes.expect_reply_from_daemon();
+            state.core.shm_routes.expect_message_at_socket();
             self.wait_until_written(&mut state, None)?;
         } else if dst.is_task() {
             let now = state.now();
@@ -396,11 +405,15 @@ impl Runtime {
         }
     }
 
-    /// Sets whether later offers of direct routes from other tasks are accepted.
+    /// Sets whether later offers of direct routes from other tasks are accepted (`PvmDontRoute`).
+    /// If they are not, the routes that the library has set up on its own end.
     pub fn set_accepts_routes(&self, accepts: bool) {
-        if let Some(mut state) = self.lock() {
-            state.core.direct_routes.agreements.accepts_offers = accepts;
-        }
+        self.with_core_mut(|core, now| core.set_accepts_routes(now, accepts));
+    }
+
+    /// Sets whether the library sets up and accepts direct routes that no program has requested.
+    pub fn set_automatic_routes(&self, is_enabled: bool) {
+        self.with_core_mut(|core, now| core.set_automatic_routes(now, is_enabled));
     }
 
     /// Requests a notification of each of the next `route_count` direct routes. A notification is a
@@ -626,19 +639,19 @@ impl Runtime {
         });
         let mut previous_event_seq = None;
         loop {
+            let remaining_time =
+                wait_end.map(|wait_end| Duration::from_micros(wait_end.since(state.now()).0));
             if previous_event_seq != Some(state.core.event_seq()) {
                 previous_event_seq = Some(state.core.event_seq());
                 if let Some(value) = f(&mut state.core) {
                     return Ok(Some(value));
                 }
-                state.poll_incoming();
+                state.poll_before_wait(remaining_time);
                 continue;
             }
             if state.core.lost_reason().is_some() {
                 return Err(PvmError::SysErr);
             }
-            let remaining_time =
-                wait_end.map(|wait_end| Duration::from_micros(wait_end.since(state.now()).0));
             if remaining_time.is_some_and(|remaining_time| remaining_time.is_zero()) {
                 return Ok(None);
             }

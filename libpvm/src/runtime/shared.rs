@@ -40,9 +40,6 @@ const READ_BUFFER_BYTES: usize = 128 << 10;
 /// Maximum number of bytes read from the socket before the lock is released, so that other threads
 /// get the lock.
 const READ_BYTES_MAX: usize = 2 << 20;
-/// Minimum interval between two reads of the socket by threads that also poll rings or direct
-/// routes. Between these reads the I/O thread watches the socket.
-const SOCKET_READ_INTERVAL: Micros = Micros(500);
 /// Maximum number of received descriptors whose frames have not been handled.
 const UNHANDLED_DESCRIPTORS_MAX: usize = 16;
 /// Maximum time for which a fork waits for the lock. The thread that holds the lock may be the
@@ -79,7 +76,7 @@ pub(crate) struct LockedState {
     pub(crate) io_thread_sleep: IoThreadSleep,
     /// Decides from the success of recent spins whether waiting threads spin.
     spin_budget: SpinBudget,
-    last_socket_read_at: Micros,
+    pub(super) last_socket_read_at: Micros,
     pub(crate) has_drainer: bool,
     /// Number of threads that sleep on the doorbell until the next event.
     event_waiter_count: usize,
@@ -268,12 +265,10 @@ struct WakeSet {
 }
 
 impl LockedState {
-    /// True if every event for which a thread may wait comes through the daemon's socket, from
-    /// other threads, or through the drainer thread.
+    /// True if every event for which a thread may wait comes through the daemon's socket, through
+    /// direct connections, from other threads, or through the drainer thread.
     fn can_wait_at_socket(&self) -> bool {
-        self.core.is_connected()
-            && self.core.direct_routes.is_empty()
-            && (self.core.shm_routes.is_empty() || self.has_drainer)
+        self.core.is_connected() && (self.core.shm_routes.is_empty() || self.has_drainer)
     }
 
     /// True while a thread sleeps on the doorbell, or is about to.
@@ -312,6 +307,7 @@ impl LockedState {
             || has_unwatched_direct_route
             || has_unwatched_timer
             || self.socket_may_have_data
+            || core.direct_routes.has_unread_data()
     }
 
     /// Removes and returns the peers to wake; the caller wakes them without the lock.
@@ -344,33 +340,6 @@ impl LockedState {
         {
             self.core.shm_routes.release_deferred_wakes();
         }
-    }
-
-    /// Handles the frames that have arrived in rings and on direct routes, and reads the socket. If
-    /// there are rings or direct routes, the socket is read at most once in
-    /// [`SOCKET_READ_INTERVAL`].
-    pub(crate) fn poll_incoming(&mut self) {
-        let now = self.now();
-        let previous_event_seq = self.core.event_seq();
-        self.core.poll_rings(now);
-        self.poll_direct_routes(now);
-        let has_other_routes =
-            !self.core.shm_routes.is_empty() || !self.core.direct_routes.is_empty();
-        if self.core.event_seq() == previous_event_seq
-            && (!has_other_routes || now.since(self.last_socket_read_at) >= SOCKET_READ_INTERVAL)
-        {
-            self.read_and_write();
-        }
-    }
-
-    /// Handles the frames that have arrived on direct routes. Returns true if a frame arrived.
-    /// After the call, the I/O thread does not watch the direct routes for a few milliseconds.
-    fn poll_direct_routes(&mut self, now: Micros) -> bool {
-        if !self.core.direct_routes.is_any_open() {
-            return false;
-        }
-        self.core.direct_routes.record_polling(Some(now));
-        self.core.poll_direct_routes(now)
     }
 
     pub(crate) fn now(&mut self) -> Micros {
@@ -567,6 +536,7 @@ impl SharedState {
             wake_delay_timer: None,
         };
         let waiters = Arc::new(SocketWaiters::new()?);
+        state.core.direct_routes.set_app_waiters(waiters.clone());
         state.attach_socket(socket, decoder, received_fds, &waiters)?;
         Ok(Self {
             own_tid: welcome.tid,

@@ -107,6 +107,8 @@ pub struct MachineConfig {
     pub dsig: i32,
     /// Addresses on which the daemon listens for other daemons.
     pub addresses: Vec<SocketAddr>,
+    /// True if the libraries of this host's tasks may set up direct routes on their own.
+    pub allows_automatic_routes: bool,
     /// Relative speed; the default is 1000.
     pub speed: i32,
     /// User id under which the tasks of this host run.

@@ -331,6 +331,7 @@ impl Machine {
             parent: task.parent,
             host: self.config.host,
             addresses,
+            allows_automatic_routes: self.config.allows_automatic_routes,
             rm,
             output_sink: task.output_sink,
             trace_sink: task.trace_sink,

@@ -32,6 +32,7 @@ use anyhow::Context;
 use checkpoint::capabilities::{self, CapabilitySet};
 use checkpoint::{allocator, boot_clock};
 use pvmd_machine::{Machine, MachineConfig};
+use sempa_proto::route::{self, DIRECT_ROUTES_VARIABLE};
 use sempa_proto::runtime_paths::RuntimePaths;
 use sempa_proto::{HostId, Micros, lease};
 use std::collections::BTreeMap;
@@ -214,6 +215,7 @@ async fn assemble_and_run(
         arch: ARCH_NAME.into(),
         dsig: DATA_SIGNATURE,
         addresses: addresses.clone(),
+        allows_automatic_routes: allows_automatic_routes(),
         speed,
         uid,
         lease: Micros(u64::try_from(lease.as_micros()).unwrap_or(u64::MAX)),
@@ -339,6 +341,15 @@ impl RoleParts {
             },
         })
     }
+}
+
+/// True if the libraries of this host's tasks may set up direct routes on their own.
+fn allows_automatic_routes() -> bool {
+    let value = env_var(DIRECT_ROUTES_VARIABLE);
+    route::allows_automatic_routes(value.as_deref()).unwrap_or_else(|error| {
+        tracing::warn!("{error}");
+        false
+    })
 }
 
 /// Writes the first lines of the log.

@@ -282,6 +282,7 @@ impl TaskConnection {
             parent: self.parent,
             host: HostId::MASTER,
             addresses: vec![],
+            allows_automatic_routes: true,
             rm: None,
             output_sink: Sink::default(),
             trace_sink: Sink::default(),

@@ -190,7 +190,7 @@ impl Core {
             deferred_control_frames: VecDeque::new(),
             deferred_control_bytes: 0,
             shm_routes: ShmRoutes::default(),
-            direct_routes: DirectRoutes::new(welcome.tid, welcome.addresses.clone()),
+            direct_routes: DirectRoutes::new(welcome),
             links: FxHashMap::default(),
             order: CausalOrder::new(welcome.tid, incarnation),
             order_timers: OrderTimers::default(),
@@ -352,6 +352,7 @@ impl Core {
             return Ok(());
         }
         if self.direct_routes.has_route(peer) {
+            self.shm_routes.expect_message_at_socket();
             self.pump_direct_route(now, peer);
             self.record_sent(now, peer);
             return Ok(());
@@ -363,6 +364,7 @@ impl Core {
         }
         self.record_sent(now, peer);
         self.offer_ring_if_due(now, peer);
+        self.request_automatic_route_if_due(now, peer);
         Ok(())
     }
 
@@ -623,7 +625,7 @@ impl Core {
     pub(crate) fn resume(&mut self, now: Micros, welcome: &Welcome) {
         self.phase = ConnectionPhase::Connected;
         (self.host, self.dsig) = (welcome.host, welcome.dsig);
-        self.direct_routes.set_addresses(welcome.addresses.clone());
+        self.direct_routes.adopt_host(welcome);
         self.outbox.clear();
         if let Some(restart) = &welcome.restart_info {
             self.roll_back(restart);
@@ -785,6 +787,11 @@ impl Core {
         }
         self.accept_messages_from(peer);
         self.pump_link(now, peer);
+        if self.windows_disabled {
+            // The frame may tell an exiting thread that the peer has everything, so that nothing
+            // more will be written.
+            self.bump_send_event_seq();
+        }
         self.deliver_deferred(peer);
         self.complete_arrivals(now);
     }

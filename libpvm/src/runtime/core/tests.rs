@@ -22,6 +22,7 @@ fn test_welcome() -> Welcome {
         parent: Tid::NONE,
         host: HostId::MASTER,
         addresses: vec![],
+        allows_automatic_routes: true,
         rm: None,
         output_sink: Sink::default(),
         trace_sink: Sink::default(),
@@ -445,6 +446,7 @@ fn direct_offer_aligns_incarnations() {
             addresses: vec![],
             fingerprint: [7; 32],
             incarnation: offer_incarnation,
+            is_automatic: false,
         };
         encode_control(&ToTask::Route {
             sender: PEER,

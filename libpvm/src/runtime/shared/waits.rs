@@ -186,13 +186,7 @@ impl StateGuard<'_> {
     /// Sleeps until the next event, for at most `timeout`.
     pub(crate) fn wait_for_event(&mut self, timeout: Option<Duration>) {
         self.update_ready_fd();
-        let daemon_may_send_next =
-            self.core.shm_routes.is_empty() || !self.core.shm_routes.expects_ring_message();
-        if daemon_may_send_next
-            && !self.has_socket_waiter
-            && self.can_wait_at_socket()
-            && sleep_duration(timeout) >= SOCKET_WAIT_MIN
-        {
+        if self.will_wait_at_socket(timeout) {
             return self.wait_at_socket(sleep_duration(timeout));
         }
         let sleep_word_value = self.shared_state.doorbell.get().prepare_sleep();
@@ -219,6 +213,26 @@ impl StateGuard<'_> {
         self.event_waiter_count -= 1;
     }
 
+    /// True if a thread that waits now for at most `timeout` sleeps on the sockets.
+    fn will_wait_at_socket(&self, timeout: Option<Duration>) -> bool {
+        let expects_message_at_socket =
+            self.core.shm_routes.is_empty() || !self.core.shm_routes.expects_ring_message();
+        expects_message_at_socket
+            && !self.has_socket_waiter
+            && self.can_wait_at_socket()
+            && sleep_duration(timeout) >= SOCKET_WAIT_MIN
+    }
+
+    /// Handles what has arrived before this thread waits for at most `timeout`. With direct routes
+    /// the wait itself begins with a look at all sockets, so that one is saved here.
+    pub(crate) fn poll_before_wait(&mut self, timeout: Option<Duration>) {
+        if self.core.direct_routes.is_empty() || !self.will_wait_at_socket(timeout) {
+            return self.poll_incoming();
+        }
+        let now = self.now();
+        self.core.poll_rings(now);
+    }
+
     /// Sleeps until the next event, which is most likely the daemon's reply to a request.
     pub(crate) fn wait_for_reply(&mut self) {
         if self.has_socket_waiter || !self.can_wait_at_socket() {
@@ -228,14 +242,15 @@ impl StateGuard<'_> {
         self.wait_at_socket(DEADLINE_SLEEP_MAX);
     }
 
-    /// Sleeps until the socket is readable, until the drainer thread has read a ring, or for at
-    /// most `timeout`. Then reads the socket.
+    /// Sleeps until the daemon's socket or a direct connection is readable, until the drainer
+    /// thread has read a ring, or for at most `timeout`. Then reads what is readable.
     fn wait_at_socket(&mut self, timeout: Duration) {
         let shared_state = self.shared_state;
         let doorbell = shared_state.doorbell();
         doorbell.set_notify_always(true);
         let (now, previous_event_seq) = (self.now(), self.core.event_seq());
         self.core.poll_rings_before_sleep(now);
+        self.core.direct_routes.record_sleeping_app_thread(true);
         let (wake_set, peer_wakes) = (self.wake_set(), self.take_peer_wakes());
         let has_new_event = self.core.event_seq() != previous_event_seq;
         self.has_socket_waiter = !has_new_event;
@@ -244,11 +259,12 @@ impl StateGuard<'_> {
         }
         StateGuard::wake_threads(shared_state, wake_set, peer_wakes);
         if !has_new_event {
-            shared_state.socket_waiters.wait_for_socket(timeout);
+            let ready = shared_state.socket_waiters.wait_for_sockets(timeout);
             self.relock();
             self.has_socket_waiter = false;
-            self.read_and_write();
+            self.read_ready_sockets(ready);
         }
+        self.core.direct_routes.record_sleeping_app_thread(false);
         doorbell.set_notify_always(shared_state.ready_event.get().is_some());
     }
 

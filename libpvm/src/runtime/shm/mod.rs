@@ -203,6 +203,9 @@ enum RingSetup {
     },
     /// The peer refused the offer, or the setup failed. No new offer is sent before `retry_at`.
     Refused { retry_at: Micros },
+    /// There can be no ring: the peer is on another host, or this host provides no memory. No new
+    /// offer is sent before `retry_at`.
+    Impossible { retry_at: Micros },
 }
 
 /// State of one slot of the doorbell.
@@ -270,9 +273,9 @@ impl ShmRoutes {
         self.expected_peer.is_some()
     }
 
-    /// Records that this task sent a message through the daemon. The reply is then expected through
-    /// the daemon, too.
-    pub(crate) fn expect_reply_from_daemon(&mut self) {
+    /// Records that the next message is expected at a socket: of the daemon or of a direct route,
+    /// because the last one from or to this task went that way.
+    pub(crate) fn expect_message_at_socket(&mut self) {
         self.expected_peer = None;
     }
 
@@ -295,13 +298,20 @@ impl ShmRoutes {
         matches!(self.setups.get(&peer), Some(RingSetup::Offered { .. }))
     }
 
+    /// True if there can be no ring to this peer, most likely because it is on another host.
+    pub(super) fn is_ring_impossible(&self, peer: Tid) -> bool {
+        matches!(self.setups.get(&peer), Some(RingSetup::Impossible { .. }))
+    }
+
     /// Returns the peers with unanswered offers, and the times at which the offers expire.
     fn unanswered_offers(&self) -> impl Iterator<Item = (Tid, Micros)> {
         self.setups.iter().filter_map(|(peer, setup)| match setup {
             RingSetup::Offered {
                 expires_at: expiry, ..
             } => Some((*peer, *expiry)),
-            RingSetup::NotOffered(_) | RingSetup::Refused { .. } => None,
+            RingSetup::NotOffered(_) | RingSetup::Refused { .. } | RingSetup::Impossible { .. } => {
+                None
+            }
         })
     }
 

@@ -45,7 +45,7 @@ impl Core {
     /// Offers a ring to the peer if [`MESSAGES_BEFORE_OFFER`] messages to the peer have preceded
     /// and no refusal is in effect. Called after a message to the peer was sent through the daemon.
     pub(in crate::runtime) fn offer_ring_if_due(&mut self, now: Micros, peer: Tid) {
-        self.shm_routes.expect_reply_from_daemon();
+        self.shm_routes.expect_message_at_socket();
         if self.shm_routes.doorbell.is_none()
             || !self.is_connected()
             || self.has_disabled_windows()
@@ -64,13 +64,16 @@ impl Core {
             }
             RingSetup::Refused {
                 retry_at: retry_time,
+            }
+            | RingSetup::Impossible {
+                retry_at: retry_time,
             } if *retry_time > now => {}
             RingSetup::Offered { .. } => {}
-            RingSetup::NotOffered(_) | RingSetup::Refused { .. } => {
+            RingSetup::NotOffered(_) | RingSetup::Refused { .. } | RingSetup::Impossible { .. } => {
                 if !self.offer_ring(now, peer) {
                     self.shm_routes.setups.insert(
                         peer,
-                        RingSetup::Refused {
+                        RingSetup::Impossible {
                             retry_at: now + REFUSAL_TIMEOUT,
                         },
                     );
@@ -168,19 +171,16 @@ impl Core {
             RouteMsg::RingRefuse { id } => {
                 if matches!(self.shm_routes.setups.get(&sender), Some(RingSetup::Offered { id: open_offer_id, .. }) if *open_offer_id == id)
                 {
-                    let retry_time = now
-                        + if same_host {
-                            REFUSAL_TIMEOUT
-                        } else {
-                            REMOTE_REFUSAL_TIMEOUT
-                        };
-                    self.drop_offer(
-                        now,
-                        sender,
+                    let next_setup = if same_host {
                         RingSetup::Refused {
-                            retry_at: retry_time,
-                        },
-                    );
+                            retry_at: now + REFUSAL_TIMEOUT,
+                        }
+                    } else {
+                        RingSetup::Impossible {
+                            retry_at: now + REMOTE_REFUSAL_TIMEOUT,
+                        }
+                    };
+                    self.drop_offer(now, sender, next_setup);
                 }
             }
             _ => {}

@@ -1,5 +1,6 @@
 //! Property test: the route between two communicating tasks changes at random between daemon, ring
-//! and direct connection, with migrations and broken connections. No message may be lost,
+//! and direct connection, which the programs or their libraries request, with migrations and broken
+//! connections. No message may be lost,
 //! duplicated, damaged or reordered.
 
 use super::fake::FakeDaemon;
@@ -164,13 +165,18 @@ fn numbered_body(number: u32) -> Vec<u8> {
 }
 
 impl Exchange {
-    fn new(is_same_host: bool) -> Self {
+    fn new(is_same_host: bool, automatic_routes: [bool; 2]) -> Self {
         let fake = FakeDaemon::start();
         fake.state().is_same_host = is_same_host;
-        let (tasks, inserted_proxies) = (
-            [fake.enroll(), fake.enroll()],
-            Proxies::insert_proxies(&fake),
-        );
+        let enroll = |is_automatic| {
+            if is_automatic {
+                fake.enroll_with_automatic_routes()
+            } else {
+                fake.enroll()
+            }
+        };
+        let (tasks, inserted_proxies) =
+            (automatic_routes.map(enroll), Proxies::insert_proxies(&fake));
         let (counts, stop_flag, migration_counter) = (
             Default::default(),
             AtomicBool::new(false),
@@ -337,8 +343,12 @@ impl Exchange {
 }
 
 /// Runs a script. Returns the route before each change and after the last change.
-fn run_script(same_host: bool, script: &[(u32, RouteChange)]) -> Vec<RouteKind> {
-    let exchange = Exchange::new(same_host);
+fn run_script(
+    same_host: bool,
+    automatic_routes: [bool; 2],
+    script: &[(u32, RouteChange)],
+) -> Vec<RouteKind> {
+    let exchange = Exchange::new(same_host, automatic_routes);
     let mut routes = Vec::new();
     thread::scope(|scope| {
         for task_index in 0..2 {
@@ -384,18 +394,21 @@ fn route_changes_preserve_messages() {
     };
     let script = (
         any::<bool>(),
+        any::<[bool; 2]>(),
         prop::collection::vec(
             (MESSAGE_COUNTS_BETWEEN_CHANGES, route_change_strategy()),
             1..=CHANGES_MAX,
         ),
     );
     let routes_of_scripts = RefCell::new(Vec::new());
-    let test_result =
-        TestRunner::new(config).run(&script, |(is_same_host, script)| -> TestCaseResult {
-            let routes = run_script(is_same_host, &script);
+    let test_result = TestRunner::new(config).run(
+        &script,
+        |(is_same_host, automatic, script)| -> TestCaseResult {
+            let routes = run_script(is_same_host, automatic, &script);
             routes_of_scripts.borrow_mut().push(routes);
             Ok(())
-        });
+        },
+    );
     test_result.unwrap_or_else(|error| panic!("{error}"));
     // The test is meaningful only if every route was used and the routes changed.
     let routes_of_scripts = routes_of_scripts.into_inner();

@@ -27,14 +27,14 @@ fn remote_pair() -> (FakeDaemon, Runtime, Runtime) {
 }
 
 /// Waits for the next message with this tag and returns it.
-fn wait_for_tagged_message(task: &Runtime, tag: i32) -> Message {
+pub(super) fn wait_for_tagged_message(task: &Runtime, tag: i32) -> Message {
     let take_tagged_message = &mut |inbox: &mut Inbox| inbox.take_first(|m| m.tag == tag);
     task.wait_for_inbox(Some(Instant::now() + TEST_TIMEOUT), take_tagged_message)
         .expect("connected")
         .expect("a message in time")
 }
 
-fn unpack_two_ints(message: &Message) -> [i32; 2] {
+pub(super) fn unpack_two_ints(message: &Message) -> [i32; 2] {
     let mut body = Unpacker::new(Encoding::Xdr, message.body.clone());
     [
         body.read_int().expect("an int"),
@@ -42,7 +42,7 @@ fn unpack_two_ints(message: &Message) -> [i32; 2] {
     ]
 }
 
-fn direct_offer_count(fake: &FakeDaemon) -> usize {
+pub(super) fn direct_offer_count(fake: &FakeDaemon) -> usize {
     let is_offer = |control_message: &ToDaemon| {
         matches!(
             control_message,
@@ -59,7 +59,7 @@ fn direct_offer_count(fake: &FakeDaemon) -> usize {
         .count()
 }
 
-fn has_route(task: &Runtime, peer: Tid) -> bool {
+pub(super) fn has_route(task: &Runtime, peer: Tid) -> bool {
     task.with_core(|core| core.direct_routes.has_route(peer))
         .expect("not forked")
 }

@@ -27,6 +27,7 @@ fn missing_daemon_error_says_what_to_do() {
         claim: Claim::NotSpawned,
         program: "x".into(),
         on_daemon_exit: OnDaemonExit::FailCalls,
+        has_automatic_routes: false,
     };
     let missing_error = Runtime::connect(options_for("missing")).expect_err("nobody there");
     assert!(matches!(missing_error, EnrollError::NoDaemon { .. }));
@@ -79,6 +80,7 @@ fn refusal_before_hello_is_understood() {
             claim: Claim::NotSpawned,
             program: "x".into(),
             on_daemon_exit: OnDaemonExit::FailCalls,
+            has_automatic_routes: false,
         };
         let error = Runtime::connect(options).expect_err("refused");
         assert!(
@@ -114,6 +116,7 @@ fn listener_of_other_protocol_is_rejected() {
             claim: Claim::NotSpawned,
             program: "x".into(),
             on_daemon_exit: OnDaemonExit::FailCalls,
+            has_automatic_routes: false,
         });
         server.join().expect("served");
         let error = error.expect_err("no daemon");

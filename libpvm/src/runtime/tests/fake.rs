@@ -93,6 +93,8 @@ pub(super) struct FakeState {
     /// True if the tasks count as being on the same host, so that they may have rings. Otherwise
     /// the fake daemon refuses their ring offers.
     pub(super) is_same_host: bool,
+    /// True if the fake daemon forbids direct routes that no program has requested.
+    pub(super) forbids_automatic_routes: bool,
     /// Recorded route messages; `None` if recording is disabled.
     pub(super) recorded_messages: Option<Vec<RecordedMessage>>,
     /// Function that rewrites the addresses in offers of direct routes, to insert a proxy.
@@ -143,11 +145,21 @@ impl FakeDaemon {
             claim: Claim::NotSpawned,
             program: "test".into(),
             on_daemon_exit: OnDaemonExit::FailCalls,
+            has_automatic_routes: false,
         }
     }
 
     pub(super) fn enroll(&self) -> Runtime {
         Runtime::connect(self.enroll_options()).expect("welcome")
+    }
+
+    /// Enrols a task whose library sets up direct routes on its own.
+    pub(super) fn enroll_with_automatic_routes(&self) -> Runtime {
+        let options = EnrollOptions {
+            has_automatic_routes: true,
+            ..self.enroll_options()
+        };
+        Runtime::connect(options).expect("welcome")
     }
 
     pub(super) fn state(&self) -> MutexGuard<'_, FakeState> {
@@ -372,6 +384,7 @@ fn enroll_task(shared_state: &SharedFakeState, hello: &Hello, stream: &UnixStrea
         parent: Tid::NONE,
         host: HostId::MASTER,
         addresses: vec![Ipv4Addr::LOCALHOST.into()],
+        allows_automatic_routes: !state.forbids_automatic_routes,
         rm: state.rm,
         output_sink: Sink::default(),
         trace_sink: Sink::default(),

@@ -98,6 +98,7 @@ fn subprocess_exchanges_messages_under_restriction() {
         claim: Claim::NotSpawned,
         program: "without".into(),
         on_daemon_exit: OnDaemonExit::FailCalls,
+        has_automatic_routes: false,
     };
     let task = Runtime::connect(options).expect("welcome");
     let peer = Tid::from_raw(peer);

@@ -372,6 +372,7 @@ fn subprocess_writes_without_end() {
         claim: sempa_proto::task::Claim::NotSpawned,
         program: "writer".into(),
         on_daemon_exit: sempa_proto::task::OnDaemonExit::FailCalls,
+        has_automatic_routes: false,
     };
     let task = Runtime::connect(options).expect("welcome");
     for number in 0u32.. {

@@ -2,6 +2,7 @@
 //! sockets and threads.
 
 mod any_route;
+mod automatic;
 mod direct;
 mod exits;
 mod fake;

@@ -51,6 +51,7 @@ fn direct_offer(id: u64) -> RouteMsg {
         addresses: vec![],
         fingerprint: [7; 32],
         incarnation: 0,
+        is_automatic: false,
     }
 }
 
@@ -334,6 +335,7 @@ fn offer_with_too_many_addresses_is_dropped() {
         addresses,
         fingerprint: [0; 32],
         incarnation: 0,
+        is_automatic: false,
     };
     send_route_message(&mut sim, procs[0], tids[1], offer);
     send_route_message(&mut sim, procs[0], tids[1], direct_offer(2));

@@ -93,6 +93,7 @@ impl Daemon {
             arch: "LINUX64".to_string(),
             dsig: DSIG_X86_64,
             addresses: Vec::new(),
+            allows_automatic_routes: true,
             speed: 1000,
             uid: 1,
             lease: Micros::from_secs(10),

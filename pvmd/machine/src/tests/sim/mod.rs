@@ -191,6 +191,7 @@ fn machine_config(id: HostId, name: &str) -> MachineConfig {
         arch: "LINUX64".into(),
         dsig: DSIG_X86_64,
         addresses: vec![host_address(id)],
+        allows_automatic_routes: true,
         speed: 1000,
         uid: 1000,
         lease: LEASE,

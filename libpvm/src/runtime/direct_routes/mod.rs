@@ -5,29 +5,40 @@
 //! module executes the decisions.
 //!
 //! All sockets are in one epoll set, which the I/O thread watches while no other thread polls the
-//! set.
+//! routes. Established connections are also in the set on which a waiting application thread
+//! sleeps.
 
+mod automatic_requests;
+mod watch;
+
+use super::automatic_routes::AutomaticRoutes;
 use super::core::Core;
 use super::direct::{Acceptor, Dialer, FrameStream, SetupError};
 use super::process::ProcessOwned;
-use super::route_agreements::{RouteAgreements, RouteEvent, RouteOutput};
-use nix::errno::Errno;
-use nix::poll::{PollFd, PollFlags};
+use super::route_agreements::{RouteAgreements, RouteEvent, RouteKind, RouteOutput};
+use super::socket_waiters::{ReadySockets, SocketWaiters};
+use nix::poll::PollFd;
 use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout};
 use rustc_hash::FxHashMap;
 use sempa_proto::body::{Encoding, Packer};
 use sempa_proto::link::{LinkEvent, decode_short_head};
 use sempa_proto::message::ENC_XDR;
 use sempa_proto::route::{Fingerprint, OFFER_ADDRESSES_MAX, OfferId, RouteMsg};
+use sempa_proto::task::Welcome;
 use sempa_proto::{Message, Micros, PvmResult, Tid};
 use std::net::{IpAddr, SocketAddr};
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::AsFd;
 use std::sync::Arc;
+pub(crate) use watch::ReadySet;
 
-/// Maximum number of direct routes of one task.
+/// Maximum number of explicit direct routes of one task.
 pub(crate) const DIRECT_ROUTES_MAX: usize = 512;
 /// Maximum number of ready descriptors handled in one poll.
 const READY_EVENTS_MAX: usize = 64;
+/// Maximum number of reads of a connection whose reads stop at their limit, before the other
+/// connections and the application continue. Together they read more than a link may have in
+/// flight.
+const REPEATED_READS_MAX: usize = 8;
 /// Epoll event data of all descriptors that belong to routes in setup. No tid has this value.
 const SETUP_EVENT_DATA: u64 = u64::MAX;
 /// Time for which the I/O thread does not watch the direct routes after another thread has polled
@@ -75,20 +86,12 @@ struct IncomingOffer {
     fingerprint: Fingerprint,
 }
 
-/// Epoll set of all descriptors of the direct routes.
-#[derive(Debug)]
-pub(crate) struct ReadySet(Epoll);
-
-impl AsFd for ReadySet {
-    fn as_fd(&self) -> BorrowedFd<'_> {
-        self.0.0.as_fd()
-    }
-}
-
 /// The direct routes of this task, both established and in setup.
 #[derive(Debug)]
 pub(crate) struct DirectRoutes {
     pub(crate) agreements: RouteAgreements,
+    /// Decides which routes the library sets up on its own.
+    pub(crate) automatic: AutomaticRoutes,
     /// IP addresses of this host. Offers contain these addresses.
     addresses: Vec<IpAddr>,
     acceptor: Acceptor,
@@ -104,15 +107,24 @@ pub(crate) struct DirectRoutes {
     blocked_conn_count: usize,
     next_idle_check_at: Option<Micros>,
     ready_set: Option<Arc<ProcessOwned<ReadySet>>>,
+    /// Sets of the application threads, which contain the established connections.
+    app_waiters: Option<Arc<SocketWaiters>>,
+    /// Peers whose last read stopped at its limit, so that the socket may still contain data of
+    /// which the I/O thread knows nothing.
+    unread_peers: Vec<Tid>,
     /// Time at which a spinning thread last polled the routes.
     last_polled_at: Option<Micros>,
+    /// True while an application thread sleeps on the established connections.
+    has_sleeping_app_thread: bool,
 }
 
 impl DirectRoutes {
-    pub(crate) fn new(tid: Tid, addresses: Vec<IpAddr>) -> Self {
+    /// Creates the state of a task without routes on the host of `welcome`.
+    pub(crate) fn new(welcome: &Welcome) -> Self {
         Self {
-            agreements: RouteAgreements::new(tid),
-            addresses,
+            agreements: RouteAgreements::new(welcome.tid),
+            automatic: AutomaticRoutes::new(welcome.allows_automatic_routes),
+            addresses: welcome.addresses.clone(),
             acceptor: Acceptor::default(),
             offered_peers: FxHashMap::default(),
             dialers: FxHashMap::default(),
@@ -122,13 +134,33 @@ impl DirectRoutes {
             blocked_conn_count: 0,
             next_idle_check_at: None,
             ready_set: None,
+            app_waiters: None,
+            unread_peers: Vec::new(),
             last_polled_at: None,
+            has_sleeping_app_thread: false,
         }
     }
 
-    /// Replaces the addresses of the host after a migration.
-    pub(crate) fn set_addresses(&mut self, addresses: Vec<IpAddr>) {
-        self.addresses = addresses;
+    /// Replaces what depends on the host after a migration.
+    pub(crate) fn adopt_host(&mut self, welcome: &Welcome) {
+        self.addresses.clone_from(&welcome.addresses);
+        self.automatic
+            .reset_for_host(welcome.allows_automatic_routes);
+    }
+
+    /// Makes waiting application threads sleep on the established connections, too.
+    pub(crate) fn set_app_waiters(&mut self, waiters: Arc<SocketWaiters>) {
+        self.app_waiters = Some(waiters);
+    }
+
+    /// Returns the sets of the application threads, if there are established connections.
+    pub(crate) fn app_waiters(&self) -> Option<Arc<SocketWaiters>> {
+        self.app_waiters.clone().filter(|_| !self.conns.is_empty())
+    }
+
+    /// True if a connection must be read although no epoll set may report it to the I/O thread.
+    pub(crate) fn has_unread_data(&self) -> bool {
+        !self.unread_peers.is_empty()
     }
 
     /// True if messages to this peer go through a direct connection.
@@ -158,10 +190,11 @@ impl DirectRoutes {
             .filter(|_| !is_polled_by_thread || self.has_background_work())
     }
 
-    /// True if the I/O thread must watch the routes: no other thread polls them, or a route is in
-    /// setup or waits for a writable socket.
+    /// True if the I/O thread must watch the routes: no other thread polls them or sleeps on them,
+    /// or a route is in setup or waits for a writable socket.
     pub(crate) fn needs_io_thread(&self) -> bool {
-        self.is_any_open() && (self.last_polled_at.is_none() || self.has_background_work())
+        let is_watched = self.last_polled_at.is_some() || self.has_sleeping_app_thread;
+        self.is_any_open() && (!is_watched || self.has_background_work())
     }
 
     /// True if routes are in setup or wait for a writable socket. Spinning threads do not handle
@@ -179,6 +212,14 @@ impl DirectRoutes {
     /// thread stops polling.
     pub(crate) fn record_polling(&mut self, now: Option<Micros>) {
         self.last_polled_at = now;
+    }
+
+    /// Records whether an application thread sleeps on the established connections.
+    pub(crate) fn record_sleeping_app_thread(&mut self, is_sleeping: bool) {
+        self.has_sleeping_app_thread = is_sleeping;
+        if is_sleeping {
+            self.last_polled_at = None;
+        }
     }
 
     fn get_or_create_ready_set(&mut self) -> Option<Arc<ProcessOwned<ReadySet>>> {
@@ -200,30 +241,8 @@ impl DirectRoutes {
             .values()
             .for_each(|dialer| dialer.add_poll_fds(&mut fds));
         for fd in &fds {
-            set_poll_events(&ready_set, fd.as_fd(), fd.events(), SETUP_EVENT_DATA);
+            watch::watch_setup(&ready_set, fd.as_fd(), fd.events(), SETUP_EVENT_DATA);
         }
-    }
-}
-
-/// Adds a descriptor to the epoll set, or changes its events if the set already contains the
-/// descriptor.
-fn set_poll_events(
-    ready_set: &ProcessOwned<ReadySet>,
-    fd: BorrowedFd<'_>,
-    poll_flags: PollFlags,
-    event_data: u64,
-) {
-    let mut flags = EpollFlags::empty();
-    flags.set(
-        EpollFlags::EPOLLOUT,
-        poll_flags.contains(PollFlags::POLLOUT),
-    );
-    flags.set(EpollFlags::EPOLLIN, poll_flags.contains(PollFlags::POLLIN));
-    let mut event = EpollEvent::new(flags, event_data);
-    if ready_set.get().0.add(fd, event) == Err(Errno::EEXIST) {
-        // If the kernel has no memory for the entry, the route is not handled until its timer
-        // expires.
-        let _ = ready_set.get().0.modify(fd, &mut event);
     }
 }
 
@@ -275,6 +294,7 @@ impl Core {
                 mut addresses,
                 fingerprint,
                 incarnation: announced_incarnation,
+                is_automatic,
             } => {
                 self.adopt_incarnation(now, sender, announced_incarnation);
                 addresses.truncate(OFFER_ADDRESSES_MAX);
@@ -282,10 +302,17 @@ impl Core {
                     addresses,
                     fingerprint,
                 });
+                let kind = if is_automatic {
+                    RouteKind::Automatic
+                } else {
+                    RouteKind::Explicit
+                };
                 RouteEvent::OfferReceived {
                     peer: sender,
                     id,
                     same_host,
+                    kind,
+                    accepts_automatic: is_automatic && self.accepts_automatic_route(now, sender),
                 }
             }
             RouteMsg::DirectAccept {
@@ -335,8 +362,12 @@ impl Core {
     fn run_route_outputs(&mut self, now: Micros) {
         while let Some(output) = self.direct_routes.agreements.next_output() {
             match output {
-                RouteOutput::Offer { peer: receiver, id } => {
-                    if !self.offer_direct_route(now, receiver, id) {
+                RouteOutput::Offer {
+                    peer: receiver,
+                    id,
+                    kind,
+                } => {
+                    if !self.offer_direct_route(now, receiver, id, kind) {
                         self.direct_routes
                             .agreements
                             .handle_event(now, RouteEvent::ConnectFailed(receiver));
@@ -378,6 +409,17 @@ impl Core {
                     self.send_route_message(receiver, RouteMsg::DirectRefuse { id }, Vec::new());
                 }
                 RouteOutput::Close { peer } => self.close_direct_conn(now, peer),
+                RouteOutput::AutomaticEstablished { peer } => {
+                    self.direct_routes.automatic.record_established(now, peer)
+                }
+                RouteOutput::AutomaticFailed { peer, scope } => self
+                    .direct_routes
+                    .automatic
+                    .record_failure(now, peer, scope),
+                RouteOutput::AutomaticEnded { peer, is_given_up } => self
+                    .direct_routes
+                    .automatic
+                    .record_end(now, peer, is_given_up),
                 RouteOutput::Notify {
                     ctx,
                     tag,
@@ -405,8 +447,22 @@ impl Core {
         self.advance_setups(now);
     }
 
-    fn offer_direct_route(&mut self, now: Micros, receiver: Tid, id: OfferId) -> bool {
-        if self.direct_routes.conns.len() >= DIRECT_ROUTES_MAX {
+    /// True if one more explicit route is possible.
+    fn has_room_for_explicit_route(&self) -> bool {
+        let routes = &self.direct_routes;
+        let is_explicit = |peer: &&Tid| !routes.agreements.is_automatic(**peer);
+        routes.conns.len() < DIRECT_ROUTES_MAX
+            || routes.conns.keys().filter(is_explicit).count() < DIRECT_ROUTES_MAX
+    }
+
+    fn offer_direct_route(
+        &mut self,
+        now: Micros,
+        receiver: Tid,
+        id: OfferId,
+        kind: RouteKind,
+    ) -> bool {
+        if kind == RouteKind::Explicit && !self.has_room_for_explicit_route() {
             return false;
         }
         let Ok((port, fingerprint)) = self.direct_routes.acceptor.open_offer(now, id) else {
@@ -427,6 +483,7 @@ impl Core {
                 addresses,
                 fingerprint,
                 incarnation,
+                is_automatic: kind == RouteKind::Automatic,
             },
             Vec::new(),
         )
@@ -440,7 +497,7 @@ impl Core {
         else {
             return false;
         };
-        if self.direct_routes.conns.len() >= DIRECT_ROUTES_MAX {
+        if !self.has_room_for_explicit_route() {
             return false;
         }
         let Ok(dialer) = Dialer::new(now, id, &addresses, fingerprint) else {
@@ -504,12 +561,20 @@ impl Core {
         let Some(ready_set) = self.direct_routes.get_or_create_ready_set() else {
             return self.handle_route_event(now, RouteEvent::ConnectFailed(peer));
         };
-        set_poll_events(
+        let app_waiters = self.direct_routes.app_waiters.clone();
+        if !watch::watch_conn(
             &ready_set,
+            app_waiters.as_deref(),
             frame_stream.as_fd(),
-            PollFlags::POLLIN,
             event_data(peer),
-        );
+        ) {
+            watch::unwatch_conn(
+                Some(&ready_set),
+                app_waiters.as_deref(),
+                frame_stream.as_fd(),
+            );
+            return self.handle_route_event(now, RouteEvent::ConnectFailed(peer));
+        }
         self.direct_routes.conns.insert(
             peer,
             DirectConn {
@@ -545,11 +610,14 @@ impl Core {
         }) = self.direct_routes.conns.remove(&peer)
         {
             self.direct_routes.blocked_conn_count -= usize::from(was_blocked);
-            if let Some(ready_set) = &self.direct_routes.ready_set {
-                // Closing alone does not remove the entry from the set: a forked child may have a
-                // copy of the descriptor.
-                let _ = ready_set.get().0.delete(frame_stream.as_fd());
-            }
+            watch::unwatch_conn(
+                self.direct_routes.ready_set.as_deref(),
+                self.direct_routes.app_waiters.as_deref(),
+                frame_stream.as_fd(),
+            );
+            self.direct_routes
+                .unread_peers
+                .retain(|unread_peer| *unread_peer != peer);
             frame_stream.close();
             self.bump_send_event_seq();
             self.reroute_through_daemon(now, peer);
@@ -587,7 +655,36 @@ impl Core {
         if has_setup_event {
             self.advance_setups(now);
         }
+        has_frame |= self.read_unread_conns(now);
         self.complete_arrivals(now);
+        has_frame
+    }
+
+    /// Reads the connections that a set of the application threads has reported. Returns true if a
+    /// frame arrived.
+    pub(crate) fn read_reported_conns(&mut self, now: Micros, ready: &ReadySockets) -> bool {
+        let mut has_frame = false;
+        for peer in ready.direct_peers() {
+            has_frame |= self.drain_direct_route(now, peer);
+        }
+        has_frame |= self.read_unread_conns(now);
+        self.complete_arrivals(now);
+        has_frame
+    }
+
+    /// Continues the reads that stopped at their limit. The I/O thread continues them if a peer
+    /// sends faster than this task reads.
+    fn read_unread_conns(&mut self, now: Micros) -> bool {
+        let mut has_frame = false;
+        for _ in 0..REPEATED_READS_MAX {
+            let unread_peers = std::mem::take(&mut self.direct_routes.unread_peers);
+            if unread_peers.is_empty() {
+                break;
+            }
+            for peer in unread_peers {
+                has_frame |= self.drain_direct_route(now, peer);
+            }
+        }
         has_frame
     }
 
@@ -615,12 +712,18 @@ impl Core {
         });
         let must_answer = link.has_frame();
         conn.has_unread_data = matches!(read_result, Ok(true));
+        if conn.has_unread_data && !routes.unread_peers.contains(&peer) {
+            routes.unread_peers.push(peer);
+        }
         if has_received {
             conn.last_traffic_at = now;
             if let Some(drain) = &mut conn.drain_state {
                 drain.silence_deadline = (now + DRAIN_SILENCE_TIMEOUT).min(drain.deadline);
             }
-            self.accept_messages_from(peer);
+            if self.accept_messages_from(peer) {
+                // The next message of this peer will arrive at the socket, too.
+                self.shm_routes.expect_message_at_socket();
+            }
             self.deliver_deferred(peer);
         }
         match read_result {
@@ -666,10 +769,10 @@ impl Core {
         if std::mem::take(&mut conn.is_write_blocked) {
             routes.blocked_conn_count -= 1;
             if let Some(ready_set) = &routes.ready_set {
-                set_poll_events(
+                watch::set_writable_watched(
                     ready_set,
                     conn.stream.as_fd(),
-                    PollFlags::POLLIN,
+                    false,
                     event_data(peer),
                 );
             }
@@ -713,13 +816,13 @@ impl Core {
             } else {
                 routes.blocked_conn_count - 1
             };
-            let poll_flags = if is_blocked {
-                PollFlags::POLLIN | PollFlags::POLLOUT
-            } else {
-                PollFlags::POLLIN
-            };
             if let Some(ready_set) = &routes.ready_set {
-                set_poll_events(ready_set, conn.stream.as_fd(), poll_flags, event_data(peer));
+                watch::set_writable_watched(
+                    ready_set,
+                    conn.stream.as_fd(),
+                    is_blocked,
+                    event_data(peer),
+                );
             }
             self.bump_send_event_seq();
         }
@@ -751,6 +854,7 @@ impl Core {
         self.direct_routes.offered_peers.clear();
         self.direct_routes.dialers.clear();
         self.direct_routes.ready_set = None;
+        self.direct_routes.unread_peers.clear();
         self.direct_routes.blocked_conn_count = 0;
         ended_peers
             .into_iter()
@@ -766,6 +870,7 @@ impl Core {
             return false;
         }
         self.handle_route_event(now, RouteEvent::PeerEnded(peer));
+        self.direct_routes.automatic.forget_peer(peer);
         true
     }
 
@@ -774,6 +879,7 @@ impl Core {
     pub(super) fn handle_direct_peer_migration(&mut self, now: Micros, peer: Tid) {
         while self.drain_direct_route(now, peer) {}
         self.handle_route_event(now, RouteEvent::PeerMigrated(peer));
+        self.direct_routes.automatic.forget_peer(peer);
     }
 
     /// Handles expired timers: unanswered offers, drained connections and idle routes.
