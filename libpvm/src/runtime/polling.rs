@@ -54,6 +54,12 @@ impl LockedState {
         if has_no_conn || ready.is_daemon_readable() {
             self.read_and_write();
         }
+        if !has_no_conn {
+            // The next message of a running exchange may arrive before this thread sleeps again.
+            // It must not wake the I/O thread.
+            let now = self.now();
+            self.core.direct_routes.record_polling(Some(now));
+        }
         for _ in 0..READY_ROUNDS_MAX {
             let now = self.now();
             self.core.read_reported_conns(now, &ready);

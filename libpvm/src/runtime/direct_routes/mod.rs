@@ -112,7 +112,7 @@ pub(crate) struct DirectRoutes {
     /// Peers whose last read stopped at its limit, so that the socket may still contain data of
     /// which the I/O thread knows nothing.
     unread_peers: Vec<Tid>,
-    /// Time at which a spinning thread last polled the routes.
+    /// Time at which an application thread last polled the routes, or was woken by one of them.
     last_polled_at: Option<Micros>,
     /// True while an application thread sleeps on the established connections.
     has_sleeping_app_thread: bool,
@@ -208,8 +208,8 @@ impl DirectRoutes {
         self.ready_set.is_some()
     }
 
-    /// Records that a spinning thread polls the routes at the time `now`. `None` means that the
-    /// thread stops polling.
+    /// Records that an application thread polls the routes at the time `now`, or was woken by one
+    /// of them. `None` means that the I/O thread must watch them from now on.
     pub(crate) fn record_polling(&mut self, now: Option<Micros>) {
         self.last_polled_at = now;
     }
@@ -217,9 +217,6 @@ impl DirectRoutes {
     /// Records whether an application thread sleeps on the established connections.
     pub(crate) fn record_sleeping_app_thread(&mut self, is_sleeping: bool) {
         self.has_sleeping_app_thread = is_sleeping;
-        if is_sleeping {
-            self.last_polled_at = None;
-        }
     }
 
     fn get_or_create_ready_set(&mut self) -> Option<Arc<ProcessOwned<ReadySet>>> {
