@@ -22,6 +22,7 @@ struct options {
     int keep;     /* do not delete added hosts */
     int pause;    /* PVM: milliseconds before each spawn */
     int xdr;      /* PVM: use the portable encoding */
+    int way;      /* PVM: 1 for pvm_psend and pvm_precv, 2 for data packed in place */
     int cores[2]; /* cores of the first and the second task; -1: any */
     const char *host;
 };
@@ -32,7 +33,7 @@ static int set_option(struct options *o, const char *name, char *value)
     struct { const char *name; int *place; } numbers[] = {
         { "rounds", &o->rounds }, { "warm", &o->warm },     { "batch", &o->batch }, { "tasks", &o->tasks },
         { "idle", &o->idle },     { "direct", &o->direct }, { "keep", &o->keep },   { "xdr", &o->xdr },
-        { "pause", &o->pause },
+        { "pause", &o->pause },   { "way", &o->way },
     };
     for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++)
         if (!strcmp(name, numbers[i].name)) {

@@ -29,13 +29,21 @@ static void check(int info, const char *doing)
 
 static void give(int tid, int tag, long size)
 {
-    pvm_initsend(o.xdr ? PvmDataDefault : PvmDataRaw);
+    if (o.way == 1) {
+        check(pvm_psend(tid, tag, block, size, PVM_BYTE), "pvm_psend");
+        return;
+    }
+    pvm_initsend(o.way == 2 ? PvmDataInPlace : o.xdr ? PvmDataDefault : PvmDataRaw);
     pvm_pkbyte(block, size, 1);
     check(pvm_send(tid, tag), "pvm_send");
 }
 
 static void take(int tid, int tag, long size)
 {
+    if (o.way == 1) {
+        check(pvm_precv(tid, tag, block, size, PVM_BYTE, NULL, NULL, NULL), "pvm_precv");
+        return;
+    }
     check(pvm_recv(tid, tag), "pvm_recv");
     check(pvm_upkbyte(block, size, 1), "pvm_upkbyte");
 }

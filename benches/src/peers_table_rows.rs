@@ -347,7 +347,31 @@ pub(crate) const MEASUREMENTS: &[Measurement] = &[
             "round trip 16 MiB, same host",
             "rtt",
             Unit::RoundTripGigabytesPerSecond(16.0 * BYTES_PER_MIB),
-            bound_goal(3.0),
+            bound_goal(6.7),
+        )],
+    ),
+    one_host_measurement(
+        &["rtt", "size=16777216", "cores=0,1", "way=1"],
+        20,
+        2,
+        &[make_row(
+            "rtt16m-psend",
+            "  the same, pvm_psend and pvm_precv",
+            "rtt",
+            Unit::RoundTripGigabytesPerSecond(16.0 * BYTES_PER_MIB),
+            bound_goal(6.7),
+        )],
+    ),
+    one_host_measurement(
+        &["rtt", "size=16777216", "cores=0,1", "way=2"],
+        20,
+        2,
+        &[make_row(
+            "rtt16m-inplace",
+            "  the same, packed in place",
+            "rtt",
+            Unit::RoundTripGigabytesPerSecond(16.0 * BYTES_PER_MIB),
+            bound_goal(6.7),
         )],
     ),
     one_host_measurement(

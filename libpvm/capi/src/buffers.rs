@@ -7,6 +7,7 @@ use crate::memory::ProgramBytes;
 use crate::receivable::{Header, ListEntry};
 use bytes::Bytes;
 use libpvm::SmallMessageHead;
+use libpvm::runtime::PackedBody;
 use sempa_proto::buffer_pool;
 use sempa_proto::link::INLINE_BODY_BYTES_MAX;
 use sempa_proto::message::{DSIG_X86_64, ENC_TRACE, ENC_XDR};
@@ -92,6 +93,8 @@ pub(crate) enum Segment {
 
 enum Body {
     Unsealed(Vec<u8>),
+    /// Large body that is packed where tasks of this host will read it.
+    Pooled(PackedBody),
     Sealed(Bytes),
     Segments(Vec<Segment>),
 }
@@ -112,10 +115,10 @@ pub(crate) struct Buffer {
     pub(crate) dst: i32,
 }
 
-impl Drop for Body {
+impl Drop for Buffer {
     #[inline]
     fn drop(&mut self) {
-        if let Self::Unsealed(bytes) = self
+        if let Body::Unsealed(bytes) = &mut self.body
             && bytes.capacity() > SPARE_BYTES_MAX
         {
             buffer_pool::recycle(std::mem::take(bytes));
@@ -189,6 +192,7 @@ impl Buffer {
     pub(crate) fn len(&self) -> usize {
         match &self.body {
             Body::Unsealed(bytes) => bytes.len(),
+            Body::Pooled(body) => body.bytes().len(),
             Body::Sealed(bytes) => bytes.len(),
             Body::Segments(_) => 0,
         }
@@ -203,6 +207,7 @@ impl Buffer {
     pub(crate) fn bytes(&self) -> &[u8] {
         match &self.body {
             Body::Unsealed(bytes) => bytes,
+            Body::Pooled(body) => body.bytes(),
             Body::Sealed(bytes) => bytes,
             Body::Segments(_) => &[],
         }
@@ -217,14 +222,56 @@ impl Buffer {
         if matches!(self.enc, Enc::Foreign(_)) {
             return Err(PvmError::BadMsg);
         }
-        if let Body::Sealed(bytes) = &mut self.body {
+        match &mut self.body {
             // `Vec::from` reuses the memory without a copy if no other handle shares it.
-            self.body = Body::Unsealed(Vec::from(std::mem::take(bytes)));
+            Body::Sealed(bytes) => {
+                self.body = Body::Unsealed(Vec::from(std::mem::take(bytes)));
+            }
+            Body::Pooled(body) => self.body = Body::Unsealed(body.bytes().to_vec()),
+            Body::Unsealed(_) | Body::Segments(_) => {}
         }
         match &mut self.body {
             Body::Unsealed(bytes) => Ok(bytes),
             _ => Err(PvmError::BadMsg),
         }
+    }
+
+    /// True if [`Buffer::move_to_pool`] can move the body.
+    pub(crate) fn can_move_to_pool(&self) -> bool {
+        matches!(self.body, Body::Unsealed(_)) && matches!(self.enc, Enc::Raw | Enc::Xdr)
+    }
+
+    /// Moves the body into memory that tasks of this host can read. The body stays where it is if
+    /// the memory is too small.
+    pub(crate) fn move_to_pool(&mut self, mut pooled_body: PackedBody) {
+        if self.can_move_to_pool()
+            && pooled_body.append(self.bytes())
+            && let Body::Unsealed(bytes) =
+                std::mem::replace(&mut self.body, Body::Pooled(pooled_body))
+        {
+            buffer_pool::recycle(bytes);
+        }
+    }
+
+    /// True if the body is in memory that tasks of this host can read.
+    pub(crate) fn is_pooled(&self) -> bool {
+        matches!(self.body, Body::Pooled(_))
+    }
+
+    /// Appends bytes to the body.
+    ///
+    /// # Errors
+    /// As [`Buffer::body_mut`].
+    pub(crate) fn append(&mut self, bytes: &[u8]) -> PvmResult<()> {
+        if let Body::Pooled(body) = &mut self.body
+            && body.append(bytes)
+        {
+            return Ok(());
+        }
+        let body = self.body_mut()?;
+        buffer_pool::reserve(body, bytes.len());
+        body.extend_from_slice(bytes);
+        Ok(())
     }
 
     /// Returns the segments of a buffer packed in place; `None` for other buffers.
@@ -241,7 +288,25 @@ impl Buffer {
     /// # Errors
     /// `NoMem` if the segments of an in-place message exceed [`BODY_BYTES_MAX`].
     pub(crate) fn wire_body(&mut self) -> PvmResult<Bytes> {
+        self.wire_body_in(|_| None)
+    }
+
+    /// Returns the body as [`Buffer::wire_body`] does. Memory packed in place is copied to memory
+    /// from `allocate_body`, if that returns any for the number of bytes.
+    fn wire_body_in(
+        &mut self,
+        allocate_body: impl FnOnce(usize) -> Option<PackedBody>,
+    ) -> PvmResult<Bytes> {
         match &mut self.body {
+            Body::Pooled(_) => {
+                let sealed_body =
+                    match std::mem::replace(&mut self.body, Body::Sealed(Bytes::new())) {
+                        Body::Pooled(body) => body.freeze(),
+                        _ => unreachable!("the body was just examined"),
+                    };
+                self.body = Body::Sealed(sealed_body.clone());
+                Ok(sealed_body)
+            }
             Body::Unsealed(bytes) => {
                 let sealed_body = buffer_pool::freeze(std::mem::take(bytes));
                 self.body = Body::Sealed(sealed_body.clone());
@@ -260,14 +325,18 @@ impl Buffer {
                 if total_bytes > BODY_BYTES_MAX {
                     return Err(PvmError::NoMem);
                 }
+                let contents = segments.iter().map(|segment| match segment {
+                    Segment::UserMemory(memory) => memory.as_slice(),
+                    Segment::CopiedBytes(bytes) => bytes,
+                });
+                if let Some(mut body) = allocate_body(total_bytes)
+                    && contents.clone().all(|content| body.append(content))
+                {
+                    return Ok(body.freeze());
+                }
                 let mut out = Vec::new();
                 buffer_pool::reserve(&mut out, total_bytes);
-                for segment in segments {
-                    match segment {
-                        Segment::UserMemory(memory) => memory.append_to(&mut out),
-                        Segment::CopiedBytes(bytes) => out.extend_from_slice(bytes),
-                    }
-                }
+                contents.for_each(|content| out.extend_from_slice(content));
                 Ok(buffer_pool::freeze(out))
             }
         }
@@ -305,18 +374,19 @@ impl Buffer {
     }
 
     /// Returns the message to send. Also records context, tag, source and destination, which
-    /// `pvm_getminfo` returns afterwards.
+    /// `pvm_getminfo` returns afterwards. Memory packed in place is copied to memory from
+    /// `allocate_body`, if that returns any for the number of bytes.
     ///
     /// # Errors
     /// As [`Buffer::wire_body`].
     pub(crate) fn make_message(
         &mut self,
-        src: Tid,
-        dst: Tid,
+        (src, dst): (Tid, Tid),
         ctx: i32,
         tag: i32,
+        allocate_body: impl FnOnce(usize) -> Option<PackedBody>,
     ) -> PvmResult<Message> {
-        let body = self.wire_body()?;
+        let body = self.wire_body_in(allocate_body)?;
         self.record_sent_header(src, dst, ctx, tag);
         Ok(Message {
             src,
@@ -486,12 +556,16 @@ mod tests {
             .expect("a packing buffer")
             .extend_from_slice(b"abcd");
         let dst = Tid::from_raw(0x40001);
-        let first_message = buffer.make_message(Tid::NONE, dst, 0, 1).expect("small");
+        let first_message = buffer
+            .make_message((Tid::NONE, dst), 0, 1, |_| None)
+            .expect("small");
         buffer
             .body_mut()
             .expect("still packing")
             .extend_from_slice(b"efgh");
-        let second_message = buffer.make_message(Tid::NONE, dst, 0, 2).expect("small");
+        let second_message = buffer
+            .make_message((Tid::NONE, dst), 0, 2, |_| None)
+            .expect("small");
         assert_eq!(
             (&first_message.body[..], &second_message.body[..]),
             (&b"abcd"[..], &b"abcdefgh"[..])
@@ -514,7 +588,12 @@ mod tests {
         };
         let mut buffer = Buffer::from_message(message);
         let forwarded_message = buffer
-            .make_message(Tid::from_raw(0x40002), Tid::from_raw(0x40003), 0, 4)
+            .make_message(
+                (Tid::from_raw(0x40002), Tid::from_raw(0x40003)),
+                0,
+                4,
+                |_| None,
+            )
             .expect("small");
         assert_eq!(
             (forwarded_message.enc, &forwarded_message.body[..]),

@@ -20,19 +20,6 @@ pub(crate) struct Strided<T> {
     stride: isize,
 }
 
-impl Strided<u8> {
-    /// Returns the bytes as a slice if they are contiguous.
-    pub(crate) fn as_slice(&self) -> Option<&[u8]> {
-        if self.count == 0 {
-            return Some(&[]);
-        }
-        // SAFETY: by the constructors' contract there are `count` bytes of the program's memory,
-        // and a stride of one leaves no gaps.
-        (self.stride == 1)
-            .then(|| unsafe { std::slice::from_raw_parts(self.first_element, self.count) })
-    }
-}
-
 impl<T: Copy> Strided<T> {
     /// Wraps an array of the program.
     ///
@@ -82,6 +69,18 @@ impl<T: Copy> Strided<T> {
         }
     }
 
+    /// Wraps the elements of a Rust slice at this distance, for reading only. The first and the
+    /// last element of the slice belong to the array.
+    #[cfg(test)]
+    pub(crate) fn with_stride(values: &[T], stride: usize) -> Option<Self> {
+        let last_index = values.len().checked_sub(1)?;
+        (stride > 0 && last_index.is_multiple_of(stride)).then(|| Self {
+            first_element: values.as_ptr().cast_mut(),
+            count: last_index / stride + 1,
+            stride: stride as isize,
+        })
+    }
+
     /// Wraps a Rust slice for reading and writing.
     #[cfg(test)]
     pub(crate) fn from_mut_slice(values: &mut [T]) -> Self {
@@ -94,6 +93,35 @@ impl<T: Copy> Strided<T> {
 
     pub(crate) fn len(&self) -> usize {
         self.count
+    }
+
+    /// Returns the number of bytes of all elements.
+    pub(crate) fn byte_len(&self) -> usize {
+        self.count.saturating_mul(size_of::<T>())
+    }
+
+    /// Returns the bytes of the elements if the elements are contiguous.
+    pub(crate) fn as_bytes(&self) -> Option<&[u8]> {
+        if self.count == 0 {
+            return Some(&[]);
+        }
+        // SAFETY: by the constructors' contract there are `count` elements of the program's memory,
+        // and a stride of one leaves no gaps.
+        (self.stride == 1).then(|| unsafe {
+            std::slice::from_raw_parts(self.first_element.cast::<u8>(), self.count * size_of::<T>())
+        })
+    }
+
+    /// Returns the elements from index `start` on, at most `count`.
+    pub(crate) fn range(&self, start: usize, count: usize) -> Self {
+        let start = start.min(self.count);
+        Self {
+            first_element: self
+                .first_element
+                .wrapping_offset(start as isize * self.stride),
+            count: count.min(self.count - start),
+            stride: self.stride,
+        }
     }
 
     /// Returns the distance of successive elements, in elements.
@@ -207,12 +235,13 @@ impl ProgramBytes {
         self.len
     }
 
-    /// Appends the current content of the memory.
-    pub(crate) fn append_to(&self, out: &mut Vec<u8>) {
-        if self.len > 0 {
-            // SAFETY: the program keeps the memory readable, see `Send` above.
-            out.extend_from_slice(unsafe { std::slice::from_raw_parts(self.start, self.len) });
+    /// Returns the current content of the memory.
+    pub(crate) fn as_slice(&self) -> &[u8] {
+        if self.len == 0 {
+            return &[];
         }
+        // SAFETY: the program keeps the memory readable, see `Send` above.
+        unsafe { std::slice::from_raw_parts(self.start, self.len) }
     }
 }
 

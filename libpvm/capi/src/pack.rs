@@ -12,6 +12,7 @@
 use crate::buffers::{BODY_BYTES_MAX, Buffer, Enc, Segment};
 use crate::memory::{ProgramBytes, Strided};
 use bytes::Bytes;
+use libpvm::runtime::PackedBody;
 use sempa_proto::buffer_pool;
 use sempa_proto::{Message, PvmError, PvmResult, Tid};
 use std::ffi::CStr;
@@ -22,6 +23,12 @@ const MESSAGE_HEADER_WORDS: usize = 8;
 const USER_EVENT_MARK: i32 = -9;
 /// Number of the trace event `user_defined`.
 const USER_EVENT_NUMBER: i32 = 108;
+
+/// Minimum size in bytes of an array that moves a body to memory that tasks of this host can read.
+pub(crate) const POOLED_PIECE_BYTES_MIN: usize = 4 << 10;
+/// Number of items that are encoded before they are appended to a large body, so few that they stay
+/// in the cache.
+const POOLED_CHUNK_ITEMS: usize = 2 << 10;
 
 /// A number, or a pair of numbers (complex), that can be packed.
 pub(crate) trait Packable: Copy {
@@ -88,8 +95,8 @@ fn pad_to_word(out: &mut Vec<u8>, len: usize) {
     out.resize(out.len() + len.next_multiple_of(4) - len, 0);
 }
 
-fn check_body_limit(out: &[u8], added_bytes: usize) -> PvmResult<()> {
-    if out.len().saturating_add(added_bytes) > BODY_BYTES_MAX {
+fn check_body_limit(body_bytes: usize, added_bytes: usize) -> PvmResult<()> {
+    if body_bytes.saturating_add(added_bytes) > BODY_BYTES_MAX {
         Err(PvmError::NoMem)
     } else {
         Ok(())
@@ -114,6 +121,46 @@ pub(crate) fn begin_trace_event(buffer: &mut Buffer, seconds: i32, micros: i32) 
         pad_to_word(out, name.len());
         seconds.append_xdr(out);
         micros.append_xdr(out);
+    }
+}
+
+/// Appends an array to a large body, which is not contiguous memory of a `Vec`. `append_chunk`
+/// encodes a part of the array.
+fn pack_pooled<T: Copy>(
+    buffer: &mut Buffer,
+    items: &Strided<T>,
+    append_chunk: impl Fn(&mut Vec<u8>, &Strided<T>),
+) -> PvmResult<()> {
+    let mut chunk = Vec::new();
+    let mut start = 0;
+    while start < items.len() {
+        let part = items.range(start, POOLED_CHUNK_ITEMS);
+        chunk.clear();
+        append_chunk(&mut chunk, &part);
+        buffer.append(&chunk)?;
+        start += part.len();
+    }
+    Ok(())
+}
+
+/// Moves the body of a buffer to memory that tasks of this host can read, if the pack call that
+/// follows makes a large message of it. `items` must be what that call packs.
+pub(crate) fn prepare_large_body<T: Copy>(
+    buffer: &mut Buffer,
+    items: &Strided<T>,
+    allocate_body: impl FnOnce(usize) -> Option<PackedBody>,
+) {
+    if !buffer.can_move_to_pool() {
+        return;
+    }
+    let item_bytes = match buffer.enc {
+        Enc::Xdr => size_of::<T>().next_multiple_of(4),
+        _ => size_of::<T>(),
+    };
+    let item_bytes = if size_of::<T>() == 1 { 1 } else { item_bytes };
+    let packed_bytes = items.len().saturating_mul(item_bytes).saturating_add(3);
+    if let Some(body) = allocate_body(buffer.len().saturating_add(packed_bytes)) {
+        buffer.move_to_pool(body);
     }
 }
 
@@ -143,7 +190,7 @@ fn pack_array<T: Copy>(
     }
     let enc = buffer.enc;
     let out = buffer.body_mut()?;
-    check_body_limit(out, packed_bytes_max)?;
+    check_body_limit(out.len(), packed_bytes_max)?;
     buffer_pool::reserve(out, packed_bytes_max);
     append_data(out, enc);
     Ok(())
@@ -156,6 +203,18 @@ fn pack_array<T: Copy>(
 /// `NoMem` if the body becomes longer than [`BODY_BYTES_MAX`].
 pub(crate) fn pack_numbers<T: Packable>(buffer: &mut Buffer, items: &Strided<T>) -> PvmResult<()> {
     let packed_bytes_max = items.len().saturating_mul(T::XDR_BYTES.max(size_of::<T>()));
+    if buffer.is_pooled() {
+        check_body_limit(buffer.len(), packed_bytes_max)?;
+        return match items.as_bytes().filter(|_| buffer.enc == Enc::Raw) {
+            Some(bytes) => buffer.append(bytes),
+            None if buffer.enc == Enc::Raw => {
+                pack_pooled(buffer, items, |out, part| part.append_raw(out))
+            }
+            None => pack_pooled(buffer, items, |out, part| {
+                (0..part.len()).for_each(|i| part.get(i).append_xdr(out))
+            }),
+        };
+    }
     pack_array(buffer, items, packed_bytes_max, |out, enc| {
         if enc == Enc::Raw {
             return items.append_raw(out);
@@ -173,6 +232,18 @@ pub(crate) fn pack_numbers<T: Packable>(buffer: &mut Buffer, items: &Strided<T>)
 /// # Errors
 /// As [`pack_numbers`].
 pub(crate) fn pack_bytes(buffer: &mut Buffer, items: &Strided<u8>) -> PvmResult<()> {
+    if buffer.is_pooled() {
+        check_body_limit(buffer.len(), items.len().saturating_add(16))?;
+        match items.as_bytes() {
+            Some(bytes) => buffer.append(bytes)?,
+            None => pack_pooled(buffer, items, |out, part| part.append_raw(out))?,
+        }
+        let padding_bytes = items.len().next_multiple_of(4) - items.len();
+        return match buffer.enc {
+            Enc::Raw => Ok(()),
+            _ => buffer.append(&[0; 3][..padding_bytes]),
+        };
+    }
     pack_array(buffer, items, items.len().saturating_add(16), |out, enc| {
         if enc == Enc::Trace {
             append_trace_item_header(out, 1, items.len());
@@ -193,9 +264,15 @@ pub(crate) fn pack_str(buffer: &mut Buffer, text: &[u8]) -> PvmResult<()> {
         return Err(PvmError::NotImpl);
     }
     let enc = buffer.enc;
-    let out = buffer.body_mut()?;
     let len = text.len() + 1;
-    check_body_limit(out, len.saturating_add(16))?;
+    check_body_limit(buffer.len(), len.saturating_add(16))?;
+    let mut separate_text = Vec::new();
+    let is_pooled = buffer.is_pooled();
+    let out = if is_pooled {
+        &mut separate_text
+    } else {
+        buffer.body_mut()?
+    };
     match enc {
         Enc::Raw => out.extend_from_slice(&(len as i32).to_ne_bytes()),
         Enc::Trace => {
@@ -212,6 +289,9 @@ pub(crate) fn pack_str(buffer: &mut Buffer, text: &[u8]) -> PvmResult<()> {
     out.push(0);
     if enc != Enc::Raw {
         pad_to_word(out, len);
+    }
+    if is_pooled {
+        buffer.append(&separate_text)?;
     }
     Ok(())
 }
@@ -606,5 +686,64 @@ mod tests {
         let mut buffer = Buffer::new(Enc::Trace, 0);
         begin_trace_event(&mut buffer, 1, 2);
         assert_eq!(buffer.len(), 36);
+    }
+
+    /// Packs content of all kinds, enough to make a body grow several times.
+    fn pack_all_kinds(buffer: &mut Buffer) {
+        let numbers: Vec<i16> = (0..30_001).map(|i| i as i16).collect();
+        let doubles: Vec<f64> = (0..30_000).map(f64::from).collect();
+        for _ in 0..3 {
+            pack_str(buffer, b"text").expect("fits");
+            pack_numbers(buffer, &Strided::from_slice(&numbers)).expect("fits");
+            pack_numbers(buffer, &Strided::from_slice(&doubles)).expect("fits");
+            pack_value(buffer, [1f32, 2.0]).expect("fits");
+            let every_third_double =
+                Strided::with_stride(&doubles[..29_998], 3).expect("within the slice");
+            pack_numbers(buffer, &every_third_double).expect("fits");
+            let bytes = b"1234567";
+            pack_bytes(buffer, &Strided::from_slice(bytes)).expect("fits");
+            let every_second_byte = Strided::with_stride(bytes, 2).expect("within the slice");
+            pack_bytes(buffer, &every_second_byte).expect("fits");
+        }
+    }
+
+    /// A body that is packed in the shared pool has the same bytes as one in ordinary memory. It is
+    /// sent from where it was packed.
+    #[test]
+    fn pooled_body_has_the_same_bytes() {
+        for enc in [Enc::Xdr, Enc::Raw] {
+            let expected_buffer = packed_buffer(enc, pack_all_kinds);
+            let mut buffer = packed_buffer(enc, |b| pack_str(b, b"first").expect("fits"));
+            let first_bytes = buffer.len();
+            let items = Strided::from_slice(&[0u8; 5000]);
+            prepare_large_body(&mut buffer, &items, |capacity| {
+                assert_eq!(capacity, first_bytes + 5003);
+                PackedBody::in_separate_pool(capacity)
+            });
+            assert!(buffer.is_pooled());
+            pack_all_kinds(&mut buffer);
+            assert!(buffer.is_pooled(), "the pool has room for it");
+            assert!(buffer.bytes()[first_bytes..] == *expected_buffer.bytes());
+            let address = buffer.bytes().as_ptr();
+            let body = buffer.wire_body().expect("packed");
+            assert_eq!(body.as_ptr(), address, "not copied");
+            pack_str(&mut buffer, b"more").expect("fits");
+            assert_eq!(&buffer.bytes()[..body.len()], &body[..]);
+            assert!(buffer.len() > body.len());
+        }
+    }
+
+    /// A body that becomes too large for the pool continues in ordinary memory.
+    #[test]
+    fn body_too_large_for_the_pool_moves_out() {
+        let mut buffer = packed_buffer(Enc::Raw, |_| ());
+        let megabyte = vec![7u8; 1 << 20];
+        let items = Strided::from_slice(&megabyte);
+        prepare_large_body(&mut buffer, &items, PackedBody::in_separate_pool);
+        for _ in 0..40 {
+            pack_bytes(&mut buffer, &items).expect("fits");
+        }
+        assert!(!buffer.is_pooled());
+        assert!(buffer.len() == 40 << 20 && buffer.bytes().iter().all(|byte| *byte == 7));
     }
 }

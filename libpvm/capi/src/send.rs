@@ -7,6 +7,7 @@ use crate::receive;
 use crate::session::{self, Session};
 use bytes::Bytes;
 use libpvm::Runtime;
+use sempa_proto::buffer_pool;
 use sempa_proto::link::INLINE_BODY_BYTES_MAX;
 use sempa_proto::message::{DSIG_X86_64, encode_message_head};
 use sempa_proto::{Message, PvmError, PvmResult, Tid};
@@ -99,7 +100,9 @@ fn send_through_queue(tid: i32, tag: i32) -> PvmResult<()> {
         let ctx = pvmmyctx.load(Relaxed);
         session
             .send_buffer()?
-            .make_message(rt.tid(), Tid::from_raw(tid), ctx, tag)?
+            .make_message((rt.tid(), Tid::from_raw(tid)), ctx, tag, |len| {
+                rt.allocate_body(len)
+            })?
     };
     enqueue_message(&rt, message)
 }
@@ -155,7 +158,9 @@ pub(crate) fn multicast(tids: &[i32], tag: i32) -> PvmResult<()> {
         let Some(last_receiver) = receivers.last() else {
             return Ok(());
         };
-        buffer.make_message(rt.tid(), *last_receiver, ctx, tag)?
+        buffer.make_message((rt.tid(), *last_receiver), ctx, tag, |len| {
+            rt.allocate_body(len)
+        })?
     };
     rt.send_to_many(&message, &receivers)?;
     // In PVM a multicast consists of two messages to the daemon.
@@ -175,7 +180,7 @@ pub(crate) fn send_array(tid: i32, tag: i32, items: &Strided<u8>) -> PvmResult<(
     check_destination(tid, tag)?;
     let (dst, ctx) = (Tid::from_raw(tid), pvmmyctx.load(Relaxed));
     if let Some(small_body) = items
-        .as_slice()
+        .as_bytes()
         .filter(|bytes| bytes.len() <= INLINE_BODY_BYTES_MAX)
     {
         let message_head = encode_message_head(ctx, tag, 0, DSIG_X86_64);
@@ -189,8 +194,7 @@ pub(crate) fn send_array(tid: i32, tag: i32, items: &Strided<u8>) -> PvmResult<(
             return Ok(());
         }
     }
-    let mut body = Vec::new();
-    items.append_raw(&mut body);
+    let body = copy_for_sending(&rt, items);
     enqueue_message(
         &rt,
         Message {
@@ -200,9 +204,23 @@ pub(crate) fn send_array(tid: i32, tag: i32, items: &Strided<u8>) -> PvmResult<(
             tag,
             wid: 0,
             enc: DSIG_X86_64,
-            body: Bytes::from(body),
+            body,
         },
     )
+}
+
+/// Copies an array into the memory from which it is sent.
+fn copy_for_sending(rt: &Runtime, items: &Strided<u8>) -> Bytes {
+    if let Some(bytes) = items.as_bytes()
+        && let Some(mut body) = rt.allocate_body(bytes.len())
+        && body.append(bytes)
+    {
+        return body.freeze();
+    }
+    let mut body = Vec::new();
+    buffer_pool::reserve(&mut body, items.len());
+    items.append_raw(&mut body);
+    buffer_pool::freeze(body)
 }
 
 /// Returns the number of bytes of one element of a data type of `pvm_psend` (`PVM_*`).

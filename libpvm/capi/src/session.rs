@@ -14,8 +14,10 @@ use crate::data::{
 };
 use crate::env;
 use crate::handlers::Handlers;
+use crate::memory::Strided;
 use crate::options::ROUTE_NONE;
 use crate::output::OutputCatcher;
+use crate::pack;
 use crate::process;
 use crate::receivable::{ReceivableList, Request};
 use crate::receive::{self, Matcher};
@@ -184,6 +186,16 @@ impl Session {
     /// has handlers or prints the output of children.
     pub(crate) fn has_intake_effects(&self) -> bool {
         !self.handlers.is_empty() || self.output_catcher.is_active()
+    }
+
+    /// Moves the active send buffer to memory that tasks of this host can read, if packing `items`
+    /// makes a large message of it.
+    pub(crate) fn prepare_large_body<T: Copy>(&mut self, items: &Strided<T>) {
+        if let Some(rt) = &self.runtime
+            && let Ok(buffer) = self.buffers.get_mut(self.send_buffer_id)
+        {
+            pack::prepare_large_body(buffer, items, |len| rt.allocate_body(len));
+        }
     }
 
     /// Returns the active send buffer.

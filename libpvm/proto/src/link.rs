@@ -234,13 +234,35 @@ struct SendHalf {
     returning_messages: Option<Box<handoff::ReturningMessages>>,
 }
 
+/// A complete message that a link has received.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ReceivedMessage {
+    /// Number after the last fragment of the message.
+    pub end_seq: u64,
+    /// Header of a message whose body arrived apart from it; otherwise empty.
+    pub head: Bytes,
+    /// Body of the message, preceded by the header unless `head` contains it.
+    pub bytes: Bytes,
+}
+
+impl ReceivedMessage {
+    /// Returns header and body as one sequence of bytes.
+    pub fn into_contiguous(self) -> Bytes {
+        if self.head.is_empty() {
+            self.bytes
+        } else {
+            [self.head, self.bytes].concat().into()
+        }
+    }
+}
+
 /// State of the messages that this end of a link receives.
 #[derive(Clone, Debug)]
 struct ReceiveHalf {
     expected_seq: u64,
     partial_message: Vec<u8>,
-    /// Complete messages, each with the number after its last fragment.
-    ready_messages: VecDeque<(u64, Bytes)>,
+    /// Complete messages, oldest first.
+    ready_messages: VecDeque<ReceivedMessage>,
     unacked_bytes: usize,
     unacked_fragments: u64,
     ack_due_at: Option<Micros>,
@@ -754,20 +776,28 @@ impl Link {
         self.rx.expected_seq
     }
 
-    /// Processes a complete message, header and body, as if the message had arrived in fragments.
-    /// `seq` is the number of the message's first fragment.
-    pub fn handle_whole_message(&mut self, now: Micros, seq: u64, ack: u64, message: Bytes) {
+    /// Processes a complete message, given as header and body, as if the message had arrived in
+    /// fragments. `seq` is the number of the message's first fragment.
+    pub fn handle_whole_message(
+        &mut self,
+        now: Micros,
+        (seq, ack): (u64, u64),
+        head: Bytes,
+        body: Bytes,
+    ) {
         self.handle_ack(now, ack, false);
-        let preceding_count = fragment_count(message.len()) - 1;
-        if seq == self.rx.expected_seq {
-            // Only a peer that violates the protocol starts a message before the previous message
-            // is complete.
-            self.rx.partial_message.clear();
-            self.rx.expected_seq += preceding_count;
-            self.rx.unacked_fragments += preceding_count;
-            self.handle_data(now, seq + preceding_count, true, message);
-        } else {
-            self.handle_data(now, seq, true, message);
+        if seq != self.rx.expected_seq {
+            return self.handle_data(now, seq, true, body);
+        }
+        let preceding_count = fragment_count(head.len() + body.len()) - 1;
+        // Only a peer that violates the protocol starts a message before the previous message is
+        // complete.
+        self.rx.partial_message.clear();
+        self.rx.expected_seq += preceding_count;
+        self.rx.unacked_fragments += preceding_count;
+        self.handle_data(now, seq + preceding_count, true, body);
+        if let Some(message) = self.rx.ready_messages.back_mut() {
+            message.head = head;
         }
     }
 
@@ -789,14 +819,20 @@ impl Link {
         rx.unacked_fragments += 1;
         rx.unacked_bytes += payload.len();
         if is_last && rx.partial_message.is_empty() {
-            rx.ready_messages
-                .push_back((rx.expected_seq, payload.into_bytes()));
+            rx.ready_messages.push_back(ReceivedMessage {
+                end_seq: rx.expected_seq,
+                head: Bytes::new(),
+                bytes: payload.into_bytes(),
+            });
         } else {
             buffer_pool::reserve_for_growth(&mut rx.partial_message, payload.len());
             payload.append_to(&mut rx.partial_message);
             if is_last {
-                let message = buffer_pool::freeze(std::mem::take(&mut rx.partial_message));
-                rx.ready_messages.push_back((rx.expected_seq, message));
+                rx.ready_messages.push_back(ReceivedMessage {
+                    end_seq: rx.expected_seq,
+                    head: Bytes::new(),
+                    bytes: buffer_pool::freeze(std::mem::take(&mut rx.partial_message)),
+                });
             }
         }
         if self.confirms_from.is_some() {
@@ -877,16 +913,15 @@ impl Link {
 
     /// Returns the next action; `None` if the owner has nothing to do now.
     pub fn poll(&mut self, now: Micros) -> Option<LinkOutput> {
-        if let Some((_, message)) = self.take_message() {
-            return Some(LinkOutput::Deliver(message));
+        if let Some(message) = self.take_message() {
+            return Some(LinkOutput::Deliver(message.into_contiguous()));
         }
         Some(LinkOutput::Transmit(self.next_frame(now)?.to_frame()))
     }
 
-    /// Removes and returns the next complete message for the application, with the number after its
-    /// last fragment.
+    /// Removes and returns the next complete message for the application.
     #[inline]
-    pub fn take_message(&mut self) -> Option<(u64, Bytes)> {
+    pub fn take_message(&mut self) -> Option<ReceivedMessage> {
         self.rx.ready_messages.pop_front()
     }
 

@@ -280,11 +280,14 @@ impl Network {
             let (_, (sender, receiver, frame)) =
                 self.frames_in_flight.pop_first().expect("just seen");
             if self.next_route_at[receiver].is_none() && frame.payload.len() > FRAGMENT_BYTES_MAX {
+                // Header and body arrive apart.
+                let mut body = frame.payload;
+                let head = body.split_to(24);
                 self.links[receiver][sender].handle_whole_message(
                     self.now,
-                    frame.seq,
-                    frame.ack,
-                    frame.payload,
+                    (frame.seq, frame.ack),
+                    head,
+                    body,
                 );
                 self.deliver_and_transmit(receiver);
             } else if self.next_route_at[receiver].is_none() {

@@ -53,6 +53,43 @@ impl BlockAllocator {
         Some(Block { offset, len })
     }
 
+    /// Enlarges a block to `len` bytes if the range behind the block is free. The block must have
+    /// one user.
+    pub fn try_extend(&mut self, block: &mut Block, len: usize) -> bool {
+        let Some(needed_bytes) = len.checked_next_multiple_of(BLOCK_ALIGN) else {
+            return false;
+        };
+        let (block_bytes, end) = (padded_bytes(*block), block.offset + padded_bytes(*block));
+        let added_bytes = needed_bytes.saturating_sub(block_bytes);
+        if added_bytes > 0 {
+            let Some(range_bytes) = self
+                .free_ranges
+                .get(&end)
+                .copied()
+                .filter(|range_bytes| *range_bytes >= added_bytes)
+            else {
+                return false;
+            };
+            self.free_ranges.remove(&end);
+            if range_bytes > added_bytes {
+                self.free_ranges
+                    .insert(end + added_bytes, range_bytes - added_bytes);
+            }
+        }
+        block.len = block.len.max(len);
+        true
+    }
+
+    /// Reduces a block to its first `len` bytes. The block must have one user.
+    pub fn shrink(&mut self, block: &mut Block, len: usize) {
+        let (old_end, offset) = (block.offset + padded_bytes(*block), block.offset);
+        block.len = block.len.min(len);
+        let end = offset + padded_bytes(*block);
+        if end < old_end {
+            self.insert_free_range(end, old_end - end);
+        }
+    }
+
     /// Adds a user to a block. The block stays allocated until every user has released the block.
     pub fn add_user(&mut self, block: Block) {
         *self
@@ -72,10 +109,11 @@ impl BlockAllocator {
             return;
         }
         self.user_counts.remove(&block.offset);
-        let (mut offset, mut free_bytes) = (
-            block.offset,
-            block.len.next_multiple_of(BLOCK_ALIGN).max(BLOCK_ALIGN),
-        );
+        self.insert_free_range(block.offset, padded_bytes(block));
+    }
+
+    /// Adds a free range and merges it with its neighbors.
+    fn insert_free_range(&mut self, mut offset: usize, mut free_bytes: usize) {
         if let Some((&preceding_offset, &neighbor_bytes)) =
             self.free_ranges.range(..offset).next_back()
             && preceding_offset + neighbor_bytes == offset
@@ -107,9 +145,18 @@ impl BlockAllocator {
     }
 }
 
+/// Returns the size in bytes of the pages that a block occupies.
+fn padded_bytes(block: Block) -> usize {
+    block.len.next_multiple_of(BLOCK_ALIGN).max(BLOCK_ALIGN)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    fn is_disjoint(block: &Block, other: &Block) -> bool {
+        other.offset + other.len <= block.offset || block.offset + block.len <= other.offset
+    }
 
     #[test]
     fn blocks_never_overlap_and_all_are_freed() {
@@ -124,19 +171,27 @@ mod tests {
             match random_number % 3 {
                 0 => {
                     if let Some(block) = allocator.allocate(random_number / 3 % 100_000) {
-                        let end = |block: &Block| block.offset + block.len;
-                        let is_disjoint = |other: &Block| {
-                            end(other) <= block.offset || end(&block) <= other.offset
-                        };
                         assert!(
-                            end(&block) <= 1 << 20
-                                && blocks.iter().all(|(other, _)| is_disjoint(other))
+                            block.offset + block.len <= 1 << 20
+                                && blocks.iter().all(|(other, _)| is_disjoint(other, &block))
                         );
                         blocks.push((block, 1));
                     }
                 }
                 1 if !blocks.is_empty() => {
                     let i = random_number / 3 % blocks.len();
+                    if blocks[i].1 == 1 && random_number.is_multiple_of(2) {
+                        let new_len = random_number / 7 % 150_000;
+                        if new_len < blocks[i].0.len {
+                            allocator.shrink(&mut blocks[i].0, new_len);
+                        } else {
+                            allocator.try_extend(&mut blocks[i].0, new_len);
+                        }
+                        let resized_block = blocks[i].0;
+                        assert!(blocks.iter().all(|(other, _)| *other == resized_block
+                            || is_disjoint(other, &resized_block)));
+                        continue;
+                    }
                     allocator.add_user(blocks[i].0);
                     blocks[i].1 += 1;
                 }
@@ -193,5 +248,22 @@ mod tests {
         allocator.release(first_block);
         assert_eq!(allocator.allocate(5_000).map(|block| block.offset), Some(0));
         assert_eq!(second_block.offset, 12_288);
+    }
+
+    #[test]
+    fn block_grows_only_into_a_free_range() {
+        let mut allocator = BlockAllocator::new(1 << 20);
+        let mut first_block = allocator.allocate(4096).expect("room");
+        assert!(allocator.try_extend(&mut first_block, 10_000));
+        let mut second_block = allocator.allocate(1).expect("room");
+        assert_eq!((first_block.len, second_block.offset), (10_000, 12_288));
+        assert!(allocator.try_extend(&mut first_block, 12_288), "padding");
+        assert!(!allocator.try_extend(&mut first_block, 12_289));
+        assert!(!allocator.try_extend(&mut second_block, 1 << 20));
+        allocator.shrink(&mut first_block, 5000);
+        assert_eq!(
+            allocator.allocate(4096).map(|block| block.offset),
+            Some(8192)
+        );
     }
 }

@@ -35,11 +35,13 @@ mod zero_copy;
 pub use self::connect::{EnrollOptions, runtime_paths, wait_for_daemon_answer};
 pub use self::intake::IntakeFn;
 pub use self::shm::SmallMessageHead;
+pub use self::zero_copy::PackedBody;
 
 pub(crate) use self::core::Core;
 use self::core::OUTBOX_BACKLOG_BYTES_MAX;
 use self::process::{ForkOrExitHook, ProcessOwned};
 use self::shared::{SharedState, StateGuard};
+use self::zero_copy::LEASED_MESSAGE_BYTES_MIN;
 use crate::error::EnrollError;
 use crate::inbox::Inbox;
 use sempa_proto::message::MESSAGE_HEAD_BYTES;
@@ -376,6 +378,19 @@ impl Runtime {
             state.defer_wakes();
         }
         send_result
+    }
+
+    /// Returns memory for the body of a large message, which tasks on this host read where it was
+    /// packed. Returns `None` if the body is small, if this task has not sent a large message to a
+    /// task on its host yet, or if the memory is full. The caller then packs into memory of its
+    /// own.
+    pub fn allocate_body(&self, capacity: usize) -> Option<PackedBody> {
+        if capacity < LEASED_MESSAGE_BYTES_MIN {
+            return None;
+        }
+        let mut state = self.lock()?;
+        let now = state.now();
+        state.core.allocate_body(now, capacity)
     }
 
     /// Copies leased messages from shared memory into private memory, because a forked child may

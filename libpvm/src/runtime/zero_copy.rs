@@ -1,11 +1,13 @@
-//! Zero-copy transfer of large messages between tasks on this host: the sender copies a message
-//! once into its shared pool, and all receivers read the message in the pool.
+//! Zero-copy transfer of large messages between tasks on this host: the body of a message is in the
+//! shared pool of its sender, and all receivers read it there.
 //!
 //! 1. When a ring has its first large message, the sender offers its pool through the daemon. Until
 //!    the pool is accepted, and while the pool is full, messages are copied through the ring.
-//! 2. The sender copies the message into a block of the pool, and writes a record to the ring. The
-//!    record names the block and thereby grants a lease.
-//! 3. The receiver reads the message in the block, and then returns the lease through the ring's
+//! 2. From then on the program packs large bodies into blocks of the pool ([`PackedBody`]). A body
+//!    that is elsewhere is copied into a block when it is sent.
+//! 3. The sender writes a record to the ring. The record contains the header of the message, names
+//!    the block and thereby grants a lease.
+//! 4. The receiver reads the body in the block, and then returns the lease through the ring's
 //!    memory.
 //!
 //! As for every route, the link retains the message until the receiver has acknowledged it, so a
@@ -16,20 +18,23 @@ use super::process::ProcessOwned;
 use super::shm::{Ring, RingSlot, ShmRoutes};
 use bytes::Bytes;
 use sempa_proto::link::{
-    CPU_HINT_INDEX, FLAG_OUT_OF_LINE, Link, LinkKind, SHORT_HEAD_BYTES, encode_short_head,
+    CPU_HINT_INDEX, FLAG_OUT_OF_LINE, HEAD_BYTES_MAX, Link, LinkKind, SHORT_HEAD_BYTES,
+    encode_short_head,
 };
 use sempa_proto::route::{OfferId, RouteMsg};
 use sempa_proto::{Message, Micros, PvmError, PvmResult, Tid};
 use sempa_ring::block_allocator::Block;
 use sempa_ring::ring::{CorruptRing, Record};
 use sempa_ring::shared_memory::{RING_BYTES, RingPair, SharedRing};
-use sempa_ring::shared_pool::{LEASES_MAX, Lease, LeaseReturner, OwnPool, POOL_BYTES, PeerPool};
+use sempa_ring::shared_pool::{
+    LEASES_MAX, Lease, LeaseReturner, OwnPool, POOL_BYTES, PeerPool, PoolBody,
+};
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::{Arc, Weak};
 
 /// Size in bytes from which a message to one task is leased. Smaller messages are copied through
 /// the ring, where reader and writer copy at the same time.
-const LEASED_MESSAGE_BYTES_MIN: usize = RING_BYTES / 2;
+pub(crate) const LEASED_MESSAGE_BYTES_MIN: usize = RING_BYTES / 2;
 /// Size in bytes from which a message to several tasks is leased.
 const MULTICAST_MESSAGE_BYTES_MIN: usize = 32 << 10;
 /// Maximum number of bytes of a pool that may be lost because tasks with a lease have ended or
@@ -46,7 +51,7 @@ const POOL_IDLE_TIMEOUT: Micros = Micros::from_secs(60);
 /// This task's own pool and the state of its use.
 #[derive(Debug)]
 struct OwnPoolState {
-    pool: ProcessOwned<OwnPool>,
+    pool: ProcessOwned<Arc<OwnPool>>,
     id: OfferId,
     fd: Arc<ProcessOwned<OwnedFd>>,
     last_used_at: Micros,
@@ -54,10 +59,9 @@ struct OwnPoolState {
     multicast_copy: Option<MulticastCopy>,
 }
 
-/// Message that is being sent to several tasks, and the block that contains its copy.
+/// Body that is being sent to several tasks, and the block that contains its copy.
 #[derive(Debug)]
 struct MulticastCopy {
-    head: Vec<u8>,
     body: Bytes,
     block: Block,
 }
@@ -71,6 +75,9 @@ pub(super) struct SharedPools {
     pool_retry_at: Option<Micros>,
     /// True while one message is being sent to several tasks.
     is_multicast_in_progress: bool,
+    /// Number of bytes of message bodies that this task has copied to send them to tasks on this
+    /// host, after the program had packed them.
+    copied_bytes: u64,
     /// Pools of peers that may hold leased messages.
     peer_pools: Vec<(Tid, Weak<PeerPool>)>,
 }
@@ -90,6 +97,11 @@ pub(super) struct Leases {
 }
 
 impl Leases {
+    /// True if the peer may hold leases.
+    pub(super) fn has_leased_blocks(&self) -> bool {
+        self.leased_blocks.iter().any(Option::is_some)
+    }
+
     pub(super) fn new(ring_pair: &RingPair) -> Self {
         Self {
             leased_blocks: Vec::new(),
@@ -109,11 +121,14 @@ impl AsRef<[u8]> for LeasedMessage {
     }
 }
 
-/// Number of words in a lease record: pool, offset, length, index of the lease.
+/// Number of words in a lease record: pool, offset, length, index of the lease. The header of the
+/// message follows.
 const LEASE_RECORD_WORDS: usize = 4;
+/// Maximum size of a lease record in bytes.
+const LEASE_RECORD_BYTES_MAX: usize = SHORT_HEAD_BYTES + LEASE_RECORD_WORDS * 8 + HEAD_BYTES_MAX;
 
 impl Ring {
-    /// Accepts a message that is in the peer's pool, and returns the length of the message in
+    /// Accepts a message whose body is in the peer's pool, and returns the length of the body in
     /// bytes.
     pub(super) fn accept_leased_message(
         leases: &Leases,
@@ -138,21 +153,22 @@ impl Ring {
             len: to_usize(len)?,
         };
         let lease_index = u8::try_from(lease_index).map_err(|_| CorruptRing)?;
+        if record.is_empty() || record.len() > HEAD_BYTES_MAX {
+            return Err(CorruptRing);
+        }
+        let mut head = Vec::with_capacity(record.len());
+        record.append_to(&mut head);
         let lease = pool
             .lease(block, lease_index, &leases.lease_returner)
             .ok_or(CorruptRing)?;
-        link.handle_whole_message(
-            now,
-            seq,
-            ack,
-            Bytes::from_owner(LeasedMessage(ProcessOwned::new(lease))),
-        );
+        let body = Bytes::from_owner(LeasedMessage(ProcessOwned::new(lease)));
+        link.handle_whole_message(now, (seq, ack), head.into(), body);
         Ok(block.len)
     }
 
     /// Frees the blocks of all leases that the peer has returned. `pool` is this task's current
     /// pool; blocks of older pools need not be freed.
-    fn free_returned_blocks(&mut self, mut pool: Option<&mut OwnPoolState>) {
+    fn free_returned_blocks(&mut self, pool: Option<&OwnPoolState>) {
         let mut returned_bits = self.ring_pair.writer.take_returned_leases();
         while returned_bits != 0 {
             let lease_index = returned_bits.trailing_zeros() as usize;
@@ -165,37 +181,75 @@ impl Ring {
             else {
                 continue;
             };
-            if let Some(pool) = pool.as_deref_mut().filter(|pool| pool.id == id) {
-                pool.pool.get_mut().release(block);
+            if let Some(pool) = pool.filter(|pool| pool.id == id) {
+                pool.pool.get().release(block);
             }
         }
     }
 }
 
+/// Memory of the shared pool into which the program packs the body of a large message. Tasks on
+/// this host read the body where it was packed. When the task migrates or forks, the memory becomes
+/// private at the same address. A forked child never frees the memory.
+#[derive(Debug)]
+pub struct PackedBody(ProcessOwned<PoolBody>);
+
+impl PackedBody {
+    /// Returns memory in a pool of its own, which no task maps. For tests of packing.
+    #[doc(hidden)]
+    pub fn in_separate_pool(capacity: usize) -> Option<Self> {
+        let (pool, _) = OwnPool::new().ok()?;
+        Some(Self(ProcessOwned::new(pool.allocate_body(capacity)?)))
+    }
+
+    /// Appends bytes. Returns false, and appends nothing, if the pool has no space for them.
+    pub fn append(&mut self, bytes: &[u8]) -> bool {
+        self.0.get_mut().append(bytes)
+    }
+
+    pub fn bytes(&self) -> &[u8] {
+        self.0.get().as_ref()
+    }
+
+    /// Makes the body immutable and shareable.
+    pub fn freeze(mut self) -> Bytes {
+        self.0.get_mut().finish();
+        Bytes::from_owner(self)
+    }
+}
+
+impl AsRef<[u8]> for PackedBody {
+    fn as_ref(&self) -> &[u8] {
+        self.bytes()
+    }
+}
+
 impl SharedPools {
-    /// Copies the message into the pool, unless the pool already contains this message for another
-    /// receiver. Returns the block that contains the message; `None` if there is no pool or the
-    /// pool has no space.
-    fn copy_into_pool(&mut self, head: &[u8], body: &Bytes) -> Option<Block> {
+    /// Returns the block of the pool that contains the body, with one more user. Copies the body
+    /// into the pool unless it was packed there, or copied there for another receiver. Returns
+    /// `None` if there is no pool or the pool has no space.
+    fn share_body(&mut self, body: &Bytes) -> Option<Block> {
         let OwnPoolState {
             pool: own_pool,
             multicast_copy: multicast,
             ..
         } = self.own_pool.as_mut()?;
-        let own_pool = own_pool.get_mut();
+        let own_pool = own_pool.get();
+        if let Some(block) = own_pool.share_body(body) {
+            return Some(block);
+        }
         if let Some(copy) = multicast
             && copy.body.as_ptr() == body.as_ptr()
             && copy.body.len() == body.len()
-            && copy.head == head
         {
             own_pool.add_user(copy.block);
             return Some(copy.block);
         }
-        let block = own_pool.store_message([head, body])?;
+        let block = own_pool.store_message(body)?;
+        self.copied_bytes += body.len() as u64;
         if self.is_multicast_in_progress && multicast.is_none() {
             own_pool.add_user(block);
             *multicast = Some(MulticastCopy {
-                head: head.to_vec(),
                 body: body.clone(),
                 block,
             });
@@ -221,7 +275,7 @@ impl ShmRoutes {
             return false;
         };
         let ring = ring.get_mut();
-        ring.free_returned_blocks(pools.own_pool.as_mut());
+        ring.free_returned_blocks(pools.own_pool.as_ref());
         let id = pools.own_pool.as_ref().map(|pool| pool.id);
         if id.is_none() || ring.leases.offered_pool_and_acceptance != id.map(|id| (id, true)) {
             ring.needs_pool_offer = true;
@@ -235,9 +289,12 @@ impl ShmRoutes {
         if lease_index >= LEASES_MAX {
             return false;
         }
-        let Some(block) = pools.copy_into_pool(head, body) else {
+        let Some(block) = pools.share_body(body) else {
             return false;
         };
+        let mut record = [0; LEASE_RECORD_BYTES_MAX];
+        let record_bytes = LEASE_RECORD_BYTES_MAX - HEAD_BYTES_MAX + head.len();
+        record[LEASE_RECORD_BYTES_MAX - HEAD_BYTES_MAX..record_bytes].copy_from_slice(head);
         let Some(pool) = &mut pools.own_pool else {
             return false;
         };
@@ -256,12 +313,11 @@ impl ShmRoutes {
             block.len as u64,
             lease_index as u64,
         ];
-        let mut record = [0; SHORT_HEAD_BYTES + LEASE_RECORD_WORDS * 8];
         record[..SHORT_HEAD_BYTES].copy_from_slice(&short_head);
         for (record_word, word) in record[SHORT_HEAD_BYTES..].chunks_exact_mut(8).zip(words) {
             record_word.copy_from_slice(&word.to_le_bytes());
         }
-        let write_result = ring.ring_pair.writer.write([&record]);
+        let write_result = ring.ring_pair.writer.write([&record[..record_bytes]]);
         debug_assert_eq!(write_result, Ok(true), "the caller has looked for room");
         true
     }
@@ -276,7 +332,7 @@ impl ShmRoutes {
         let Some(RingSlot::Ring(ring)) = slots.get_mut(slot) else {
             return 0;
         };
-        ring.get_mut().free_returned_blocks(pools.own_pool.as_mut());
+        ring.get_mut().free_returned_blocks(pools.own_pool.as_ref());
         ring.get().leases.leased_blocks.iter().flatten().count()
     }
 
@@ -327,18 +383,18 @@ impl ShmRoutes {
     /// from the peer need not be returned. Drops this task's pool if more than
     /// [`LOST_POOL_BYTES_MAX`] bytes of the pool are lost.
     pub(super) fn end_leases(&mut self, ring: &mut Ring) {
-        ring.free_returned_blocks(self.pools.own_pool.as_mut());
+        ring.free_returned_blocks(self.pools.own_pool.as_ref());
         ring.leases.lease_returner.detach();
         let Some(pool) = &mut self.pools.own_pool else {
             return;
         };
         for (id, block) in ring.leases.leased_blocks.drain(..).flatten() {
             if id == pool.id {
-                pool.pool.get_mut().abandon(block);
+                pool.pool.get().abandon(block);
             }
         }
         if pool.pool.get().abandoned_bytes() > LOST_POOL_BYTES_MAX {
-            self.pools.own_pool = None;
+            self.drop_pool();
         }
     }
 
@@ -347,7 +403,7 @@ impl ShmRoutes {
         for slot in &mut self.slots {
             if let RingSlot::Ring(ring) = slot {
                 ring.get_mut()
-                    .free_returned_blocks(self.pools.own_pool.as_mut());
+                    .free_returned_blocks(self.pools.own_pool.as_ref());
             }
         }
         let is_idle = |own_pool: &OwnPoolState| {
@@ -360,9 +416,41 @@ impl ShmRoutes {
     }
 
     /// Drops the pool. Receivers retain their mappings, so the messages that they lease stay
-    /// readable.
+    /// readable. Bodies that the program packs or owns become private memory of this process.
     pub(super) fn drop_pool(&mut self) {
-        self.pools.own_pool = None;
+        if let Some(own_pool) = self.pools.own_pool.take()
+            && own_pool.pool.get().has_bodies()
+        {
+            // The error is ignored, as in [`ShmRoutes::copy_leased_messages`].
+            let _ = own_pool.pool.get().make_private_copy();
+        }
+    }
+
+    /// Frees the blocks of all leases that the reader of this ring has returned.
+    pub(super) fn free_returned_blocks(&mut self, slot: usize) {
+        if let Some(RingSlot::Ring(ring)) = self.slots.get_mut(slot) {
+            ring.get_mut()
+                .free_returned_blocks(self.pools.own_pool.as_ref());
+        }
+    }
+
+    fn allocate_body(&mut self, now: Micros, capacity: usize) -> Option<PackedBody> {
+        let own_pool = self.pools.own_pool.as_mut()?;
+        own_pool.last_used_at = now;
+        let body = own_pool.pool.get().allocate_body(capacity)?;
+        Some(PackedBody(ProcessOwned::new(body)))
+    }
+
+    /// Returns the number of bytes of message bodies that were copied on their way to tasks on this
+    /// host, after the program had packed them.
+    #[cfg(test)]
+    pub(super) fn copied_bytes(&self) -> u64 {
+        self.pools.copied_bytes
+    }
+
+    /// Counts bytes of message bodies that were copied to a ring.
+    pub(super) fn count_copied_bytes(&mut self, byte_count: usize) {
+        self.pools.copied_bytes += byte_count as u64;
     }
 
     /// Copies all leased messages into private memory. If memory is short, the messages stay in
@@ -381,6 +469,15 @@ impl ShmRoutes {
 }
 
 impl Core {
+    /// Allocates memory of the pool for a body that the program packs. Returns `None` if there is
+    /// no pool or the pool has no space.
+    pub(super) fn allocate_body(&mut self, now: Micros, capacity: usize) -> Option<PackedBody> {
+        self.shm_routes.pools.own_pool.as_ref()?;
+        // A block that was used lately is still in the cache.
+        self.free_unused_blocks(now);
+        self.shm_routes.allocate_body(now, capacity)
+    }
+
     /// Queues one message for several tasks. The tasks on this host read a single copy of the
     /// message. Stops at the first task for which the message cannot be queued.
     pub(crate) fn send_to_many(
@@ -421,7 +518,7 @@ impl Core {
         if let Some(own_pool) = &mut pools.own_pool
             && let Some(copy) = own_pool.multicast_copy.take()
         {
-            own_pool.pool.get_mut().release(copy.block);
+            own_pool.pool.get().release(copy.block);
         }
     }
 
@@ -526,8 +623,13 @@ impl Core {
 
     /// Copies leased messages into private memory before a fork. The child may read these messages
     /// later, but the owners of the pools count only the parent's leases. Rings with such leases
-    /// are closed and set up again when they are needed.
+    /// are closed and set up again when they are needed. The same applies to bodies in the pool of
+    /// this task, because a child does not inherit the pool.
     pub(crate) fn prepare_for_fork(&mut self, now: Micros) {
+        let own_pool = self.shm_routes.pools.own_pool.as_ref();
+        if own_pool.is_some_and(|own_pool| own_pool.pool.get().has_bodies()) {
+            self.shm_routes.drop_pool();
+        }
         for slot in 0..self.shm_routes.slots.len() {
             let has_peer_leases = |ring: &Ring| {
                 ring.leases

@@ -302,7 +302,7 @@ fn pack_body(mid: i32) -> PvmResult<i32> {
     if !has_same_encoding {
         return Err(PvmError::Mismatch);
     }
-    buffer.body_mut()?.extend_from_slice(&message.body);
+    buffer.append(&message.body)?;
     Ok(0)
 }
 

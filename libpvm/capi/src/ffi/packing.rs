@@ -17,7 +17,11 @@ pub(super) fn pack_array_with<T: Copy>(
     pack: impl FnOnce(&mut crate::buffers::Buffer, &Strided<T>) -> PvmResult<()>,
 ) -> PvmResult<i32> {
     let items = items?;
-    zero_on_success(pack(lock().send_buffer()?, &items))
+    let mut session = lock();
+    if items.byte_len() >= pack::POOLED_PIECE_BYTES_MIN {
+        session.prepare_large_body(&items);
+    }
+    zero_on_success(pack(session.send_buffer()?, &items))
 }
 
 /// Unpacks an array from the active receive buffer with the function `unpack`.

@@ -303,8 +303,7 @@ mod tests {
 
     fn take_messages(link: &mut Link) -> Vec<Vec<u8>> {
         std::iter::from_fn(|| link.take_message())
-            .map(|(_, message)| message)
-            .map(|message| message.to_vec())
+            .map(|message| message.into_contiguous().to_vec())
             .collect()
     }
 

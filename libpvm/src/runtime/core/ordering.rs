@@ -2,10 +2,10 @@
 //! the rings. The rules are in [`sempa_proto::causal`].
 
 use super::Core;
-use bytes::Buf;
+use bytes::{Buf, Bytes};
 use sempa_proto::causal::{CTX_ORDER, OrderMessage, Position, STAMP_BYTES};
 use sempa_proto::frame::{from_bytes, to_bytes};
-use sempa_proto::link::{HEAD_BYTES_MAX, Link};
+use sempa_proto::link::{HEAD_BYTES_MAX, Link, ReceivedMessage};
 use sempa_proto::message::{MESSAGE_HEAD_BYTES, encode_message_head};
 use sempa_proto::{Message, Micros, PvmError, PvmResult, Tid};
 
@@ -41,6 +41,27 @@ pub(in crate::runtime) fn stamped_head(stamp: u64, head: &[u8]) -> [u8; STAMPED_
     stamp_bytes.copy_from_slice(&stamp.to_le_bytes());
     head_bytes.copy_from_slice(head);
     stamped_head
+}
+
+/// Decodes stamp and message; `None` if the message is shorter than its header.
+#[inline]
+fn decode_stamped(peer: Tid, own_tid: Tid, message: ReceivedMessage) -> Option<(u64, Message)> {
+    let ReceivedMessage { head, bytes, .. } = message;
+    let is_contiguous = head.is_empty();
+    let (mut head_and_body, body) = if is_contiguous {
+        (bytes, Bytes::new())
+    } else {
+        (head, bytes)
+    };
+    if head_and_body.len() < STAMPED_HEAD_BYTES {
+        return None;
+    }
+    let stamp = head_and_body.get_u64_le();
+    let mut message = Message::decode(peer, own_tid, head_and_body)?;
+    if !is_contiguous {
+        message.body = body;
+    }
+    Some((stamp, message))
 }
 
 fn sent_position(link: &Link) -> Position {
@@ -137,19 +158,16 @@ impl Core {
     pub(in crate::runtime) fn accept_messages_from(&mut self, peer: Tid) -> bool {
         let mut has_message = false;
         while let Some(link) = self.links.get_mut(&peer)
-            && let Some((end_seq, mut bytes)) = link.take_message()
+            && let Some(received_message) = link.take_message()
         {
             let position = Position {
                 incarnation: link.incarnation(),
-                end_seq,
+                end_seq: received_message.end_seq,
             };
             // A message shorter than a header is dropped. Only a peer that violates the protocol
             // sends such a message.
-            if bytes.len() < STAMPED_HEAD_BYTES {
-                continue;
-            }
-            let stamp = bytes.get_u64_le();
-            let Some(message) = Message::decode(peer, self.own_tid, bytes) else {
+            let Some((stamp, message)) = decode_stamped(peer, self.own_tid, received_message)
+            else {
                 continue;
             };
             has_message = true;

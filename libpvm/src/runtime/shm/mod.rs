@@ -708,6 +708,7 @@ impl Core {
         };
         let (mut written_frame_count, mut is_urgent, mut is_corrupt, mut has_sent_data) =
             (0u32, false, false, false);
+        let mut copied_bytes = 0;
         if let Some(ring) = shm.ring_mut(slot) {
             is_corrupt = ring
                 .receipts
@@ -748,6 +749,7 @@ impl Core {
                 .write([&head, frame.head, frame.body])
                 .is_err();
             written_frame_count += 1;
+            copied_bytes += frame.body.len();
             if written_frame_count == 1 && !link.is_all_transmitted() {
                 // The reader copies the first fragments of a large message while this thread writes
                 // the next fragments.
@@ -758,6 +760,7 @@ impl Core {
             }
         }
         is_urgent |= !link.is_all_transmitted();
+        shm.count_copied_bytes(copied_bytes);
         shm.set_waits_for_space(slot, is_urgent || link.has_frame());
         if has_sent_data {
             shm.expected_peer = Some(peer);
@@ -893,16 +896,37 @@ impl Core {
             .collect();
         let mut has_open_positions = false;
         for (peer, slot) in rings {
-            let (shm, links) = self.shm_routes_and_links();
-            if let (Some(ring), Some(link)) = (shm.ring_mut(slot), links.get_mut(&peer)) {
-                // A position that is impossible is noticed by the next write.
-                let _ = ring.receipts.confirm(now, &mut ring.ring_pair.writer, link);
-                has_open_positions |= ring.receipts.has_open_positions();
-            }
-            self.record_progress(peer);
+            has_open_positions |= self.check_receipt(now, peer, slot);
         }
         if has_open_positions {
             self.schedule_receipt_check(now);
+        }
+    }
+
+    /// Reads the receipts of a ring. Returns true if the reader may not have read everything.
+    fn check_receipt(&mut self, now: Micros, peer: Tid, slot: usize) -> bool {
+        let (shm, links) = self.shm_routes_and_links();
+        let mut has_open_positions = false;
+        if let (Some(ring), Some(link)) = (shm.ring_mut(slot), links.get_mut(&peer)) {
+            // A position that is impossible is noticed by the next write.
+            let _ = ring.receipts.confirm(now, &mut ring.ring_pair.writer, link);
+            has_open_positions = ring.receipts.has_open_positions();
+        }
+        self.record_progress(peer);
+        has_open_positions
+    }
+
+    /// Frees the blocks of this task's pool that receivers have returned and links no longer
+    /// retain.
+    pub(super) fn free_unused_blocks(&mut self, now: Micros) {
+        for slot in 0..self.shm_routes.slots.len() {
+            if let Some(ring) = self.shm_routes.ring_mut(slot)
+                && ring.leases.has_leased_blocks()
+            {
+                let peer = ring.peer;
+                self.check_receipt(now, peer, slot);
+                self.shm_routes.free_returned_blocks(slot);
+            }
         }
     }
 

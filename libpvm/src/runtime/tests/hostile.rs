@@ -78,6 +78,8 @@ fn random_record(rng: &mut TestRng) -> Vec<u8> {
         ] {
             body.extend(lease_word.to_le_bytes());
         }
+        // The header of the message, also of an impossible length.
+        body.resize(body.len() + rng.next_below(40) as usize, 7);
     } else {
         body.resize(body.len() + rng.next_below(300) as usize, 7);
     }

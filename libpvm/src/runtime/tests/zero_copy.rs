@@ -8,7 +8,7 @@ use super::{
     xdr_message,
 };
 use crate::inbox::Inbox;
-use crate::runtime::Runtime;
+use crate::runtime::{PackedBody, Runtime};
 use sempa_proto::message::Message;
 use sempa_proto::{PvmError, Tid};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -402,4 +402,150 @@ fn fork_turns_leases_into_private_memory() {
             .expect("in time");
         assert_eq!(leased_message.body[..], large_body(1));
     }
+}
+
+/// Returns a body that is packed in the pool of `task`, and fills it with `large_body(fill_byte)`
+/// `copy_count` times.
+fn packed_body(task: &Runtime, fill_byte: u8, copy_count: usize) -> PackedBody {
+    let mut body = task
+        .allocate_body(copy_count * LARGE_BODY_BYTES)
+        .expect("room in the pool");
+    for _ in 0..copy_count {
+        assert!(body.append(&large_body(fill_byte)));
+    }
+    body
+}
+
+fn is_filled(body: &[u8], fill_byte: u8, copy_count: usize) -> bool {
+    body.len() == copy_count * LARGE_BODY_BYTES
+        && body
+            .chunks(LARGE_BODY_BYTES)
+            .all(|copy| copy == large_body(fill_byte))
+}
+
+fn used_block_count(task: &Runtime) -> usize {
+    task.with_core(|core| core.shm_routes.used_pool_block_count())
+        .expect("not forked")
+}
+
+/// Between the program that packs a body and the one that unpacks it, no byte of the body is
+/// copied: packing and unpacking are two copies for each byte. All receivers read one block.
+#[test]
+fn packed_body_is_never_copied() {
+    let fake = same_host_daemon();
+    let (a, b) = tasks_with_shared_pool(&fake);
+    let copied_bytes = || {
+        a.with_core(|core| core.shm_routes.copied_bytes())
+            .expect("not forked")
+    };
+    let copied_bytes_before = copied_bytes();
+    a.send(xdr_message(b.tid(), 1, large_body(1)))
+        .expect("sent");
+    drop(wait_for_next_message(&b));
+    assert_eq!(
+        copied_bytes() - copied_bytes_before,
+        LARGE_BODY_BYTES as u64,
+        "a body that was not packed in the pool is copied once"
+    );
+    let body = packed_body(&a, 2, 16).freeze();
+    let copied_bytes_before = copied_bytes();
+    for n in 0..3 {
+        a.send(xdr_message(b.tid(), n, body.clone())).expect("sent");
+    }
+    let messages: Vec<Message> = (0..3).map(|_| wait_for_next_message(&b)).collect();
+    assert_eq!(copied_bytes(), copied_bytes_before);
+    assert!(
+        messages
+            .iter()
+            .all(|message| is_filled(&message.body, 2, 16)
+                && message.body.as_ptr() == messages[0].body.as_ptr())
+    );
+    assert_eq!((lease_count(&a, b.tid()), used_block_count(&a)), (3, 1));
+    drop((messages, body));
+    wait_until("a free pool", || {
+        // The link releases the body when it looks at the reader's position.
+        send_numbered(&a, b.tid(), 0..1);
+        recv_and_check_numbered(&b, a.tid(), 0..1);
+        let has_returned_all = lease_count(&a, b.tid()) == 0;
+        (has_returned_all && used_block_count(&a) == 0).then_some(())
+    });
+}
+
+/// Bodies that wait for their receiver, and a body that is half packed, survive a migration of
+/// their task.
+#[test]
+fn packed_bodies_survive_migration() {
+    let fake = same_host_daemon();
+    let (a, b) = tasks_with_shared_pool(&fake);
+    let c = fake.enroll();
+    for round in 1..=3u64 {
+        let fill_byte = round as u8;
+        let sent_body = packed_body(&a, fill_byte, 2).freeze();
+        a.send(xdr_message(b.tid(), 1, sent_body.clone()))
+            .expect("sent");
+        // There is no ring to this task, so the daemon carries the body.
+        a.send(xdr_message(c.tid(), 1, sent_body.clone()))
+            .expect("sent");
+        let mut half_packed_body = a.allocate_body(4 << 20).expect("room");
+        assert!(half_packed_body.append(&large_body(fill_byte)));
+        fake.send_quiesce(a.tid(), round);
+        fake.wait_until_quiesced(a.tid(), round);
+        assert!(half_packed_body.append(&large_body(fill_byte)));
+        fake.write_resume_token(round);
+        a.send(xdr_message(b.tid(), 2, half_packed_body.freeze()))
+            .expect("sent");
+        a.send(xdr_message(b.tid(), 3, sent_body)).expect("sent");
+        for tag in 1..=3 {
+            let message = wait_for_next_message(&b);
+            assert_eq!(message.tag, tag);
+            assert!(is_filled(&message.body, fill_byte, 2), "message {tag}");
+        }
+        assert!(is_filled(&wait_for_next_message(&c).body, fill_byte, 2));
+        wait_until("a new pool", || {
+            a.send(xdr_message(b.tid(), 4, large_body(4)))
+                .expect("sent");
+            let message = wait_for_next_message(&b);
+            let is_leased = lease_count(&a, b.tid()) > 0;
+            drop(message);
+            is_leased.then_some(())
+        });
+    }
+}
+
+/// Preparing a fork turns the bodies that the program packs or has sent into private memory.
+#[test]
+fn fork_turns_packed_bodies_into_private_memory() {
+    let fake = same_host_daemon();
+    let (a, b) = tasks_with_shared_pool(&fake);
+    let sent_body = packed_body(&a, 1, 1).freeze();
+    a.send(xdr_message(b.tid(), 1, sent_body.clone()))
+        .expect("sent");
+    let leased_message = wait_for_next_message(&b);
+    let mut half_packed_body = a.allocate_body(2 << 20).expect("room");
+    assert!(half_packed_body.append(&large_body(2)));
+    let old_pool_id = a.with_core(|core| core.shm_routes.pool_id());
+    a.prepare_for_fork();
+    assert!(half_packed_body.append(&large_body(2)));
+    assert_eq!(a.with_core(|core| core.shm_routes.pool_id()), Some(None));
+    wait_until("a new pool", || {
+        a.send(xdr_message(b.tid(), 2, large_body(3)))
+            .expect("sent");
+        let message = wait_for_next_message(&b);
+        assert_eq!(message.body[..], large_body(3));
+        // The message that was leased before the fork is in the earlier pool.
+        (lease_count(&a, b.tid()) > 1).then_some(())
+    });
+    assert_ne!(
+        a.with_core(|core| core.shm_routes.pool_id()),
+        old_pool_id,
+        "peers use another pool"
+    );
+    assert!(is_filled(&leased_message.body, 1, 1) && is_filled(&sent_body, 1, 1));
+    assert!(is_filled(half_packed_body.bytes(), 2, 2));
+    a.prepare_for_fork();
+    assert!(
+        a.with_core(|core| core.shm_routes.pool_id().is_some())
+            .expect("not forked"),
+        "without bodies in it, the new pool stays"
+    );
 }
