@@ -301,9 +301,13 @@ impl<M> CausalOrder<M> {
         if let OrderMessage::Arrived { id } = message {
             // An answer waits for nothing: the messages that it confirms were sent before.
             self.handle_answer(peer, id);
-            // If messages of the peer are held back, the position advances with them.
+            // If messages of the peer are held back, the position advances behind them.
             let peer_state = self.peers.entry(peer);
-            if peer_state.hold.is_none() {
+            if let Some(hold) = &mut peer_state.hold {
+                let held = Held::Order(OrderMessage::Arrived { id });
+                hold.queue.push_back((position, held));
+                self.held_count += 1;
+            } else {
                 peer_state.passed = position;
             }
             return;
@@ -338,7 +342,10 @@ impl<M> CausalOrder<M> {
                 self.clock = self.clock.max(stamp);
                 self.arrivals.push(peer, stamp, message);
             }
-            Held::Order(OrderMessage::Arrived { id }) => self.handle_answer(peer, id),
+            Held::Order(OrderMessage::Arrived { .. }) => {
+                // It was handled when it arrived.
+                self.peers.entry(peer).passed = position;
+            }
             Held::Order(OrderMessage::Marks { id, marks }) => {
                 self.handle_list(peer, position, id, marks);
             }
@@ -449,7 +456,8 @@ impl<M> CausalOrder<M> {
     }
 
     fn accept_past_of(&mut self, teller: Tid, Past { clock, mut marks }: Past) -> Vec<Mark> {
-        self.clock = self.clock.max(clock.min(STAMP_MAX));
+        // What follows is later than the last message before the past, which may have this stamp.
+        self.clock = self.clock.max(clock.min(STAMP_MAX) + 1);
         marks.truncate(MARKS_MAX);
         self.hear(teller, marks)
     }
@@ -526,6 +534,8 @@ impl<M> CausalOrder<M> {
         let peer_state = self.peers.entry(peer);
         peer_state.has_ended = true;
         peer_state.told_marks = Vec::new();
+        // Other peers were told marks of messages to this one.
+        self.has_stale_lists = true;
         self.orphaned_marks
             .append(&mut std::mem::take(&mut peer_state.heard_marks));
         self.release_held();
@@ -720,6 +730,52 @@ mod tests {
             incarnation,
             end_seq: 2,
         }
+    }
+
+    /// A reply of a service follows the last message that a task had sent before it used the
+    /// service, even if a look finds the message after the reply has arrived.
+    #[test]
+    fn reply_follows_message_with_the_clock_of_its_past() {
+        let mut order = CausalOrder::new(OWN, 0);
+        order.accept_past(Past {
+            clock: 5,
+            marks: Vec::new(),
+        });
+        order.accept_notice("reply");
+        order.begin_look();
+        let position = Position {
+            incarnation: 0,
+            end_seq: 2,
+        };
+        order.accept_message(STRANGER, position, 5, "message");
+        order.end_look();
+        while order.is_waiting_for_look() {
+            order.begin_look();
+            order.end_look();
+        }
+        let delivered: Vec<_> = std::iter::from_fn(|| order.next_delivery()).collect();
+        assert_eq!(delivered, ["message", "reply"]);
+    }
+
+    /// A mark may name the position of an answer that arrived while messages were held back.
+    #[test]
+    fn position_advances_over_answers_behind_held_messages() {
+        let teller = Tid::from_raw(0x40003);
+        let position = |end_seq| Position {
+            incarnation: 0,
+            end_seq,
+        };
+        let mut order: CausalOrder<()> = CausalOrder::new(OWN, 0);
+        let list = OrderMessage::Marks {
+            id: 1,
+            marks: vec![mark_of_stranger(0)],
+        };
+        order.accept_order_message(teller, position(2), list);
+        order.accept_order_message(teller, position(3), OrderMessage::Arrived { id: 7 });
+        assert!(!order.has_passed_position(teller, position(3)));
+        order.accept_message(STRANGER, position(2), 1, ());
+        assert!(order.has_passed_position(teller, position(3)));
+        assert_eq!(order.held_count(), 0);
     }
 
     /// A task that was restarted does not wait for a message that another task had sent to it
