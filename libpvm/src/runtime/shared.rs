@@ -12,7 +12,7 @@ use super::connect::AcceptedConnection;
 use super::core::{ConnectionPhase, Core, DaemonFrameError};
 use super::process::{self, ProcessOwned};
 use super::shm::{PeerWakes, ShmRoutes, SmallMessageHead};
-use super::socket_waiters::{DEADLINE_SLEEP_MAX, SocketWaiters, sleep_duration};
+use super::socket_waiters::SocketWaiters;
 use super::wake_delay_timer::WakeDelayTimer;
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use nix::sys::socket::{ControlMessage, MsgFlags, sendmsg};
@@ -22,9 +22,7 @@ use sempa_proto::{Micros, Tid};
 use sempa_ring::biased_lock::{BiasedLock, BiasedLockGuard};
 use sempa_ring::futex;
 use sempa_ring::shared_memory::OwnDoorbell;
-use sempa_socket::{
-    PendingFds, ReadOutcome, SenderDistance, SpinBudget, WaitPlan, YIELDS_MAX, has_one_cpu, receive,
-};
+use sempa_socket::{PendingFds, ReadOutcome, SenderDistance, SpinBudget, receive};
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, RawFd};
 use std::os::unix::net::UnixStream;

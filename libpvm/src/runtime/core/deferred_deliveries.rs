@@ -11,6 +11,15 @@ use sempa_proto::task::SendWatermark;
 use sempa_proto::{Micros, Tid};
 
 impl Core {
+    /// True if no message may wait for another one or be an answer for a thread of the library.
+    #[inline]
+    pub(in crate::runtime) fn has_no_deferred_work(&self) -> bool {
+        self.daemon_hold.is_idle()
+            && self.deferred_deliveries.is_empty()
+            && self.rm_calls.is_empty()
+            && self.handoff_migration.is_none()
+    }
+
     fn has_reached_watermark(&self, watermark: SendWatermark) -> bool {
         // A direct connection delivers all its fragments before its route ends. The daemon's
         // watermark does not count these fragments, so the notification waits for the end of the

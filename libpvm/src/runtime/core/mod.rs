@@ -392,15 +392,6 @@ impl Core {
         ctx == CTX_BASE && [SM_SPAWN_WAITS, SM_PLACEMENT_LEASE].contains(&tag)
     }
 
-    /// True if no message may wait for another one or be an answer for a thread of the library.
-    #[inline]
-    pub(super) fn has_no_deferred_work(&self) -> bool {
-        self.daemon_hold.is_idle()
-            && self.deferred_deliveries.is_empty()
-            && self.rm_calls.is_empty()
-            && self.handoff_migration.is_none()
-    }
-
     /// Delivers a message. A message of the resource manager that the library itself processes goes
     /// to the component that handles such messages; every other message goes into the inbox.
     pub(crate) fn deliver(&mut self, message: Message) {
