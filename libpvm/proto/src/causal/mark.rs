@@ -36,6 +36,16 @@ impl Mark {
     }
 }
 
+impl OrderMessage {
+    /// True if the message is a list that names messages to `receiver`.
+    pub fn names(&self, receiver: Tid) -> bool {
+        match self {
+            Self::Marks { marks, .. } => marks.iter().any(|mark| mark.receiver == receiver),
+            Self::Arrived { .. } => false,
+        }
+    }
+}
+
 /// The past of a request to a service, of a spawn, or of the end of a task.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Past {

@@ -39,7 +39,8 @@ pub const STAMP_BYTES: usize = 8;
 /// Largest stamp that a task adopts. A peer that violates the protocol cannot make the clock of
 /// another task overflow.
 pub const STAMP_MAX: u64 = 1 << 62;
-/// Maximum number of marks of a task. Above the maximum, sends by routes that need a mark fail.
+/// Number of marks of a task from which its sends by routes that need a mark wait, and maximum
+/// number of marks that a task accepts from another one.
 pub const MARKS_MAX: usize = 4096;
 /// Number of marks from which a sender asks each receiver to acknowledge at once.
 pub const MARKS_BEFORE_PROMPT_ACK: usize = 16;

@@ -433,7 +433,7 @@ impl<M> CausalOrder<M> {
         for mark in other_marks {
             // This task knows itself whether its messages are settled.
             if mark.sender != own_tid && !self.has_ended(mark.receiver) {
-                self.marks.add(mark);
+                self.marks.hear(mark);
             }
         }
         own_marks

@@ -23,6 +23,9 @@ const LOOKS_MAX: usize = 16;
 const LIST_BYTES_MAX: usize = 1 << 17;
 /// Time after which the senders of awaited messages are asked whether they have ended.
 const AWAITED_SENDER_CHECK_DELAY: Micros = Micros::from_millis(200);
+/// Maximum time for which messages wait because there are too many marks. Then they are sent, until
+/// there are fewer marks again.
+const MARK_WAIT_MAX: Micros = Micros::from_secs(1);
 /// Time after which peers are told that marks are settled, if no message has told it.
 const LIST_REFRESH_DELAY: Micros = Micros::from_secs(1);
 
@@ -31,6 +34,8 @@ const LIST_REFRESH_DELAY: Micros = Micros::from_secs(1);
 pub(super) struct OrderTimers {
     check_senders_at: Option<Micros>,
     refresh_lists_at: Option<Micros>,
+    /// Time until which senders wait for settled marks; `None` if no sender needs to wait.
+    mark_wait_ends_at: Option<Micros>,
 }
 
 /// Encodes the header that precedes a message on a link.
@@ -76,11 +81,6 @@ impl Core {
 
     /// Queues a message on its link, behind the list of marks that the peer does not know yet.
     pub(super) fn queue_in_order(&mut self, peer: Tid, message: Message) -> PvmResult<()> {
-        let has_ring = self.shm_routes.has_ring(peer);
-        let needs_mark = !has_ring && !self.order.has_mark_for(peer);
-        if needs_mark && self.order.is_full() {
-            return Err(PvmError::OutOfRes);
-        }
         let Some(link) = self.get_or_create_link(peer) else {
             return Err(PvmError::OutOfRes);
         };
@@ -99,6 +99,17 @@ impl Core {
         };
         link.send(head, message.body)
             .map_err(|_| PvmError::OutOfRes)
+    }
+
+    /// True if a message to this peer must wait until marks are settled, because there are too
+    /// many. The wait has a limit: the receivers may be stopped.
+    pub(in crate::runtime) fn must_wait_for_marks(&mut self, now: Micros, peer: Tid) -> bool {
+        let wait_end = &mut self.order_timers.mark_wait_ends_at;
+        if !self.order.is_full() {
+            *wait_end = None;
+            return false;
+        }
+        now < *wait_end.get_or_insert(now + MARK_WAIT_MAX) && !self.shm_routes.has_ring(peer)
     }
 
     fn queue_order_message(&mut self, peer: Tid, message: &OrderMessage) -> PvmResult<()> {
@@ -305,6 +316,7 @@ impl Core {
         let OrderTimers {
             check_senders_at,
             refresh_lists_at,
+            ..
         } = &mut self.order_timers;
         let must_check = check_senders_at.take_if(|due| *due <= now).is_some();
         let must_refresh = refresh_lists_at.take_if(|due| *due <= now).is_some();
@@ -327,7 +339,10 @@ impl Core {
                 }
                 if self.queue_order_message(peer, &list).is_ok() {
                     self.pump_link(now, peer);
-                    self.record_sent(now, peer);
+                    // Otherwise no message must wait for the list, and the list causes no other.
+                    if list.names(peer) {
+                        self.record_sent(now, peer);
+                    }
                 }
             }
         }
