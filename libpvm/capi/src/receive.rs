@@ -88,6 +88,8 @@ pub(crate) type ArrivalsGuard = BiasedLockGuard<'static, VecDeque<Message>>;
 static ARRIVALS: BiasedLock<VecDeque<Message>> = BiasedLock::new(VecDeque::new());
 /// Number of messages in [`ARRIVALS`]. A call reads it without the lock.
 static ARRIVALS_LEN: AtomicUsize = AtomicUsize::new(0);
+/// True if a ring contained another message when the last small message was taken in.
+static RING_HAS_MESSAGE: AtomicBool = AtomicBool::new(false);
 /// True if the messages in [`ARRIVALS`] must be forgotten by the thread that has the right to take
 /// in messages: it runs a handler, in which the process stops being the task that got them.
 static MUST_FORGET_ARRIVALS: AtomicBool = AtomicBool::new(false);
@@ -195,10 +197,18 @@ pub(crate) fn take_in_all(rt: &Runtime) -> bool {
 
 /// Takes in the next message, after the call has sent messages. PVM does the same if it finds the
 /// message while it writes. Without handlers the call only considers messages that an earlier call
-/// has removed from the inbox, because the check for others would make each send slower.
+/// has found, because the check for others would make each send slower.
 #[inline]
-pub(crate) fn take_in_after_send(session: SessionGuard) {
-    let takes_in = session.has_intake_effects() || ARRIVALS_LEN.load(Relaxed) != 0;
+pub(crate) fn take_in_after_send(mut session: SessionGuard) {
+    let is_known_message_in_ring = RING_HAS_MESSAGE.load(Relaxed);
+    if is_known_message_in_ring {
+        RING_HAS_MESSAGE.store(false, Relaxed);
+        if try_take_in_small(&mut session, None).is_some() {
+            return;
+        }
+    }
+    let takes_in =
+        is_known_message_in_ring || session.has_intake_effects() || ARRIVALS_LEN.load(Relaxed) != 0;
     if takes_in && let Some(rt) = session.runtime.clone() {
         drop(take_in_next(&rt, session, WaitMode::OneMessage));
     }
@@ -355,6 +365,7 @@ fn try_take_in_small(session: &mut SessionGuard, request: Option<&Request>) -> O
         buffers.keep_spare_memory(body);
         return None;
     };
+    RING_HAS_MESSAGE.store(head.is_followed, Relaxed);
     let buffer = Buffer::from_small_message(&head, rt.tid().raw(), body);
     // See `take_in` for errors.
     let mut intake = SmallIntake::Other(Intake::OneMessage);

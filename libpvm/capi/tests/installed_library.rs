@@ -19,20 +19,23 @@ const ROUND_TRIPS: u64 = 1000;
 /// for all calls together. Lower a limit when the count falls.
 const INSTRUCTION_LIMITS: [(&str, u64); 5] = [
     ("pvm_initsend", 336),
-    ("pvm_pkint", 280),
-    ("pvm_send", 1020),
-    ("pvm_recv", 1690),
-    ("pvm_upkint", 209),
+    ("pvm_pkint", 327),
+    ("pvm_send", 1035),
+    ("pvm_recv", 1725),
+    ("pvm_upkint", 216),
 ];
 
 /// Maximum number of locked operations and full fences of each call, in the order of `counted.c`.
-/// The goal is 3 for all calls together. Lower a limit when the count falls.
+/// The goal is 3 for all calls together. Lower a limit when the count falls. While a program is
+/// executed one instruction at a time, a thread of the library takes the lock of the state away
+/// from the program again and again, so that this lock is an ordinary mutex here: 2 of a send and 2
+/// of a receive.
 const LOCKED_OPERATION_LIMITS: [(&str, u64); 5] = [
-    ("pvm_initsend", 2),
-    ("pvm_pkint", 2),
-    ("pvm_send", 7),
-    ("pvm_recv", 16),
-    ("pvm_upkint", 2),
+    ("pvm_initsend", 0),
+    ("pvm_pkint", 0),
+    ("pvm_send", 4),
+    ("pvm_recv", 3),
+    ("pvm_upkint", 0),
 ];
 
 /// Numbers of unreceived messages in front of those that are received.

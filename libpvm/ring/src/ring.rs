@@ -306,6 +306,13 @@ impl<A: RingMemory> RingReader<A> {
             && self.memory.control().tail.0.load(Ordering::Acquire) == self.head
     }
 
+    /// True if the ring contains a record that was there at an earlier call, too. Does not read the
+    /// shared memory.
+    #[inline]
+    pub fn has_known_record(&self) -> bool {
+        self.head != self.known_tail
+    }
+
     /// Returns the next record; `None` if there is none. The record is read from the ring.
     ///
     /// # Errors

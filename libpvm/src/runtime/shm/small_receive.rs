@@ -22,6 +22,8 @@ pub struct SmallMessageHead {
     pub tag: i32,
     pub wid: i32,
     pub enc: i32,
+    /// True if another record followed in the ring when the message was read.
+    pub is_followed: bool,
 }
 
 /// The headers of a record, decoded.
@@ -59,6 +61,7 @@ impl RecordHead {
                 tag,
                 wid,
                 enc,
+                is_followed: false,
             },
         })
     }
@@ -114,7 +117,7 @@ impl Core {
         if record_len > RECORD_HEAD_BYTES + INLINE_BODY_BYTES_MAX {
             return None;
         }
-        let head = RecordHead::decode(peer, &record.take_bytes()?)?;
+        let mut head = RecordHead::decode(peer, &record.take_bytes()?)?;
         if !link.can_take_small_message(head.seq) || link.has_frame() {
             return None;
         }
@@ -128,6 +131,7 @@ impl Core {
         let (shm, links) = self.shm_routes_and_links();
         let (ring, link) = (shm.ring_mut(slot)?, links.get_mut(&peer)?);
         ring.ring_pair.reader.skip_record(record_len);
+        head.message_head.is_followed = ring.ring_pair.reader.has_known_record();
         let was_writer_blocked = ring.ring_pair.reader.release();
         let position = Position {
             incarnation: link.incarnation(),

@@ -6,7 +6,6 @@ use super::{
     xdr_message,
 };
 use crate::inbox::Inbox;
-use sempa_proto::causal::MARKS_MAX;
 use sempa_proto::link::{RETAINED_BYTES_MAX, WINDOW_BYTES_MAX};
 use sempa_proto::table::HostTable;
 use sempa_proto::task::{Reply, Request, SendWatermark, Sink, ToDaemon, ToTask};
@@ -359,24 +358,4 @@ fn each_waiting_thread_gets_its_messages() {
             }
         }
     });
-}
-
-/// A task may send to more silent tasks than it has marks for: a message waits for a while and is
-/// sent then.
-#[test]
-fn messages_to_many_silent_tasks_are_sent() {
-    let fake = FakeDaemon::start();
-    let a = fake.enroll();
-    let receiver_count = MARKS_MAX as i32 + 10;
-    for number in 0..receiver_count {
-        let receiver = Tid::from_raw(0x80001 + number);
-        a.send(xdr_message(receiver, 7, "text")).expect("sent");
-    }
-    let sent_count = a
-        .with_core(|core| {
-            assert!(core.order.is_full(), "no receiver acknowledges");
-            core.send_watermarks().len()
-        })
-        .expect("not forked");
-    assert_eq!(sent_count, receiver_count as usize);
 }
