@@ -413,11 +413,15 @@ impl<M> CausalOrder<M> {
     /// Replaces the marks that `teller` has told. Returns those that name this task.
     fn hear(&mut self, teller: Tid, mut marks: Vec<Mark>) -> Vec<Mark> {
         let own_tid = self.own_tid;
-        if let Some(restart) = &self.last_restart
-            && restart.members.contains(&teller)
-        {
-            // The teller may have encoded the list before the checkpoint.
-            marks.retain_mut(|mark| !restart.concerns(mark) || restart.renumber(mark));
+        if let Some(restart) = &self.last_restart {
+            // A restored teller may have encoded the list before the checkpoint. All others may
+            // know marks of what was sent after the checkpoint and will never arrive.
+            let is_restored = restart.members.contains(&teller);
+            marks.retain_mut(|mark| {
+                !restart.concerns(mark)
+                    || mark.incarnation == restart.incarnation
+                    || (is_restored && restart.renumber(mark))
+            });
         }
         let (own_marks, mut other_marks): (Vec<_>, Vec<_>) =
             marks.into_iter().partition(|mark| mark.receiver == own_tid);
@@ -776,6 +780,33 @@ mod tests {
         order.accept_message(STRANGER, position(2), 1, ());
         assert!(order.has_passed_position(teller, position(3)));
         assert_eq!(order.held_count(), 0);
+    }
+
+    /// A service may know marks of what a task had sent between the checkpoint and the restart. No
+    /// restored task passes them on: the receiver would take them for marks of the new incarnation.
+    #[test]
+    fn restored_task_forgets_marks_of_the_abandoned_timeline() {
+        let (receiver, sender) = (Tid::from_raw(0x40003), STRANGER);
+        let mark = |incarnation, end_seq| Mark {
+            receiver,
+            sender,
+            incarnation,
+            end_seq,
+        };
+        let mut order: CausalOrder<()> = CausalOrder::new(OWN, 0);
+        order.roll_back(Restart {
+            incarnation: 1,
+            members: [OWN, receiver, sender].into(),
+        });
+        let mut told_marks = |marks: Vec<Mark>| {
+            order.accept_past(Past { clock: 1, marks });
+            order.list_for(receiver)
+        };
+        assert_eq!(told_marks(vec![mark(0, 12)]), None);
+        let Some(OrderMessage::Marks { marks, .. }) = told_marks(vec![mark(1, 9)]) else {
+            panic!("the mark of the new incarnation is told");
+        };
+        assert_eq!(marks, [mark(1, 9)]);
     }
 
     /// A task that was restarted does not wait for a message that another task had sent to it
