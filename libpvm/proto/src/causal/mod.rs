@@ -26,6 +26,8 @@ mod mark;
 mod order;
 mod peers;
 mod restart;
+#[cfg(test)]
+mod tests;
 mod unsettled;
 
 pub use arrivals::Arrivals;

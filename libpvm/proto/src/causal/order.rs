@@ -260,13 +260,10 @@ impl<M> CausalOrder<M> {
 
     /// Accepts a message from the link with `peer`. `position` is the end of the message.
     pub fn accept_message(&mut self, peer: Tid, position: Position, stamp: u64, message: M) {
-        let peer_state = self.peers.entry(peer);
-        if peer_state.hold.is_some() {
+        if self.peers.entry(peer).hold.is_some() {
             return self.accept(peer, position, Held::Message { stamp, message });
         }
-        let stamp = peer_state.pass_message(position, stamp);
-        self.clock = self.clock.max(stamp);
-        self.arrivals.push(peer, stamp, message);
+        self.pass_to_arrivals(peer, position, stamp, message);
         if !self.holding_peers.is_empty() {
             self.release_held();
         }
@@ -288,29 +285,27 @@ impl<M> CausalOrder<M> {
             || !self.holding_peers.is_empty()
     }
 
-    /// Records that a message is delivered at once. The order must be quiet, and a look that began
-    /// when the message was visible must have found nothing else.
+    /// Records that a message is delivered at once, and returns its stamp. The order must be quiet,
+    /// and a look that began when the message was visible must have found nothing else.
     #[inline]
-    pub fn pass_message(&mut self, peer: Tid, position: Position, stamp: u64) {
+    pub fn pass_message(&mut self, peer: Tid, position: Position, stamp: u64) -> u64 {
         let stamp = self.peers.entry(peer).pass_message(position, stamp);
         self.clock = self.clock.max(stamp);
+        stamp
+    }
+
+    #[inline]
+    fn pass_to_arrivals(&mut self, peer: Tid, position: Position, stamp: u64, message: M) {
+        let stamp = self.pass_message(peer, position, stamp);
+        self.arrivals.push(peer, stamp, message);
     }
 
     /// Accepts a message of the peer's runtime from the link with `peer`.
     pub fn accept_order_message(&mut self, peer: Tid, position: Position, message: OrderMessage) {
         if let OrderMessage::Arrived { id } = message {
-            // An answer waits for nothing: the messages that it confirms were sent before.
+            // An answer waits for nothing: the messages that it confirms were sent before. Only the
+            // position of the link advances in order.
             self.handle_answer(peer, id);
-            // If messages of the peer are held back, the position advances behind them.
-            let peer_state = self.peers.entry(peer);
-            if let Some(hold) = &mut peer_state.hold {
-                let held = Held::Order(OrderMessage::Arrived { id });
-                hold.queue.push_back((position, held));
-                self.held_count += 1;
-            } else {
-                peer_state.passed = position;
-            }
-            return;
         }
         self.accept(peer, position, Held::Order(message));
     }
@@ -337,10 +332,7 @@ impl<M> CausalOrder<M> {
     fn pass(&mut self, peer: Tid, position: Position, held: Held<M>) {
         match held {
             Held::Message { stamp, message } => {
-                let peer_state = self.peers.entry(peer);
-                let stamp = peer_state.pass_message(position, stamp);
-                self.clock = self.clock.max(stamp);
-                self.arrivals.push(peer, stamp, message);
+                self.pass_to_arrivals(peer, position, stamp, message);
             }
             Held::Order(OrderMessage::Arrived { .. }) => {
                 // It was handled when it arrived.
@@ -414,14 +406,7 @@ impl<M> CausalOrder<M> {
     fn hear(&mut self, teller: Tid, mut marks: Vec<Mark>) -> Vec<Mark> {
         let own_tid = self.own_tid;
         if let Some(restart) = &self.last_restart {
-            // A restored teller may have encoded the list before the checkpoint. All others may
-            // know marks of what was sent after the checkpoint and will never arrive.
-            let is_restored = restart.members.contains(&teller);
-            marks.retain_mut(|mark| {
-                !restart.concerns(mark)
-                    || mark.incarnation == restart.incarnation
-                    || (is_restored && restart.renumber(mark))
-            });
+            marks.retain_mut(|mark| restart.admit(teller, mark));
         }
         let (own_marks, mut other_marks): (Vec<_>, Vec<_>) =
             marks.into_iter().partition(|mark| mark.receiver == own_tid);
@@ -460,7 +445,7 @@ impl<M> CausalOrder<M> {
     }
 
     fn accept_past_of(&mut self, teller: Tid, Past { clock, mut marks }: Past) -> Vec<Mark> {
-        // What follows is later than the last message before the past, which may have this stamp.
+        // The last message before the past may have this stamp. Later messages need a larger one.
         self.clock = self.clock.max(clock.min(STAMP_MAX) + 1);
         marks.truncate(MARKS_MAX);
         self.hear(teller, marks)
@@ -718,115 +703,4 @@ impl<M> CausalOrder<M> {
 fn find_mark<'a>(sorted_marks: &'a [Mark], mark: &Mark) -> Option<&'a Mark> {
     let index = sorted_marks.binary_search_by_key(&mark.pair(), Mark::pair);
     index.ok().map(|index| &sorted_marks[index])
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    const OWN: Tid = Tid::from_raw(0x40001);
-    const STRANGER: Tid = Tid::from_raw(0x40002);
-
-    fn mark_of_stranger(incarnation: u16) -> Mark {
-        Mark {
-            receiver: OWN,
-            sender: STRANGER,
-            incarnation,
-            end_seq: 2,
-        }
-    }
-
-    /// A reply of a service follows the last message that a task had sent before it used the
-    /// service, even if a look finds the message after the reply has arrived.
-    #[test]
-    fn reply_follows_message_with_the_clock_of_its_past() {
-        let mut order = CausalOrder::new(OWN, 0);
-        order.accept_past(Past {
-            clock: 5,
-            marks: Vec::new(),
-        });
-        order.accept_notice("reply");
-        order.begin_look();
-        let position = Position {
-            incarnation: 0,
-            end_seq: 2,
-        };
-        order.accept_message(STRANGER, position, 5, "message");
-        order.end_look();
-        while order.is_waiting_for_look() {
-            order.begin_look();
-            order.end_look();
-        }
-        let delivered: Vec<_> = std::iter::from_fn(|| order.next_delivery()).collect();
-        assert_eq!(delivered, ["message", "reply"]);
-    }
-
-    /// A mark may name the position of an answer that arrived while messages were held back.
-    #[test]
-    fn position_advances_over_answers_behind_held_messages() {
-        let teller = Tid::from_raw(0x40003);
-        let position = |end_seq| Position {
-            incarnation: 0,
-            end_seq,
-        };
-        let mut order: CausalOrder<()> = CausalOrder::new(OWN, 0);
-        let list = OrderMessage::Marks {
-            id: 1,
-            marks: vec![mark_of_stranger(0)],
-        };
-        order.accept_order_message(teller, position(2), list);
-        order.accept_order_message(teller, position(3), OrderMessage::Arrived { id: 7 });
-        assert!(!order.has_passed_position(teller, position(3)));
-        order.accept_message(STRANGER, position(2), 1, ());
-        assert!(order.has_passed_position(teller, position(3)));
-        assert_eq!(order.held_count(), 0);
-    }
-
-    /// A service may know marks of what a task had sent between the checkpoint and the restart. No
-    /// restored task passes them on: the receiver would take them for marks of the new incarnation.
-    #[test]
-    fn restored_task_forgets_marks_of_the_abandoned_timeline() {
-        let (receiver, sender) = (Tid::from_raw(0x40003), STRANGER);
-        let mark = |incarnation, end_seq| Mark {
-            receiver,
-            sender,
-            incarnation,
-            end_seq,
-        };
-        let mut order: CausalOrder<()> = CausalOrder::new(OWN, 0);
-        order.roll_back(Restart {
-            incarnation: 1,
-            members: [OWN, receiver, sender].into(),
-        });
-        let mut told_marks = |marks: Vec<Mark>| {
-            order.accept_past(Past { clock: 1, marks });
-            order.list_for(receiver)
-        };
-        assert_eq!(told_marks(vec![mark(0, 12)]), None);
-        let Some(OrderMessage::Marks { marks, .. }) = told_marks(vec![mark(1, 9)]) else {
-            panic!("the mark of the new incarnation is told");
-        };
-        assert_eq!(marks, [mark(1, 9)]);
-    }
-
-    /// A task that was restarted does not wait for a message that another task had sent to it
-    /// before the restart: the message went to the earlier process. It waits for one of the new
-    /// incarnation.
-    #[test]
-    fn restarted_task_waits_for_new_messages_only() {
-        let mut order: CausalOrder<()> = CausalOrder::new(OWN, 0);
-        let told = |order: &mut CausalOrder<()>, incarnation| {
-            order.accept_past(Past {
-                clock: 1,
-                marks: vec![mark_of_stranger(incarnation)],
-            })
-        };
-        assert_eq!(told(&mut order, 0), [mark_of_stranger(0)]);
-        order.roll_back(Restart {
-            incarnation: 1,
-            members: BTreeSet::from([OWN]),
-        });
-        assert_eq!(told(&mut order, 0), []);
-        assert_eq!(told(&mut order, 1), [mark_of_stranger(1)]);
-    }
 }

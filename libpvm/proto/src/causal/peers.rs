@@ -1,5 +1,5 @@
-//! What a task knows of the links with its peers: positions, lists of marks, and messages that are
-//! held back.
+//! State of a task's links with its peers: positions, lists of marks, and messages that are held
+//! back.
 
 use super::STAMP_MAX;
 use super::mark::{Mark, OrderMessage};
