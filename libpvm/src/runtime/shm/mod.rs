@@ -133,6 +133,26 @@ impl Ring {
         self.own_cpu_and_unchecked_writes.0
     }
 
+    /// Returns the wake-up of the peer's threads; `None` if no thread must be woken.
+    #[inline]
+    fn wake(&self, target: WakeTarget) -> Option<PendingWake> {
+        (target != WakeTarget::NoThread).then(|| PendingWake {
+            doorbell: self.peer_doorbell.clone(),
+            target,
+            cpu: self.peer_cpu,
+        })
+    }
+
+    /// Requests the peer's drainer, because space in the ring was freed. Returns the wake-up of the
+    /// drainer; `None` if the drainer was requested before.
+    #[inline]
+    fn request_drainer(&self) -> Option<PendingWake> {
+        let is_new_request = self.peer_doorbell.get().request_drainer();
+        is_new_request
+            .then(|| self.wake(WakeTarget::Drainer))
+            .flatten()
+    }
+
     /// True if the ring has a record, or if the peer has closed the ring. Reads only the indices.
     fn is_readable(&self) -> bool {
         !self.ring_pair.reader.is_empty() || self.ring_pair.reader.is_closed()
@@ -649,13 +669,9 @@ impl Core {
                 return false;
             };
             (ring.last_used_at, ring.empty_poll_count) = (now, 0);
-            if was_writer_blocked && ring.peer_doorbell.get().request_drainer() {
-                let (target_doorbell, cpu) = (ring.peer_doorbell.clone(), ring.peer_cpu);
-                shm.pending_wakes.push(PendingWake {
-                    doorbell: target_doorbell,
-                    target: WakeTarget::Drainer,
-                    cpu,
-                });
+            if was_writer_blocked {
+                let wake = ring.request_drainer();
+                shm.pending_wakes.extend(wake);
             }
             let must_answer = links.get(&peer).is_some_and(|link| link.has_frame());
             if self.accept_messages_from(peer) {
@@ -774,14 +790,8 @@ impl Core {
         if written_frame_count > 0 || is_urgent {
             ring.last_used_at = now;
             let wake_target = ring.peer_doorbell.get().notify(ring.peer_slot, is_urgent);
-            if wake_target != WakeTarget::NoThread {
-                let (target_doorbell, cpu) = (ring.peer_doorbell.clone(), ring.peer_cpu);
-                shm.pending_wakes.push(PendingWake {
-                    doorbell: target_doorbell,
-                    target: wake_target,
-                    cpu,
-                });
-            }
+            let wake = ring.wake(wake_target);
+            shm.pending_wakes.extend(wake);
         }
         let must_close = shm.ring_mut(slot).is_some_and(|ring| {
             ring.must_close |= is_corrupt || ring.ring_pair.writer.is_closed();
@@ -848,16 +858,7 @@ impl Core {
             .record_written(ring.ring_pair.writer.position(), link);
         ring.last_used_at = now;
         let wake_target = ring.peer_doorbell.get().notify(ring.peer_slot, false);
-        let (target_doorbell, cpu) = (&ring.peer_doorbell, ring.peer_cpu);
-        let peer_wakes = if wake_target == WakeTarget::NoThread {
-            Vec::new()
-        } else {
-            vec![PendingWake {
-                doorbell: target_doorbell.clone(),
-                target: wake_target,
-                cpu,
-            }]
-        };
+        let peer_wakes = Vec::from_iter(ring.wake(wake_target));
         // Checked after the fence of the notification: a reader that closes its ring later reads
         // this record.
         let was_closed = ring.ring_pair.writer.is_closed();

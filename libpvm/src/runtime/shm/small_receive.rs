@@ -1,7 +1,7 @@
 //! Receives small messages from rings without the containers through which other messages pass.
 
 use super::super::core::{Core, STAMPED_HEAD_BYTES};
-use super::{PendingWake, ShmRoutes};
+use super::ShmRoutes;
 use sempa_proto::causal::{Position, STAMP_BYTES};
 use sempa_proto::link::{
     CPU_HINT_INDEX, FLAG_OUT_OF_LINE, INLINE_BODY_BYTES_MAX, LinkKind, SHORT_HEAD_BYTES,
@@ -9,7 +9,7 @@ use sempa_proto::link::{
 };
 use sempa_proto::message::{CTX_BASE, CTX_TASK_CONTROL, MESSAGE_HEAD_BYTES, decode_message_head};
 use sempa_proto::{Micros, Tid};
-use sempa_ring::doorbell::{SlotCursor, WakeTarget};
+use sempa_ring::doorbell::SlotCursor;
 
 /// Size in bytes of all headers of a small message in a ring.
 const RECORD_HEAD_BYTES: usize = SHORT_HEAD_BYTES + STAMPED_HEAD_BYTES;
@@ -139,13 +139,9 @@ impl Core {
         };
         (ring.last_used_at, ring.empty_poll_count) = (now, 0);
         ring.peer_cpu = head.writer_cpu;
-        if was_writer_blocked && ring.peer_doorbell.get().request_drainer() {
-            let wake = PendingWake {
-                doorbell: ring.peer_doorbell.clone(),
-                target: WakeTarget::Drainer,
-                cpu: ring.peer_cpu,
-            };
-            shm.pending_wakes.push(wake);
+        if was_writer_blocked {
+            let wake = ring.request_drainer();
+            shm.pending_wakes.extend(wake);
         }
         (shm.last_writer_cpu, shm.expected_peer) = (head.writer_cpu, Some(peer));
         self.order.pass_message(peer, position, head.stamp);
