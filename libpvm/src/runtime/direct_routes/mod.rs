@@ -203,6 +203,27 @@ impl DirectRoutes {
         self.blocked_conn_count > 0 || !self.dialers.is_empty() || !self.acceptor.is_idle()
     }
 
+    /// Records whether the socket of a connection refuses more data, and watches the socket while it
+    /// does. Returns true if this has changed.
+    fn set_write_blocked(&mut self, peer: Tid, is_blocked: bool) -> bool {
+        let Some(conn) = self.conns.get_mut(&peer) else {
+            return false;
+        };
+        if std::mem::replace(&mut conn.is_write_blocked, is_blocked) == is_blocked {
+            return false;
+        }
+        if is_blocked {
+            self.blocked_conn_count += 1;
+        } else {
+            self.blocked_conn_count -= 1;
+        }
+        if let Some(ready_set) = &self.ready_set {
+            let fd = conn.stream.as_fd();
+            watch::set_writable_watched(ready_set, fd, is_blocked, event_data(peer));
+        }
+        true
+    }
+
     /// True if there are established routes or routes in setup.
     pub(crate) fn is_any_open(&self) -> bool {
         self.ready_set.is_some()
@@ -763,17 +784,7 @@ impl Core {
             has_peer_ended: peer_has_ended,
         };
         conn.drain_state.get_or_insert(new_drain).has_peer_ended |= peer_has_ended;
-        if std::mem::take(&mut conn.is_write_blocked) {
-            routes.blocked_conn_count -= 1;
-            if let Some(ready_set) = &routes.ready_set {
-                watch::set_writable_watched(
-                    ready_set,
-                    conn.stream.as_fd(),
-                    false,
-                    event_data(peer),
-                );
-            }
-        }
+        routes.set_write_blocked(peer, false);
         self.schedule_timer(new_silence_deadline);
         self.bump_send_event_seq();
         while self.drain_direct_route(now, peer) {}
@@ -806,21 +817,7 @@ impl Core {
             }
         }
         let is_blocked = conn.stream.has_unwritten_data();
-        if is_blocked != conn.is_write_blocked && !has_ended {
-            conn.is_write_blocked = is_blocked;
-            routes.blocked_conn_count = if is_blocked {
-                routes.blocked_conn_count + 1
-            } else {
-                routes.blocked_conn_count - 1
-            };
-            if let Some(ready_set) = &routes.ready_set {
-                watch::set_writable_watched(
-                    ready_set,
-                    conn.stream.as_fd(),
-                    is_blocked,
-                    event_data(peer),
-                );
-            }
+        if !has_ended && routes.set_write_blocked(peer, is_blocked) {
             self.bump_send_event_seq();
         }
         if has_ended {
