@@ -443,14 +443,20 @@ fn increment(counter: &UnsafeCell<u32>) {
     counter.with_mut(|counter| unsafe { *counter += 1 });
 }
 
+/// Returns a counter of 2 behind a lock that is biased to the calling thread.
+fn biased_counter() -> Arc<BiasedLock<UnsafeCell<u32>>> {
+    let lock = Arc::new(BiasedLock::new(UnsafeCell::new(0)));
+    for _ in 0..2 {
+        increment(&lock.lock());
+    }
+    lock
+}
+
 /// One thread acquires the lock in the biased mode, and another one ends this mode.
 #[test]
 fn biased_lock_admits_one_thread() {
     loom::model(|| {
-        let lock = Arc::new(BiasedLock::new(UnsafeCell::new(0)));
-        for _ in 0..2 {
-            increment(&lock.lock());
-        }
+        let lock = biased_counter();
         let other_thread = thread::spawn({
             let lock = lock.clone();
             move || increment(&lock.lock())
@@ -470,10 +476,7 @@ fn biased_lock_admits_one_thread() {
 #[test]
 fn attempt_for_biased_lock_admits_one_thread() {
     loom::model(|| {
-        let lock = Arc::new(BiasedLock::new(UnsafeCell::new(0)));
-        for _ in 0..2 {
-            increment(&lock.lock());
-        }
+        let lock = biased_counter();
         let other_thread = thread::spawn({
             let lock = lock.clone();
             move || {

@@ -20,6 +20,17 @@ fn notification(tag: i32, body: [i32; 2]) -> RouteOutput {
 
 const OFFER_ID: OfferId = OfferId(1);
 
+/// Returns the arrival of an offer that the program of `peer` has requested.
+fn explicit_offer(peer: Tid, id: OfferId, same_host: bool) -> RouteEvent {
+    RouteEvent::OfferReceived {
+        peer,
+        id,
+        same_host,
+        kind: RouteKind::Explicit,
+        accepts_automatic: true,
+    }
+}
+
 /// Returns two tasks on different hosts with an established route. Both have requested
 /// notifications of new routes with tag 4.
 fn connected_pair() -> (RouteAgreements, RouteAgreements) {
@@ -36,13 +47,7 @@ fn connected_pair() -> (RouteAgreements, RouteAgreements) {
         }]
     );
     assert!(!a.is_settled(B));
-    let offer_event = RouteEvent::OfferReceived {
-        peer: A,
-        id: OFFER_ID,
-        same_host: false,
-        kind: RouteKind::Explicit,
-        accepts_automatic: true,
-    };
+    let offer_event = explicit_offer(A, OFFER_ID, false);
     assert_eq!(
         handle_and_drain(&mut b, offer_event),
         [RouteOutput::Dial {
@@ -84,13 +89,7 @@ fn route_is_offered_once_and_both_are_notified() {
 #[test]
 fn acceptance_suffices_on_same_host() {
     let mut b = RouteAgreements::new(B);
-    let offer_event = RouteEvent::OfferReceived {
-        peer: A,
-        id: OFFER_ID,
-        same_host: true,
-        kind: RouteKind::Explicit,
-        accepts_automatic: true,
-    };
+    let offer_event = explicit_offer(A, OFFER_ID, true);
     assert_eq!(
         handle_and_drain(&mut b, offer_event),
         [RouteOutput::Accept {
@@ -147,13 +146,7 @@ fn refusing_peer_is_not_asked_again() {
     assert_eq!(handle_and_drain(&mut a, RouteEvent::RouteRequested(B)), []);
     assert_eq!(handle_and_drain(&mut a, RouteEvent::PeerMigrated(B)), []);
     assert!(a.is_settled(B));
-    let offer_event = RouteEvent::OfferReceived {
-        peer: B,
-        id: OfferId(3),
-        same_host: false,
-        kind: RouteKind::Explicit,
-        accepts_automatic: true,
-    };
+    let offer_event = explicit_offer(B, OfferId(3), false);
     assert_eq!(
         handle_and_drain(&mut a, offer_event),
         [RouteOutput::Dial {
@@ -168,13 +161,7 @@ fn refusing_peer_is_not_asked_again() {
 fn unwilling_program_refuses_offers() {
     let mut b = RouteAgreements::new(B);
     b.accepts_offers = false;
-    let offer_event = RouteEvent::OfferReceived {
-        peer: A,
-        id: OFFER_ID,
-        same_host: true,
-        kind: RouteKind::Explicit,
-        accepts_automatic: true,
-    };
+    let offer_event = explicit_offer(A, OFFER_ID, true);
     assert_eq!(
         handle_and_drain(&mut b, offer_event),
         [RouteOutput::Refuse {
@@ -200,25 +187,10 @@ fn smaller_tid_wins_when_offers_cross() {
     handle_and_drain(&mut a, RouteEvent::RouteRequested(B));
     handle_and_drain(&mut b, RouteEvent::RouteRequested(A));
     assert_eq!(
-        handle_and_drain(
-            &mut a,
-            RouteEvent::OfferReceived {
-                peer: B,
-                id: OFFER_ID,
-                same_host: false,
-                kind: RouteKind::Explicit,
-                accepts_automatic: true,
-            }
-        ),
+        handle_and_drain(&mut a, explicit_offer(B, OFFER_ID, false)),
         []
     );
-    let offer_event = RouteEvent::OfferReceived {
-        peer: A,
-        id: OFFER_ID,
-        same_host: false,
-        kind: RouteKind::Explicit,
-        accepts_automatic: true,
-    };
+    let offer_event = explicit_offer(A, OFFER_ID, false);
     assert_eq!(
         handle_and_drain(&mut b, offer_event),
         [
@@ -291,13 +263,7 @@ fn route_end_is_notified_once() {
 fn offer_from_connected_peer_replaces_route() {
     let (_, mut b) = connected_pair();
     b.watch_route_end(A, 7, 5).expect("room");
-    let offer_event = RouteEvent::OfferReceived {
-        peer: A,
-        id: OfferId(2),
-        same_host: false,
-        kind: RouteKind::Explicit,
-        accepts_automatic: true,
-    };
+    let offer_event = explicit_offer(A, OfferId(2), false);
     let expected_outputs = [
         RouteOutput::Close { peer: A },
         notification(5, [A.raw(), -1]),
@@ -619,8 +585,8 @@ fn forbidding_ends_automatic_routes_only() {
     assert!(a.is_settled(B));
 }
 
-/// Whatever the order of requests, offers, answers and ends, each attempt has an end, and no offer
-/// is withdrawn twice.
+/// Each attempt ends, and no offer is withdrawn twice, in any order of requests, offers, answers and
+/// ends.
 #[test]
 fn every_attempt_ends() {
     let events = [
