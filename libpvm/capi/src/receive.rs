@@ -309,8 +309,8 @@ fn count_intake(session: &SessionGuard) {
 enum SmallIntake {
     /// The message that was taken in matches. It is not in the list.
     Match(i32),
-    /// What was taken in is in the list, or the next message must be taken in in the ordinary way
-    /// ([`Intake::Nothing`]).
+    /// The list contains the message that was taken in. After [`Intake::Nothing`] the caller must
+    /// take in the next message in the ordinary way.
     Other(Intake),
 }
 

@@ -58,7 +58,7 @@ impl Backoff {
     }
 }
 
-/// What is known of a peer to which messages went through the daemons.
+/// Record of a peer to which messages went through the daemons.
 #[derive(Clone, Copy, Debug, Default)]
 struct PeerRecord {
     message_count: u8,

@@ -24,7 +24,7 @@ pub(crate) const AGREEMENTS_MAX: usize = 1 << 16;
 /// notifications of route ends.
 pub(crate) const ROUTE_WATCHES_MAX: usize = 4096;
 
-/// Who has requested a direct route.
+/// Origin of the request for a direct route.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum RouteKind {
     /// The program of at least one of the two tasks (`PvmRouteDirect`).
