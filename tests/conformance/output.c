@@ -89,7 +89,7 @@ static int speaker(int argc, char **argv)
  * speaker runs, or, if it catches output again, when the speaker has ended. */
 static int leaver(int argc, char **argv)
 {
-    int tid, k, again = atoi(argv[3]);
+    int tid, k, ended, again = atoi(argv[3]);
     (void)argc;
     pvm_mytid();
     if (!freopen(argv[2], "w", stdout))
@@ -109,7 +109,10 @@ static int leaver(int argc, char **argv)
         tell(tid, 3, 0);
     }
     pvm_exit();
-    printf("left, speaker %s\n", pvm_pstat(tid) == PvmOk ? "runs" : "ended");
+    printf("left, speaker ");
+    /* PVM reports the end of the output before the daemon has reaped the process. */
+    ended = again ? gone(tid) : pvm_pstat(tid) != PvmOk;
+    printf("%s\n", ended ? "ended" : "runs");
     pvm_kill(tid);
     return fclose(stdout);
 }

@@ -22,6 +22,9 @@ use std::time::{Duration, Instant};
 
 /// Number of ports from which datagrams are sent.
 const SOCKET_COUNT: usize = 64;
+/// Maximum number of handshakes that are begun before old ones are forgotten. On a machine that is
+/// slower than the rate, the program would otherwise begin handshakes for ever.
+const BURST_MAX: u32 = 64;
 /// Time for which an address can be validated.
 const VALIDATION_TIMEOUT: Duration = Duration::from_secs(1);
 /// Pause of the loop when nothing is due.
@@ -96,7 +99,10 @@ impl Flood {
     fn run(&mut self, rate: f64, duration: Duration) -> Result<(), Box<dyn Error>> {
         let started_at = Instant::now();
         while started_at.elapsed() < duration {
-            while (self.begun_count as f64) < started_at.elapsed().as_secs_f64() * rate {
+            for _ in 0..BURST_MAX {
+                if self.begun_count as f64 >= started_at.elapsed().as_secs_f64() * rate {
+                    break;
+                }
                 self.begin_handshake()?;
             }
             self.answer_requests();

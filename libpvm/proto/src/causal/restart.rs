@@ -22,8 +22,8 @@ impl Restart {
             && !is_later_incarnation(mark.incarnation, self.incarnation)
     }
 
-    /// Adapts a mark that `teller` has told after the restart. Returns false if nobody must wait for
-    /// its messages.
+    /// Adapts a mark that `teller` has told after the restart. Returns false if nobody must wait
+    /// for its messages.
     pub(super) fn admit(&self, teller: Tid, mark: &mut Mark) -> bool {
         // A restored teller may have encoded the list before the checkpoint. All others may know
         // marks of what was sent after the checkpoint and will never arrive.

@@ -203,8 +203,8 @@ impl DirectRoutes {
         self.blocked_conn_count > 0 || !self.dialers.is_empty() || !self.acceptor.is_idle()
     }
 
-    /// Records whether the socket of a connection refuses more data, and watches the socket while it
-    /// does. Returns true if this has changed.
+    /// Records whether the socket of a connection refuses more data, and watches the socket while
+    /// it does. Returns true if this has changed.
     fn set_write_blocked(&mut self, peer: Tid, is_blocked: bool) -> bool {
         let Some(conn) = self.conns.get_mut(&peer) else {
             return false;

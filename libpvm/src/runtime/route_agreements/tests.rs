@@ -585,8 +585,8 @@ fn forbidding_ends_automatic_routes_only() {
     assert!(a.is_settled(B));
 }
 
-/// Each attempt ends, and no offer is withdrawn twice, in any order of requests, offers, answers and
-/// ends.
+/// Each attempt ends, and no offer is withdrawn twice, in any order of requests, offers, answers
+/// and ends.
 #[test]
 fn every_attempt_ends() {
     let events = [
