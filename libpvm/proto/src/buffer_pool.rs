@@ -14,6 +14,8 @@ use std::sync::{Mutex, MutexGuard, TryLockError};
 pub const POOLED_BYTES_MIN: usize = 64 << 10;
 /// Maximum total capacity of the pooled buffers, in bytes.
 pub const POOL_BYTES_MAX: usize = 96 << 20;
+/// Maximum number of bytes that are allocated in advance for content that a peer has announced.
+const EXPECTED_BYTES_MAX: usize = 1 << 20;
 /// Maximum number of pooled buffers.
 const POOLED_BUFFERS_MAX: usize = 64;
 
@@ -28,10 +30,10 @@ fn try_lock_pool() -> Option<MutexGuard<'static, Vec<Vec<u8>>>> {
 }
 
 /// Removes a buffer with at least this capacity, in bytes, from the pool: the largest one if
-/// `prefers_largest` is true, otherwise the smallest one. Allocates a buffer if the pool has none
-/// or is locked.
-fn take_or_allocate(capacity: usize, prefers_largest: bool) -> Vec<u8> {
-    let candidate = try_lock_pool().and_then(|mut pool| {
+/// `prefers_largest` is true, otherwise the smallest one. Returns `None` if the pool has none or is
+/// locked.
+fn take_pooled(capacity: usize, prefers_largest: bool) -> Option<Vec<u8>> {
+    try_lock_pool().and_then(|mut pool| {
         let candidates = pool
             .iter()
             .map(Vec::capacity)
@@ -43,8 +45,12 @@ fn take_or_allocate(capacity: usize, prefers_largest: bool) -> Vec<u8> {
             candidates.min_by_key(|(_, candidate)| *candidate)
         };
         Some(pool.swap_remove(chosen_entry?.0))
-    });
-    candidate.unwrap_or_else(|| Vec::with_capacity(capacity))
+    })
+}
+
+/// As [`take_pooled`], and allocates a buffer if the pool has none or is locked.
+fn take_or_allocate(capacity: usize, prefers_largest: bool) -> Vec<u8> {
+    take_pooled(capacity, prefers_largest).unwrap_or_else(|| Vec::with_capacity(capacity))
 }
 
 /// Puts a buffer into the pool. If the pool already has its maximum number of buffers, the smallest
@@ -88,6 +94,31 @@ pub fn reserve(buffer: &mut Vec<u8>, extra_bytes: usize) {
 /// prefers the largest pooled buffer, so that the content is copied less often.
 pub fn reserve_for_growth(buffer: &mut Vec<u8>, extra_bytes: usize) {
     reserve_from_pool(buffer, extra_bytes, true);
+}
+
+/// Reserves space for `extra_bytes` bytes after the content of a buffer that is filled in pieces
+/// and should have `expected_bytes` more bytes in the end. The expectation need not be true: memory
+/// for bytes that are only expected is taken from the pool, or allocated up to
+/// [`EXPECTED_BYTES_MAX`] or as many bytes as the buffer has already.
+pub fn reserve_expected(buffer: &mut Vec<u8>, extra_bytes: usize, expected_bytes: usize) {
+    let required_bytes = buffer.len() + extra_bytes;
+    if required_bytes <= buffer.capacity() {
+        return;
+    }
+    let expected_total = buffer.len().saturating_add(expected_bytes.max(extra_bytes));
+    let allocated_bytes = (required_bytes + EXPECTED_BYTES_MAX.max(buffer.len()))
+        .min(expected_total)
+        .max(required_bytes);
+    let mut pooled = None;
+    if expected_total >= POOLED_BYTES_MIN {
+        pooled = take_pooled(expected_total, false);
+    }
+    if allocated_bytes < expected_total {
+        pooled = pooled.or_else(|| take_pooled(required_bytes, true));
+    }
+    let mut replacement = pooled.unwrap_or_else(|| Vec::with_capacity(allocated_bytes));
+    replacement.extend_from_slice(buffer);
+    recycle(std::mem::replace(buffer, replacement));
 }
 
 fn reserve_from_pool(buffer: &mut Vec<u8>, extra_bytes: usize, will_grow: bool) {
@@ -219,5 +250,24 @@ mod tests {
             "the same memory"
         );
         assert_eq!(try_lock_pool().expect("free").len(), 1);
+        clear();
+        // Little memory is allocated for content that is only announced. Content that arrives in
+        // pieces as announced is then always in the same memory.
+        let mut buffer = Vec::new();
+        reserve_expected(&mut buffer, 10, usize::MAX);
+        assert!((10..=2 * EXPECTED_BYTES_MAX).contains(&buffer.capacity()));
+        let content_bytes = 5 * EXPECTED_BYTES_MAX;
+        let addresses: Vec<*const u8> = (0..3)
+            .map(|_| {
+                let mut buffer = Vec::new();
+                while buffer.len() < content_bytes {
+                    let missing_bytes = content_bytes - buffer.len();
+                    reserve_expected(&mut buffer, 1 << 16, missing_bytes + 100);
+                    buffer.resize(buffer.len() + (1 << 16), 0);
+                }
+                freeze(buffer).as_ptr()
+            })
+            .collect();
+        assert_eq!(addresses[1], addresses[2], "the same memory");
     }
 }

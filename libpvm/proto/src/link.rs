@@ -15,6 +15,7 @@
 
 mod frame;
 mod handoff;
+mod placed;
 mod small;
 
 pub use self::frame::{
@@ -261,7 +262,12 @@ impl ReceivedMessage {
 #[derive(Clone, Debug)]
 struct ReceiveHalf {
     expected_seq: u64,
+    /// Payloads of the accepted fragments of an incomplete message, and after them
+    /// `placed_bytes` of the next fragment.
     partial_message: Vec<u8>,
+    /// Number of bytes of the expected fragment that a route has written to the end of
+    /// `partial_message`, before the fragment is complete.
+    placed_bytes: usize,
     /// Complete messages, oldest first.
     ready_messages: VecDeque<ReceivedMessage>,
     unacked_bytes: usize,
@@ -367,6 +373,7 @@ impl Link {
             rx: ReceiveHalf {
                 expected_seq: 1,
                 partial_message: Vec::new(),
+                placed_bytes: 0,
                 ready_messages: VecDeque::new(),
                 unacked_bytes: 0,
                 unacked_fragments: 0,
@@ -582,6 +589,7 @@ impl Link {
         ) = (None, false, PROBE_DELAY, None);
         let rx = &mut self.rx;
         rx.partial_message.clear();
+        rx.placed_bytes = 0;
         (rx.expected_seq, rx.unacked_bytes, rx.unacked_fragments) = (1, 0, 0);
         (rx.ack_due_at, rx.pending_ack, rx.reported_gap) = (None, None, None);
         (self.incarnation, self.peer_gone) = (incarnation, false);
@@ -728,6 +736,7 @@ impl Link {
         // Only a peer that violates the protocol starts a message before the previous message is
         // complete.
         self.rx.partial_message.clear();
+        self.rx.placed_bytes = 0;
         self.rx.expected_seq += preceding_count;
         self.rx.unacked_fragments += preceding_count;
         self.handle_data(now, seq + preceding_count, true, body);
@@ -750,9 +759,9 @@ impl Link {
             }
             return;
         }
+        rx.drop_placed_bytes();
         rx.expected_seq += 1;
-        rx.unacked_fragments += 1;
-        rx.unacked_bytes += payload.len();
+        let payload_bytes = payload.len();
         if is_last && rx.partial_message.is_empty() {
             rx.ready_messages.push_back(ReceivedMessage {
                 end_seq: rx.expected_seq,
@@ -763,13 +772,19 @@ impl Link {
             buffer_pool::reserve_for_growth(&mut rx.partial_message, payload.len());
             payload.append_to(&mut rx.partial_message);
             if is_last {
-                rx.ready_messages.push_back(ReceivedMessage {
-                    end_seq: rx.expected_seq,
-                    head: Bytes::new(),
-                    bytes: buffer_pool::freeze(std::mem::take(&mut rx.partial_message)),
-                });
+                rx.complete_partial_message();
             }
         }
+        self.count_received_fragment(now, payload_bytes);
+    }
+
+    /// Counts an accepted fragment, and schedules its acknowledgement unless the route confirms
+    /// what is received.
+    #[inline]
+    fn count_received_fragment(&mut self, now: Micros, payload_bytes: usize) {
+        let rx = &mut self.rx;
+        rx.unacked_fragments += 1;
+        rx.unacked_bytes += payload_bytes;
         if self.confirms_from.is_some() {
             return;
         }

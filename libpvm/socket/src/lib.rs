@@ -7,7 +7,7 @@ mod sched_latency;
 mod sockbuf;
 mod spin;
 
-pub use receive::{MessageFds, PendingFds, ReadOutcome, receive};
+pub use receive::{MessageFds, PendingFds, ReadOutcome, receive, receive_into_capacity};
 pub use runtime_root::{find_or_create_root, find_runtime_paths};
 pub use sched_latency::{boost_priority, request_short_slice};
 pub use sockbuf::enlarge_send_buffer;

@@ -129,6 +129,35 @@ pub fn receive(
     })
 }
 
+/// Appends at most `bytes_max` of the available bytes of a stream socket to `buffer`, which does
+/// not grow beyond its capacity. Does not wait. Returns the number of bytes; 0 at the end of the
+/// stream.
+///
+/// # Errors
+/// `WouldBlock` if nothing is available; any other error ends the connection.
+pub fn receive_into_capacity(
+    socket: &impl AsFd,
+    buffer: &mut Vec<u8>,
+    bytes_max: usize,
+) -> io::Result<usize> {
+    let length = buffer.len();
+    let spare = buffer.spare_capacity_mut();
+    let limit = bytes_max.min(spare.len());
+    // SAFETY: the kernel writes only into the spare capacity, at most `limit` bytes of it.
+    let result = unsafe {
+        libc::recv(
+            socket.as_fd().as_raw_fd(),
+            spare.as_mut_ptr().cast(),
+            limit,
+            libc::MSG_DONTWAIT,
+        )
+    };
+    let byte_count = usize::try_from(result).map_err(|_| io::Error::last_os_error())?;
+    // SAFETY: the kernel has written `byte_count` bytes behind the content, within the capacity.
+    unsafe { buffer.set_len(length + byte_count) };
+    Ok(byte_count)
+}
+
 /// Takes ownership of the descriptors of a message and appends the descriptors to `fds`.
 ///
 /// # Safety

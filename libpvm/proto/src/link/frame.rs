@@ -221,6 +221,14 @@ impl FrameRef<'_> {
         encode_short_head(self.kind, self.seq, self.ack)
     }
 
+    /// Returns the number of bytes of the message that follow this fragment, if the message has a
+    /// large body; otherwise 0.
+    pub fn following_bytes(&self) -> usize {
+        let end_address = |bytes: &[u8]| bytes.as_ptr_range().end.addr();
+        self.shared_body
+            .map_or(0, |whole| end_address(whole) - end_address(self.body))
+    }
+
     /// Converts the frame into an owned frame. A payload without a message header shares the memory
     /// of the message body.
     pub fn to_frame(&self) -> LinkFrame {

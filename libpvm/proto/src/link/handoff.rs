@@ -122,6 +122,7 @@ impl Link {
     /// From now on this end transmits without regard to the window. The returned frames count as
     /// transmitted.
     pub fn hand_off(&mut self, now: Micros) -> (LinkState, Vec<LinkFrame>) {
+        self.rx.drop_placed_bytes();
         let partial_count = self.rx.partial_message.len().div_ceil(FRAGMENT_BYTES_MAX) as u64;
         let first_seq = self
             .tx
