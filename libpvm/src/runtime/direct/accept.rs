@@ -19,7 +19,7 @@ use std::os::fd::{AsFd, AsRawFd};
 
 /// Magic number at the start of the plain-text preamble of a connection. The id of the offer
 /// follows. The preamble selects the expected certificate and authenticates nothing.
-const PREAMBLE_MAGIC: [u8; 8] = *b"sempa-d1";
+const PREAMBLE_MAGIC: [u8; 8] = *b"sempa-d2";
 pub(super) const PREAMBLE_BYTES: usize = 16;
 
 /// Returns the preamble for an offer: the magic number and the id of the offer.
@@ -289,7 +289,7 @@ impl Acceptor {
                 let mut frame_stream = handshake.into_frame_stream()?;
                 // The empty frame confirms to the peer that this side has authenticated the peer.
                 // Before this frame arrives the peer sends nothing.
-                frame_stream.try_queue_frame(&[]);
+                frame_stream.try_queue_frame(&[&[]; 3], 0);
                 frame_stream
                     .write_queued()
                     .map_err(|e| SetupError::Unauthenticated(e.to_string()))?;

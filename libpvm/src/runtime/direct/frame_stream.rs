@@ -1,14 +1,14 @@
 //! One side of an established direct route: sends and receives whole frames without blocking.
 //!
 //! Outgoing frames are packed into TLS records of up to 16 KiB in one buffer, and the buffer is
-//! written to the socket. Incoming records are decrypted in place, so that the frames in them
-//! become contiguous. After [`RECORDS_PER_KEY`] records the sender switches to a new key.
+//! written to the socket. [`FrameReader`] reads incoming records. After [`RECORDS_PER_KEY`] records
+//! the sender switches to a new key.
 
+use super::frame_reader::{CLOSE_NOTIFY_ALERT, FrameReader};
 use super::record::{
-    CONTENT_BYTES_MAX, ContentType, RECORD_BYTES_MAX, RECORD_HEAD_BYTES, RECORD_TAIL_BYTES,
-    TrafficKey, record_length,
+    CONTENT_BYTES_MAX, ContentType, RECORD_HEAD_BYTES, RECORD_TAIL_BYTES, TrafficKey,
 };
-use super::{FRAME_BYTES_MAX, RouteEndReason, SetupError};
+use super::{FRAME_BYTES_MAX, FrameSink, IoCounts, RouteEndReason, SetupError};
 use crate::runtime::process::ProcessOwned;
 use nix::errno::Errno;
 use nix::sys::socket::{MsgFlags, recv, send};
@@ -19,30 +19,27 @@ use rustls::server::ServerConnectionData;
 use std::net::TcpStream;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 
-/// Size of the length field before each frame.
-const FRAME_LENGTH_FIELD_BYTES: usize = 4;
+/// Size of the fields before each frame: the length of the frame, and the number of bytes of the
+/// same message that follow the frame. Both are 32 bits, little-endian. The second one is a hint.
+pub(super) const FRAME_HEAD_BYTES: usize = 8;
+/// Minimum size of a payload that begins with a new record, so that the receiver can decrypt it in
+/// its message.
+pub(super) const PLACED_PAYLOAD_BYTES_MIN: usize = CONTENT_BYTES_MAX;
+/// Size of the output buffer. The buffer is written completely before it is filled again from its
+/// front.
 const OUTPUT_BUFFER_BYTES: usize = 384 << 10;
 /// Maximum buffer space that one frame needs: the frame itself, the headers and tags of all records
 /// that the frame touches, and a key update.
-const FRAME_SPACE_BYTES_MAX: usize = FRAME_LENGTH_FIELD_BYTES
+const FRAME_SPACE_BYTES_MAX: usize = FRAME_HEAD_BYTES
     + FRAME_BYTES_MAX
-    + (FRAME_BYTES_MAX / CONTENT_BYTES_MAX + 3) * (RECORD_HEAD_BYTES + RECORD_TAIL_BYTES)
+    + (FRAME_BYTES_MAX / CONTENT_BYTES_MAX + 4) * (RECORD_HEAD_BYTES + RECORD_TAIL_BYTES)
     + KEY_UPDATE_MESSAGE.len()
     + RECORD_HEAD_BYTES
     + RECORD_TAIL_BYTES;
-const INPUT_BUFFER_BYTES: usize = 384 << 10;
-/// Minimum free space for a read. If less space is free, the buffered data is moved to the front of
-/// the buffer. The minimum is high because large reads are efficient.
-const READ_SPACE_BYTES_MIN: usize = 128 << 10;
-/// Maximum number of bytes read in one call. Because of this limit, a fast peer cannot occupy the
-/// caller forever.
-const READ_BYTES_MAX: usize = 1 << 20;
 /// Number of records encrypted with one key. TLS allows at most 2^24.5 records for AES.
 const RECORDS_PER_KEY: u64 = 1 << 23;
 /// Handshake message that announces a new key and does not request a new key of the peer.
-const KEY_UPDATE_MESSAGE: [u8; 5] = [24, 0, 0, 1, 0];
-/// Alert that announces the orderly end of a connection.
-const CLOSE_NOTIFY_ALERT: [u8; 2] = [1, 0];
+pub(super) const KEY_UPDATE_MESSAGE: [u8; 5] = [24, 0, 0, 1, 0];
 
 /// TLS state of a finished handshake, from which further keys are derived.
 pub(super) enum KeySchedule {
@@ -59,7 +56,7 @@ impl KeySchedule {
         TrafficKey::new(next_secrets.ok()?)
     }
 
-    fn next_open_key(&mut self) -> Option<TrafficKey> {
+    pub(super) fn next_open_key(&mut self) -> Option<TrafficKey> {
         let next_secrets = match self {
             Self::Connecting(keys) => keys.update_rx_secret(),
             Self::Listening(keys) => keys.update_rx_secret(),
@@ -78,37 +75,25 @@ struct OutputBuffer {
     unsealed_content_bytes: usize,
 }
 
-/// Input buffer: decrypted content from `plain_start` to `plain_end`, and encrypted records from
-/// `records_start` to `records_end`. The buffer is not allocated while the route is idle.
-struct InputBuffer {
-    bytes: Vec<u8>,
-    plain_start: usize,
-    plain_end: usize,
-    records_start: usize,
-    records_end: usize,
-}
-
 /// One side of an established route. Dropping the value closes the connection.
 pub(crate) struct FrameStream {
     socket: ProcessOwned<TcpStream>,
     seal_key: TrafficKey,
-    open_key: TrafficKey,
     key_schedule: KeySchedule,
     records_per_key_max: u64,
     output_buffer: OutputBuffer,
-    input_buffer: InputBuffer,
-    /// Reason why nothing more can be read; `None` while reading is possible.
-    read_end_reason: Option<RouteEndReason>,
+    reader: FrameReader,
     /// Reason why nothing more can be written; `None` while writing is possible. Data that the peer
     /// has sent earlier may still arrive.
     write_end_reason: Option<RouteEndReason>,
+    output_counts: IoCounts,
 }
 
 impl std::fmt::Debug for FrameStream {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("DirectEnd")
             .field("fd", &self.socket.get().as_raw_fd())
-            .field("ended", &self.read_end_reason)
+            .field("ended", &self.reader.end_reason())
             .finish()
     }
 }
@@ -141,25 +126,16 @@ impl FrameStream {
             unsealed_content_bytes: 0,
         };
         output.bytes[..unsent_bytes.len()].copy_from_slice(unsent_bytes);
-        let mut input = InputBuffer {
-            bytes: vec![0; INPUT_BUFFER_BYTES],
-            plain_start: 0,
-            plain_end: 0,
-            records_start: 0,
-            records_end: early_input.len(),
-        };
-        input.bytes[..early_input.len()].copy_from_slice(early_input);
         let records_per_key = RECORDS_PER_KEY;
         Ok(Self {
             socket,
             seal_key: send_key,
-            open_key: receive_key,
             key_schedule: schedule,
             records_per_key_max: records_per_key,
             output_buffer: output,
-            input_buffer: input,
-            read_end_reason: None,
+            reader: FrameReader::new(receive_key, early_input),
             write_end_reason: None,
+            output_counts: IoCounts::default(),
         })
     }
 
@@ -173,16 +149,13 @@ impl FrameStream {
                 unsealed_content_bytes: 0,
             };
         }
-        self.input_buffer.rewind();
-        if self.input_buffer.records_end == 0 {
-            self.input_buffer.bytes = Vec::new();
-        }
+        self.reader.release_buffer();
     }
 
     /// Returns the total size of both buffers in bytes.
     #[cfg(test)]
     pub(crate) fn buffer_bytes(&self) -> usize {
-        self.output_buffer.bytes.len() + self.input_buffer.bytes.len()
+        self.output_buffer.bytes.len() + self.reader.buffer_bytes()
     }
 
     /// Sets the number of records after which the key changes.
@@ -197,13 +170,31 @@ impl FrameStream {
         self.append_content(bytes);
     }
 
+    /// Writes the first `byte_count` bytes of what is queued.
+    #[cfg(test)]
+    pub(crate) fn write_part(&mut self, byte_count: usize) -> nix::Result<()> {
+        let start = self.output_buffer.records_start;
+        let part = &self.output_buffer.bytes[start..start + byte_count];
+        let fd = self.socket.get().as_raw_fd();
+        self.output_buffer.records_start += send(fd, part, MsgFlags::MSG_NOSIGNAL)?;
+        Ok(())
+    }
+
+    #[cfg(test)]
+    pub(crate) fn output_counts(&self) -> IoCounts {
+        self.output_counts
+    }
+
+    #[cfg(test)]
+    pub(crate) fn input_counts(&self) -> IoCounts {
+        self.reader.io_counts()
+    }
+
     // ---- output
 
     /// True if there is space for a frame of any length.
     pub(crate) fn has_frame_space(&self) -> bool {
-        OUTPUT_BUFFER_BYTES
-            - (self.output_buffer.open_record_end() - self.output_buffer.records_start)
-            >= FRAME_SPACE_BYTES_MAX
+        OUTPUT_BUFFER_BYTES - self.output_buffer.open_record_end() >= FRAME_SPACE_BYTES_MAX
     }
 
     /// True if the output buffer contains data that is not written to the socket yet.
@@ -213,24 +204,40 @@ impl FrameStream {
     }
 
     /// Queues a frame for [`write_queued`](Self::write_queued). The frame is the concatenation of
-    /// `parts`. Returns false, and queues nothing, if there is no space.
+    /// `parts`; `following_bytes` of the same message follow it. Returns false, and queues nothing,
+    /// if there is no space.
     ///
     /// # Panics
     /// The frame is longer than [`FRAME_BYTES_MAX`].
-    pub(crate) fn try_queue_frame(&mut self, parts: &[&[u8]]) -> bool {
-        let frame_bytes = parts.iter().map(|part| part.len()).sum::<usize>();
+    pub(crate) fn try_queue_frame(
+        &mut self,
+        [head, parts @ ..]: &[&[u8]; 3],
+        following_bytes: usize,
+    ) -> bool {
+        let payload_bytes = parts.iter().map(|part| part.len()).sum::<usize>();
+        let frame_bytes = head.len() + payload_bytes;
         assert!(frame_bytes <= FRAME_BYTES_MAX, "links cut what they send");
         if !self.has_frame_space() {
             return false;
         }
-        self.output_buffer.reserve_frame();
+        self.output_buffer.allocate();
         let frame_bytes = u32::try_from(frame_bytes).expect("frames are short");
+        let following_bytes = u32::try_from(following_bytes).unwrap_or(u32::MAX);
         self.append_content(&frame_bytes.to_le_bytes());
+        self.append_content(&following_bytes.to_le_bytes());
+        self.append_content(head);
+        if payload_bytes >= PLACED_PAYLOAD_BYTES_MIN
+            && self.output_buffer.unsealed_content_bytes > 0
+        {
+            // The receiver decrypts the payload in the message.
+            self.seal_record(ContentType::Data);
+        }
         parts.iter().for_each(|part| self.append_content(part));
         true
     }
 
     fn append_content(&mut self, mut content: &[u8]) {
+        self.output_counts.copied_bytes += content.len() as u64;
         while !content.is_empty() {
             let (fitting_part, remaining_part) = content.split_at(
                 content
@@ -290,6 +297,7 @@ impl FrameStream {
             && self.output_buffer.records_start < self.output_buffer.records_end
         {
             let flags = MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_NOSIGNAL;
+            self.output_counts.calls += 1;
             match send(
                 self.socket.get().as_raw_fd(),
                 &self.output_buffer.bytes
@@ -317,7 +325,7 @@ impl FrameStream {
         if self.write_queued().is_ok()
             && self.output_buffer.records_start == self.output_buffer.records_end
         {
-            self.output_buffer.reserve_frame();
+            self.output_buffer.allocate();
             self.append_content(&CLOSE_NOTIFY_ALERT);
             self.seal_record(ContentType::Alert);
             // An error is ignored: the peer detects the end even without the alert.
@@ -327,49 +335,18 @@ impl FrameStream {
 
     // ---- input
 
-    /// Passes the frames that have arrived to `on_frame`. Must be called once when the route is
+    /// Passes the frames that have arrived to `sink`. Must be called once when the route is
     /// established, because the first frames may have arrived with the end of the handshake. After
     /// that the method must be called whenever the socket is readable. Returns true if data remains
     /// that the next call must read.
     ///
     /// # Errors
-    /// The route has ended. All complete frames before the end were passed to `on_frame`.
-    pub(crate) fn read_frames(
-        &mut self,
-        on_frame: &mut dyn FnMut(&[u8]),
-    ) -> Result<bool, RouteEndReason> {
-        let mut decrypt_result = self.open_records(on_frame);
-        let (mut read_bytes, mut is_socket_empty) = (0, false);
-        while decrypt_result.is_ok()
-            && self.read_end_reason.is_none()
-            && !is_socket_empty
-            && read_bytes < READ_BYTES_MAX
-        {
-            let free_space = self.input_buffer.reserve_read();
-            match recv(
-                self.socket.get().as_raw_fd(),
-                free_space,
-                MsgFlags::MSG_DONTWAIT,
-            ) {
-                Ok(0) => decrypt_result = Err(self.input_buffer.end_of_stream_reason()),
-                Ok(bytes) => {
-                    // If the read does not fill the buffer, the socket is empty.
-                    is_socket_empty = bytes < free_space.len();
-                    self.input_buffer.records_end += bytes;
-                    read_bytes += bytes;
-                    decrypt_result = self.open_records(on_frame);
-                }
-                Err(Errno::EINTR) => {}
-                Err(Errno::EAGAIN) => is_socket_empty = true,
-                Err(e) => decrypt_result = Err(RouteEndReason::Broken(e.desc().into())),
-            }
-        }
-        if let Err(end_reason) = decrypt_result {
-            self.read_end_reason.get_or_insert(end_reason);
-        }
-        self.read_end_reason
-            .clone()
-            .map_or_else(|| Ok(!is_socket_empty && self.socket_has_data()), Err)
+    /// The route has ended. All complete frames before the end were passed to `sink`.
+    pub(crate) fn read_frames(&mut self, sink: &mut dyn FrameSink) -> Result<bool, RouteEndReason> {
+        let may_have_data =
+            self.reader
+                .read_frames(self.socket.get(), &mut self.key_schedule, sink)?;
+        Ok(may_have_data && self.socket_has_data())
     }
 
     fn socket_has_data(&self) -> bool {
@@ -380,85 +357,8 @@ impl FrameStream {
     /// Returns true if the empty frame has arrived with which the listening side confirms that it
     /// has authenticated this side. Later frames stay in the input buffer.
     pub(super) fn read_confirmation(&mut self) -> Result<bool, RouteEndReason> {
-        let free_space = self.input_buffer.reserve_read();
-        match recv(
-            self.socket.get().as_raw_fd(),
-            free_space,
-            MsgFlags::MSG_DONTWAIT,
-        ) {
-            Ok(0) => return Err(RouteEndReason::Closed),
-            Ok(bytes) => self.input_buffer.records_end += bytes,
-            Err(Errno::EAGAIN | Errno::EINTR) => {}
-            Err(e) => return Err(RouteEndReason::Broken(e.desc().into())),
-        }
-        while self.input_buffer.plain_end - self.input_buffer.plain_start < FRAME_LENGTH_FIELD_BYTES
-        {
-            if !self.open_record()? {
-                return Ok(false);
-            }
-        }
-        let first_bytes = &self.input_buffer.bytes[self.input_buffer.plain_start
-            ..self.input_buffer.plain_start + FRAME_LENGTH_FIELD_BYTES];
-        if first_bytes != [0; FRAME_LENGTH_FIELD_BYTES] {
-            return Err(RouteEndReason::ProtocolError(
-                "the first frame is not the one that confirms the route",
-            ));
-        }
-        self.input_buffer.plain_start += FRAME_LENGTH_FIELD_BYTES;
-        Ok(true)
-    }
-
-    /// Decrypts the complete records and passes the frames in them to `on_frame`.
-    fn open_records(&mut self, on_frame: &mut dyn FnMut(&[u8])) -> Result<(), RouteEndReason> {
-        while self.open_record()? {
-            self.input_buffer.pass_frames(on_frame)?;
-        }
-        self.input_buffer.pass_frames(on_frame)?;
-        self.input_buffer.rewind();
-        Ok(())
-    }
-
-    /// Decrypts one record, or switches to the peer's new key if the record announces a new key.
-    /// Returns false if no complete record has arrived.
-    fn open_record(&mut self) -> Result<bool, RouteEndReason> {
-        let input = &mut self.input_buffer;
-        let Some(length) = record_length(&input.bytes[input.records_start..input.records_end])?
-            .filter(|n| *n <= input.records_end - input.records_start)
-        else {
-            return Ok(false);
-        };
-        let (record_start, record_end) = (
-            input.records_start - input.plain_end,
-            input.records_start + length,
-        );
-        let (content, content_type) = self
-            .open_key
-            .decrypt(&mut input.bytes[input.plain_end..record_end], record_start)?;
-        input.records_start = record_end;
-        let content = input.plain_end..input.plain_end + content;
-        match content_type {
-            ContentType::Data => input.plain_end = content.end,
-            ContentType::Handshake if input.bytes[content.clone()] == KEY_UPDATE_MESSAGE => {
-                self.open_key = self
-                    .key_schedule
-                    .next_open_key()
-                    .ok_or(RouteEndReason::ProtocolError("there is no new key"))?;
-            }
-            ContentType::Handshake => {
-                return Err(RouteEndReason::ProtocolError(
-                    "a handshake message after the handshake",
-                ));
-            }
-            ContentType::Alert if input.bytes[content] == CLOSE_NOTIFY_ALERT => {
-                return Err(RouteEndReason::Closed);
-            }
-            ContentType::Alert => {
-                return Err(RouteEndReason::Broken(
-                    "the peer sent an error alert".into(),
-                ));
-            }
-        }
-        Ok(true)
+        self.reader
+            .read_confirmation(self.socket.get(), &mut self.key_schedule)
     }
 }
 
@@ -472,80 +372,11 @@ impl OutputBuffer {
         }
     }
 
-    /// Makes space for one frame after the queued data. If necessary, moves the queued data to the
-    /// front of the buffer.
-    fn reserve_frame(&mut self) {
+    fn allocate(&mut self) {
         if self.bytes.is_empty() {
             self.bytes = vec![0; OUTPUT_BUFFER_BYTES];
         }
-        if OUTPUT_BUFFER_BYTES - self.open_record_end() < FRAME_SPACE_BYTES_MAX {
-            let data_end = self.open_record_end();
-            self.bytes.copy_within(self.records_start..data_end, 0);
-            (self.records_start, self.records_end) = (0, self.records_end - self.records_start);
-        }
     }
 }
 
-impl InputBuffer {
-    /// Returns the space for the next read. If necessary, allocates the buffer, or moves the
-    /// buffered data to the front of the buffer.
-    fn reserve_read(&mut self) -> &mut [u8] {
-        if self.bytes.is_empty() {
-            self.bytes = vec![0; INPUT_BUFFER_BYTES];
-        }
-        if INPUT_BUFFER_BYTES - self.records_end < READ_SPACE_BYTES_MIN {
-            let (plain_bytes, record_bytes) = (
-                self.plain_end - self.plain_start,
-                self.records_end - self.records_start,
-            );
-            self.bytes.copy_within(self.plain_start..self.plain_end, 0);
-            self.bytes
-                .copy_within(self.records_start..self.records_end, plain_bytes);
-            (self.plain_start, self.plain_end) = (0, plain_bytes);
-            (self.records_start, self.records_end) = (plain_bytes, plain_bytes + record_bytes);
-        }
-        &mut self.bytes[self.records_end..]
-    }
-
-    fn pass_frames(&mut self, on_frame: &mut dyn FnMut(&[u8])) -> Result<(), RouteEndReason> {
-        while let Some(head) =
-            self.bytes[self.plain_start..self.plain_end].first_chunk::<FRAME_LENGTH_FIELD_BYTES>()
-        {
-            let length = u32::from_le_bytes(*head) as usize;
-            if length > FRAME_BYTES_MAX {
-                return Err(RouteEndReason::ProtocolError("a frame is over the limit"));
-            }
-            let frame_end = self.plain_start + FRAME_LENGTH_FIELD_BYTES + length;
-            if frame_end > self.plain_end {
-                break;
-            }
-            on_frame(&self.bytes[frame_end - length..frame_end]);
-            self.plain_start = frame_end;
-        }
-        Ok(())
-    }
-
-    /// Moves the start of an empty buffer back to the front of its memory, which is in the CPU
-    /// cache.
-    fn rewind(&mut self) {
-        if self.plain_start == self.plain_end {
-            (self.plain_start, self.plain_end) = (0, 0);
-            if self.records_start == self.records_end {
-                (self.records_start, self.records_end) = (0, 0);
-            }
-        }
-    }
-
-    fn end_of_stream_reason(&self) -> RouteEndReason {
-        if self.records_start == self.records_end && self.plain_start == self.plain_end {
-            RouteEndReason::Closed
-        } else {
-            RouteEndReason::Broken("it ended in the middle of a frame".into())
-        }
-    }
-}
-
-const _: () = assert!(
-    OUTPUT_BUFFER_BYTES >= 2 * FRAME_SPACE_BYTES_MAX
-        && INPUT_BUFFER_BYTES >= FRAME_BYTES_MAX + RECORD_BYTES_MAX + READ_SPACE_BYTES_MIN
-);
+const _: () = assert!(OUTPUT_BUFFER_BYTES >= 2 * FRAME_SPACE_BYTES_MAX);

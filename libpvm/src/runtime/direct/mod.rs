@@ -16,16 +16,18 @@
 //! | `handshake` | TLS handshake on a TCP connection |
 //! | `accept`, `dial` | the listening and the connecting side of the setup |
 //! | `record` | TLS records |
-//! | `frame_stream` | frames on an established route |
+//! | `frame_stream` | an established route; writes frames |
+//! | `frame_reader` | reads frames |
 
 mod accept;
 mod dial;
+mod frame_reader;
 mod frame_stream;
 mod handshake;
 mod identity;
 mod record;
 #[cfg(test)]
-mod tests;
+pub(in crate::runtime) mod tests;
 
 pub(crate) use accept::Acceptor;
 pub(crate) use dial::Dialer;
@@ -33,7 +35,7 @@ pub(crate) use frame_stream::FrameStream;
 pub(crate) use identity::Identity;
 
 use sempa_proto::Micros;
-use sempa_proto::link::{FRAGMENT_BYTES_MAX, LINK_HEAD_BYTES};
+use sempa_proto::link::{FRAGMENT_BYTES_MAX, LINK_HEAD_BYTES, SHORT_HEAD_BYTES};
 
 /// Maximum length of a frame in bytes: a link header and a fragment of maximum size.
 pub(crate) const FRAME_BYTES_MAX: usize = LINK_HEAD_BYTES + FRAGMENT_BYTES_MAX;
@@ -84,4 +86,41 @@ pub(crate) enum RouteEndReason {
     /// The peer sent data that violates the protocol.
     #[error("the direct route was closed because of invalid data: {0}")]
     ProtocolError(&'static str),
+}
+
+/// Receives the frames of a route. The payload of a large frame is written to its message, for
+/// which the sink has the memory. The head of a frame is a short head of the link.
+pub(crate) trait FrameSink {
+    /// Receives a whole frame.
+    fn on_frame(&mut self, frame: &[u8]);
+
+    /// True if the payload of a frame with this head may be appended to [`FrameSink::message`]: it
+    /// is the next fragment.
+    fn begins_placement(&mut self, head: &[u8; SHORT_HEAD_BYTES]) -> bool;
+
+    /// True if the payload of the frame with this head, of which the message has the first
+    /// `placed_bytes`, may be completed. It may not if the fragment has arrived on another route.
+    fn continues_placement(&mut self, head: &[u8; SHORT_HEAD_BYTES], placed_bytes: usize) -> bool;
+
+    /// True if the frame with this head ends a message.
+    fn is_last_of_message(&self, head: &[u8; SHORT_HEAD_BYTES]) -> bool;
+
+    /// Returns the message that is being received.
+    fn message(&mut self) -> &mut Vec<u8>;
+
+    /// Records how many bytes of an incomplete payload are at the end of the message.
+    fn set_placed_bytes(&mut self, byte_count: usize);
+
+    /// Accepts the payload of the frame with this head, which is complete in the message. If the
+    /// frame is the last of its message, nothing follows the payload.
+    fn accept_payload(&mut self, head: &[u8; SHORT_HEAD_BYTES], payload_bytes: usize);
+}
+
+/// What reading or writing has cost so far.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct IoCounts {
+    /// Number of bytes that this process has copied; the cipher and the kernel do not count.
+    pub(crate) copied_bytes: u64,
+    /// Number of calls to the kernel that read or write.
+    pub(crate) calls: u64,
 }

@@ -1,11 +1,13 @@
 //! Tests of direct routes with real connections on the loopback address and simulated time.
 
 use super::{
-    AUTHENTICATION_TIMEOUT, Acceptor, DIAL_TIMEOUT, Dialer, FRAME_BYTES_MAX, FrameStream, Identity,
-    OFFER_TIMEOUT, OPEN_OFFERS_MAX, RouteEndReason, SetupError, UNAUTHENTICATED_CONNECTIONS_MAX,
+    AUTHENTICATION_TIMEOUT, Acceptor, DIAL_TIMEOUT, Dialer, FRAME_BYTES_MAX, FrameSink,
+    FrameStream, Identity, OFFER_TIMEOUT, OPEN_OFFERS_MAX, RouteEndReason, SetupError,
+    UNAUTHENTICATED_CONNECTIONS_MAX,
 };
 use nix::poll::{PollFd, PollTimeout, poll};
 use sempa_proto::Micros;
+use sempa_proto::link::SHORT_HEAD_BYTES;
 use sempa_proto::route::{Fingerprint, OfferId};
 use std::io::{Read, Write};
 use std::net::{Ipv4Addr, Shutdown, SocketAddr, TcpListener, TcpStream};
@@ -97,7 +99,7 @@ fn connected_streams_via(dial_port: impl FnOnce(u16) -> u16) -> (FrameStream, Fr
     )
 }
 
-fn connected_streams() -> (FrameStream, FrameStream) {
+pub(in crate::runtime) fn connected_streams() -> (FrameStream, FrameStream) {
     connected_streams_via(|port| port)
 }
 
@@ -114,24 +116,102 @@ fn numbered_frame(rng: &mut TestRng, number: u32) -> Vec<u8> {
     frame
 }
 
-/// Checks the numbers and the content of the frames that one side receives.
+/// Checks the numbers and the content of the frames that one side receives. Most large frames are
+/// written to a message; several of them form one.
 #[derive(Default)]
 struct FrameChecker {
     next_number: u32,
+    message: Vec<u8>,
+    accepted_bytes: usize,
+    placed_bytes: usize,
+    placed_frame_count: u32,
 }
 
 impl FrameChecker {
-    fn check_frame(&mut self, frame: &[u8]) {
-        assert_eq!(frame[..4], self.next_number.to_le_bytes());
+    fn check_parts(&mut self, head: &[u8], payload: &[u8]) {
+        assert_eq!(head[..4], self.next_number.to_le_bytes());
         assert!(
-            frame[4..]
-                .iter()
-                .all(|byte| *byte == self.next_number as u8),
+            (head[4..].iter().chain(payload)).all(|byte| *byte == self.next_number as u8),
             "frame {} is not what was sent",
             self.next_number
         );
         self.next_number += 1;
     }
+}
+
+impl FrameSink for FrameChecker {
+    fn on_frame(&mut self, frame: &[u8]) {
+        assert_eq!(self.message.len(), self.accepted_bytes);
+        self.check_parts(frame, &[]);
+    }
+
+    fn begins_placement(&mut self, head: &[u8; SHORT_HEAD_BYTES]) -> bool {
+        assert_eq!(head[..4], self.next_number.to_le_bytes());
+        head[0] % 5 != 4
+    }
+
+    fn continues_placement(&mut self, _: &[u8; SHORT_HEAD_BYTES], placed_bytes: usize) -> bool {
+        assert_eq!(placed_bytes, self.placed_bytes);
+        true
+    }
+
+    fn is_last_of_message(&self, head: &[u8; SHORT_HEAD_BYTES]) -> bool {
+        head[0] % 3 == 2
+    }
+
+    fn message(&mut self) -> &mut Vec<u8> {
+        &mut self.message
+    }
+
+    fn set_placed_bytes(&mut self, byte_count: usize) {
+        self.placed_bytes = byte_count;
+        assert_eq!(self.message.len(), self.accepted_bytes + byte_count);
+    }
+
+    fn accept_payload(&mut self, head: &[u8; SHORT_HEAD_BYTES], payload_bytes: usize) {
+        let message = std::mem::take(&mut self.message);
+        let payload_end = self.accepted_bytes + payload_bytes;
+        self.check_parts(head, &message[self.accepted_bytes..payload_end]);
+        (self.accepted_bytes, self.placed_bytes) = (payload_end, 0);
+        self.placed_frame_count += 1;
+        if self.is_last_of_message(head) {
+            assert_eq!(message.len(), payload_end, "nothing follows");
+            self.accepted_bytes = 0;
+        } else {
+            self.message = message;
+        }
+    }
+}
+
+/// Passes whole frames to a function.
+struct WholeFrames<F>(F);
+
+impl<F: FnMut(&[u8])> FrameSink for WholeFrames<F> {
+    fn on_frame(&mut self, frame: &[u8]) {
+        self.0(frame);
+    }
+    fn begins_placement(&mut self, _: &[u8; SHORT_HEAD_BYTES]) -> bool {
+        false
+    }
+    fn continues_placement(&mut self, _: &[u8; SHORT_HEAD_BYTES], _: usize) -> bool {
+        false
+    }
+    fn is_last_of_message(&self, _: &[u8; SHORT_HEAD_BYTES]) -> bool {
+        true
+    }
+    fn message(&mut self) -> &mut Vec<u8> {
+        unreachable!("no frame is written to its message")
+    }
+    fn set_placed_bytes(&mut self, _: usize) {}
+    fn accept_payload(&mut self, _: &[u8; SHORT_HEAD_BYTES], _: usize) {}
+}
+
+/// Reads frames as [`FrameStream::read_frames`] does, and passes each whole frame to `on_frame`.
+fn read_whole_frames(
+    stream: &mut FrameStream,
+    on_frame: impl FnMut(&[u8]),
+) -> Result<bool, RouteEndReason> {
+    stream.read_frames(&mut WholeFrames(on_frame))
 }
 
 /// Sends `count` frames in both directions at once, until all frames have arrived or a route has
@@ -156,12 +236,12 @@ fn exchange_frames(
                 let whole_frame = numbered_frame(&mut rng, *sent_count);
                 let (head, payload) =
                     whole_frame.split_at(rng.next_below(30).min(whole_frame.len()));
-                assert!(stream.try_queue_frame(&[head, payload]));
+                // The receiver must not rely on the announced length.
+                let hint = [0, 20_000, 3 * FRAME_BYTES_MAX, usize::MAX][rng.next_below(4)];
+                assert!(stream.try_queue_frame(&[head, payload, &[]], hint));
                 *sent_count += 1;
             }
-            let io_result = stream
-                .read_frames(&mut |frame| checker.check_frame(frame))
-                .and(stream.write_queued());
+            let io_result = stream.read_frames(checker).and(stream.write_queued());
             *end_reason = end_reason.take().or(io_result.err());
         }
         let has_all_frames =
@@ -175,7 +255,7 @@ fn exchange_frames(
     });
     // After one side has failed, its data may still be in transit to the other side.
     for (stream, (end_reason, checker, _)) in [a, b].into_iter().zip(&mut side_states) {
-        if let Err(e) = stream.read_frames(&mut |frame| checker.check_frame(frame)) {
+        if let Err(e) = stream.read_frames(checker) {
             end_reason.get_or_insert(e);
         }
     }
@@ -251,12 +331,14 @@ fn frames_arrive_whole_and_in_order() {
         );
     }
     // An empty frame is valid, too.
-    assert!(a.try_queue_frame(&[]));
+    assert!(a.try_queue_frame(&[&[]; 3], 0));
     a.write_queued().expect("the route stands");
     let mut empty_frame_count = 0;
     poll_until("the empty frame", || {
-        b.read_frames(&mut |frame| empty_frame_count += usize::from(frame.is_empty()))
-            .expect("the route stands");
+        read_whole_frames(&mut b, |frame| {
+            empty_frame_count += usize::from(frame.is_empty())
+        })
+        .expect("the route stands");
         (empty_frame_count == 1).then_some(())
     });
 }
@@ -552,12 +634,12 @@ fn early_connection_waits_for_acceptance() {
 #[test]
 fn oversized_frame_ends_route() {
     let (mut a, mut b) = connected_streams();
-    assert!(a.try_queue_frame(&[&[1; 4]]));
-    a.push_bytes(&(FRAME_BYTES_MAX as u32 + 1).to_le_bytes());
+    assert!(a.try_queue_frame(&[&[1; 4], &[], &[]], 0));
+    a.push_bytes(&(FRAME_BYTES_MAX as u64 + 1).to_le_bytes());
     a.write_queued().expect("the route stands");
     let mut received_count = 0;
     let end_reason = poll_until("the end", || {
-        b.read_frames(&mut |_| received_count += 1).err()
+        read_whole_frames(&mut b, |_| received_count += 1).err()
     });
     assert_eq!(
         (end_reason, received_count),
@@ -567,7 +649,7 @@ fn oversized_frame_ends_route() {
         )
     );
     assert_eq!(
-        b.read_frames(&mut |_| received_count += 1),
+        read_whole_frames(&mut b, |_| received_count += 1),
         Err(RouteEndReason::ProtocolError("a frame is over the limit"))
     );
     assert_eq!(received_count, 1);
@@ -580,7 +662,10 @@ fn backlog_for_slow_reader_is_bounded() {
     let (mut a, mut b) = connected_streams();
     let mut sent_count = 0u32;
     loop {
-        if a.try_queue_frame(&[&sent_count.to_le_bytes(), &[7; FRAME_BYTES_MAX - 4]]) {
+        if a.try_queue_frame(
+            &[&sent_count.to_le_bytes(), &[7; FRAME_BYTES_MAX - 4], &[]],
+            0,
+        ) {
             sent_count += 1;
             assert!(sent_count < 1000, "the kernel keeps less than 64 MiB");
             continue;
@@ -594,8 +679,7 @@ fn backlog_for_slow_reader_is_bounded() {
     let mut received_count = 0;
     poll_until("all of it", || {
         a.write_queued().expect("the route stands");
-        b.read_frames(&mut |_| received_count += 1)
-            .expect("the route stands");
+        read_whole_frames(&mut b, |_| received_count += 1).expect("the route stands");
         (!a.has_unwritten_data() && received_count >= sent_count).then_some(())
     });
 }
@@ -607,12 +691,12 @@ fn idle_stream_frees_buffers_and_continues() {
     let (mut a, mut b) = connected_streams();
     for round in 0..3u32 {
         let mut received_frames = Vec::new();
-        assert!(a.try_queue_frame(&[&round.to_le_bytes()]));
+        assert!(a.try_queue_frame(&[&round.to_le_bytes(), &[], &[]], 0));
         a.release_buffers();
         assert!(a.buffer_bytes() > 0, "something waits in it");
         a.write_queued().expect("the route stands");
         poll_until("the frame", || {
-            b.read_frames(&mut |frame| received_frames.push(frame.to_vec()))
+            read_whole_frames(&mut b, |frame| received_frames.push(frame.to_vec()))
                 .expect("the route stands");
             (!received_frames.is_empty()).then_some(())
         });
@@ -626,9 +710,10 @@ fn idle_stream_frees_buffers_and_continues() {
     a.release_buffers();
     a.close();
     assert_eq!(
-        poll_until("the end", || b
-            .read_frames(&mut |_| panic!("nothing was sent"))
-            .err()),
+        poll_until("the end", || read_whole_frames(&mut b, |_| panic!(
+            "nothing was sent"
+        ))
+        .err()),
         RouteEndReason::Closed
     );
 }
@@ -640,7 +725,7 @@ fn close_and_peer_death_are_distinguished() {
     let (mut a, b) = connected_streams();
     b.close();
     let end_reason = poll_until("the end", || {
-        a.read_frames(&mut |_| panic!("nothing was sent")).err()
+        read_whole_frames(&mut a, |_| panic!("nothing was sent")).err()
     });
     assert_eq!(end_reason, RouteEndReason::Closed);
     let (mut a, mut b) = connected_streams();
@@ -648,11 +733,11 @@ fn close_and_peer_death_are_distinguished() {
     b.push_bytes(&2000u32.to_le_bytes());
     b.push_bytes(&[7; 1000]);
     b.write_queued().expect("the route stands");
-    assert!(a.try_queue_frame(&[&[1], &[2]]));
+    assert!(a.try_queue_frame(&[&[1], &[2], &[]], 0));
     a.write_queued().expect("the route stands");
     drop(b);
     let end_reason = poll_until("the end", || {
-        a.read_frames(&mut |_| panic!("no frame was whole"))
+        read_whole_frames(&mut a, |_| panic!("no frame was whole"))
             .and(a.write_queued())
             .err()
     });
@@ -668,13 +753,13 @@ fn input_stays_readable_after_write_error() {
     let (mut a, mut b) = connected_streams();
     const FRAME_COUNT: u32 = 3;
     for number in 0..FRAME_COUNT {
-        assert!(b.try_queue_frame(&[&number.to_le_bytes(), &[5; 10_000]]));
+        assert!(b.try_queue_frame(&[&number.to_le_bytes(), &[5; 10_000], &[]], 0));
     }
     b.write_queued().expect("the route stands");
     assert!(!b.has_unwritten_data(), "it is more than any kernel takes");
     drop(b);
     let write_error = poll_until("a refusal", || {
-        assert!(a.try_queue_frame(&[&[1]]));
+        assert!(a.try_queue_frame(&[&[1], &[], &[]], 0));
         a.write_queued().err()
     });
     assert!(
@@ -683,7 +768,7 @@ fn input_stays_readable_after_write_error() {
     );
     let mut received_count = 0u32;
     let end_reason = poll_until("the end", || {
-        a.read_frames(&mut |frame| {
+        read_whole_frames(&mut a, |frame| {
             assert_eq!(
                 (&frame[..4], frame.len()),
                 (&received_count.to_le_bytes()[..], 10_004)

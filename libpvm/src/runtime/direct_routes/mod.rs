@@ -9,6 +9,9 @@
 //! sleeps.
 
 mod automatic_requests;
+mod link_sink;
+#[cfg(test)]
+mod stream_cost_tests;
 mod watch;
 
 use super::automatic_routes::AutomaticRoutes;
@@ -17,11 +20,12 @@ use super::direct::{Acceptor, Dialer, FrameStream, SetupError};
 use super::process::ProcessOwned;
 use super::route_agreements::{RouteAgreements, RouteEvent, RouteKind, RouteOutput};
 use super::socket_waiters::{ReadySockets, SocketWaiters};
+use link_sink::LinkSink;
 use nix::poll::PollFd;
 use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout};
 use rustc_hash::FxHashMap;
 use sempa_proto::body::{Encoding, Packer};
-use sempa_proto::link::{LinkEvent, decode_short_head};
+use sempa_proto::link::LinkEvent;
 use sempa_proto::message::ENC_XDR;
 use sempa_proto::route::{Fingerprint, OFFER_ADDRESSES_MAX, OfferId, RouteMsg};
 use sempa_proto::task::Welcome;
@@ -637,6 +641,9 @@ impl Core {
                 .unread_peers
                 .retain(|unread_peer| *unread_peer != peer);
             frame_stream.close();
+            if let Some(link) = self.direct_routes_and_links().1.get_mut(&peer) {
+                link.drop_placed_bytes();
+            }
             self.bump_send_event_seq();
             self.reroute_through_daemon(now, peer);
         }
@@ -715,19 +722,9 @@ impl Core {
         let (Some(conn), Some(link)) = (routes.conns.get_mut(&peer), links.get_mut(&peer)) else {
             return false;
         };
-        let (mut has_received, mut is_invalid) = (false, false);
-        let read_result = conn.stream.read_frames(&mut |frame| {
-            has_received = true;
-            match frame
-                .split_first_chunk()
-                .and_then(|(head, payload)| Some((decode_short_head(*head)?, payload)))
-            {
-                Some(((kind, seq, ack), payload)) => {
-                    link.handle_borrowed_frame(now, kind, seq, ack, payload)
-                }
-                None => is_invalid = true,
-            }
-        });
+        let mut sink = LinkSink::new(link, now);
+        let read_result = conn.stream.read_frames(&mut sink);
+        let (has_received, is_invalid) = (sink.has_received, sink.is_invalid);
         let must_answer = link.has_frame();
         conn.has_unread_data = matches!(read_result, Ok(true));
         if conn.has_unread_data && !routes.unread_peers.contains(&peer) {
@@ -807,8 +804,8 @@ impl Core {
             while conn.stream.has_frame_space()
                 && let Some(frame) = link.next_frame(now)
             {
-                conn.stream
-                    .try_queue_frame(&[&frame.encode_short_head(), frame.head, frame.body]);
+                let parts = [&frame.encode_short_head()[..], frame.head, frame.body];
+                conn.stream.try_queue_frame(&parts, frame.following_bytes());
                 conn.last_traffic_at = now;
             }
             has_ended |= conn.stream.write_queued().is_err();
