@@ -16,7 +16,7 @@ pub const CHECKPOINT_TASKS_MAX: usize = 1024;
 pub const SAVED_MAILBOX_BYTES_MAX: usize = 16 << 20;
 /// Version of [`CheckpointMeta`], [`SavedTask`](crate::host::SavedTask) and the other files that
 /// are stored next to the images. Each begins with its version, whatever follows.
-pub const CHECKPOINT_VERSION: u16 = 6;
+pub const CHECKPOINT_VERSION: u16 = 7;
 
 /// The reason why a checkpoint store did not do what was asked. Complete checkpoints are unchanged,
 /// except that a checkpoint whose removal failed may be gone. A checkpoint that was being written

@@ -189,7 +189,11 @@ pub enum HostMsg {
         reply: HostReply,
     },
     /// A task's message to the receiving daemon.
-    Message(Message),
+    Message {
+        message: Message,
+        /// The past with which tasks begin that the message starts; empty for other messages.
+        past: Past,
+    },
     /// To the master: an event for the event log.
     Event {
         /// Time of the event by the sender's clock.

@@ -66,4 +66,4 @@ pub use message::Message;
 
 /// Version of every wire format in this crate. A peer with another version is refused at its first
 /// message.
-pub const WIRE_VERSION: u16 = 22;
+pub const WIRE_VERSION: u16 = 23;

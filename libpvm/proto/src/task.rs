@@ -542,6 +542,8 @@ pub struct ProcessHandoff {
     pub restart_count: u32,
     /// States of the links to continue.
     pub links: Vec<LinkState>,
+    /// The past of the earlier process.
+    pub past: Past,
 }
 
 /// Information for a library whose process was restored from a checkpoint.
@@ -587,6 +589,8 @@ pub enum ToDaemon {
         incarnation: u16,
         /// State of each link.
         links: Vec<LinkState>,
+        /// The past of the task.
+        past: Past,
         /// Notifications that the library defers until earlier messages of a peer arrive. Each
         /// entry contains the watermark to wait for and the notification.
         deferred_notifications: Vec<(SendWatermark, Message)>,
@@ -617,6 +621,9 @@ pub enum ToDaemon {
     },
     /// Answer to [`ToTask::AwaitMarks`]: the messages have arrived.
     MarksArrived { wait_number: u64 },
+    /// The task no longer waits for messages of this number of senders, which neither end nor
+    /// answer. These messages may be received too late.
+    MarksOverdue { count: u64 },
 }
 
 /// A message from a daemon to a task.

@@ -347,7 +347,6 @@ impl Runtime {
             state.core.shm_routes.expect_message_at_socket();
             self.wait_until_written(&mut state, None)?;
         } else if dst.is_task() {
-            state.wait_for_settled_marks(dst);
             let now = state.now();
             state.core.send(now, message)?;
             state.wait_for_ring_space(dst);
@@ -368,9 +367,6 @@ impl Runtime {
         let mut state = self.lock().ok_or(PvmError::SysErr)?;
         if state.core.lost_reason().is_some() {
             return Err(PvmError::SysErr);
-        }
-        if let Some(receiver) = receivers.first() {
-            state.wait_for_settled_marks(*receiver);
         }
         let now = state.now();
         let send_result = state.core.send_to_many(now, message, receivers);

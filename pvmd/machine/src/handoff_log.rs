@@ -14,6 +14,7 @@ use super::restart_engine::ExitStage;
 use super::tasks::Task;
 use super::{Machine, Output};
 use bytes::Bytes;
+use sempa_proto::causal::Past;
 use sempa_proto::host::PendingItem;
 use sempa_proto::link::{LinkFrame, LinkKind, LinkState};
 use sempa_proto::task::{ProcessHandoff, SendWatermark, ToTask};
@@ -25,6 +26,7 @@ use std::collections::{BTreeMap, VecDeque};
 pub(super) struct HandoffLog {
     incarnation: u16,
     links: BTreeMap<Tid, LinkState>,
+    past: Past,
     /// Fragments of messages that the process has received only partially.
     partial_messages: Vec<Bytes>,
     /// Notifications that wait for the last messages of peers.
@@ -103,6 +105,7 @@ impl HandoffLog {
                 incarnation: self.incarnation,
                 restart_count,
                 links: self.links.into_values().collect(),
+                past: self.past,
             },
             logged_items,
             inbox_items.collect(),
@@ -147,15 +150,14 @@ impl Machine {
         });
     }
 
-    /// Starts the log with the incarnation, the link states and the deferred notifications that a
-    /// library has sent.
+    /// Starts the log with the state and the deferred notifications that a library has sent.
     pub(super) fn start_handoff_log(
         &mut self,
         tid: Tid,
         migration: MigrationId,
-        handoff_state: (u16, Vec<LinkState>, Vec<(SendWatermark, Message)>),
+        handoff: ProcessHandoff,
+        deferred_notifications: Vec<(SendWatermark, Message)>,
     ) {
-        let (incarnation, link_list, deferred_notifications) = handoff_state;
         let Some(task) = self.tasks.get_mut(tid) else {
             return;
         };
@@ -176,13 +178,11 @@ impl Machine {
                     );
                 });
         }
-        let links: BTreeMap<Tid, LinkState> = link_list
-            .into_iter()
-            .map(|link| (link.peer, link))
-            .collect();
+        let links = handoff.links.into_iter().map(|link| (link.peer, link));
         task.handoff_log = Some(Box::new(HandoffLog {
-            incarnation,
-            links,
+            incarnation: handoff.incarnation,
+            links: links.collect(),
+            past: handoff.past,
             deferred_notifications,
             ..HandoffLog::default()
         }));
@@ -259,7 +259,10 @@ impl Machine {
     }
 
     fn record_and_forward(&mut self, frame: &LinkFrame, bytes: Bytes) {
-        if let (LinkKind::Data { .. }, Some(task)) = (frame.kind, self.tasks.get_mut(frame.src)) {
+        if let (LinkKind::Data { is_last }, Some(task)) =
+            (frame.kind, self.tasks.get_mut(frame.src))
+        {
+            task.record_stamp(frame, is_last);
             task.raise_watermarks([SendWatermark {
                 peer: frame.dst,
                 end_seq: frame.seq.saturating_add(1),

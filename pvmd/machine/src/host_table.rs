@@ -53,7 +53,7 @@ impl Machine {
                 request: host_request,
             } => self.serve_host_request(super::rpc::ReplyAddress { host, id }, host_request),
             HostMsg::HostReply { id, reply } => self.handle_host_reply(host, id, reply),
-            HostMsg::Message(message) => self.handle_daemon_message(message),
+            HostMsg::Message { message, past } => self.handle_daemon_message(message, past),
             HostMsg::Event { at, kind } => self.append_event(host, at, kind),
             HostMsg::TaskOutput { tid, bytes } if self.master.is_some() => {
                 self.log_task_output(tid, bytes)

@@ -11,6 +11,7 @@ use super::spawn::ExecRequester;
 use super::tasks::{Task, watermark_for};
 use super::{Machine, Output};
 use sempa_proto::body::{Encoding, Packer, Unpacker};
+use sempa_proto::causal::Past;
 use sempa_proto::event::{EventKind, describe_status};
 use sempa_proto::host::HostMsg;
 use sempa_proto::migration::Usage;
@@ -265,9 +266,13 @@ impl Machine {
             super::requests::named_host(message.dst)
         };
         match host.filter(|_| message.dst.is_daemon()) {
-            Some(host) if host == self.config.host => self.handle_daemon_message(message),
+            Some(host) if host == self.config.host => {
+                let past = self.past_of_message(&message);
+                self.handle_daemon_message(message, past);
+            }
             Some(host) if self.table.get(host).is_some() => {
-                self.send_to_host(host, HostMsg::Message(message))
+                let past = self.past_of_message(&message);
+                self.send_to_host(host, HostMsg::Message { message, past });
             }
             _ => self.log_warning(format!(
                 "{} sent a message to {}, which is not the address of a daemon; dropped",
@@ -276,9 +281,17 @@ impl Machine {
         }
     }
 
+    /// Returns the past with which tasks begin that this message starts.
+    fn past_of_message(&self, message: &Message) -> Past {
+        match message.tag {
+            SM_EXEC => self.past_of(message.src),
+            _ => Past::default(),
+        }
+    }
+
     /// Handles a message to this daemon. Only resource managers, taskers and hosters may send such
     /// a message.
-    pub(super) fn handle_daemon_message(&mut self, message: Message) {
+    pub(super) fn handle_daemon_message(&mut self, message: Message, past: Past) {
         let Message {
             src,
             tag,
@@ -313,7 +326,8 @@ impl Machine {
             ));
         }
         let decode_result = match tag {
-            SM_EXEC => unpack_exec(body).map(|(parent, request)| {
+            SM_EXEC => unpack_exec(body).map(|(parent, mut request)| {
+                request.past = past;
                 self.queue_exec(parent, request, ExecRequester::Rm { rm: src, wid });
             }),
             SM_ADD => Unpacker::new_xdr(body)

@@ -18,7 +18,7 @@
 use super::rpc::ReplyAddress;
 use super::{Machine, Timer};
 use sempa_proto::Micros;
-use sempa_proto::causal::{MARKS_MAX, Mark, Past, STAMP_MAX};
+use sempa_proto::causal::{MARKS_MAX, Mark, MarkKey, Past, STAMP_MAX};
 use sempa_proto::group::GroupRequest;
 use sempa_proto::host::{HostMsg, HostReply};
 use sempa_proto::task::{MailboxRequest, Reply, SendWatermark, ToTask};
@@ -117,9 +117,9 @@ impl ServicePasts {
         let users = object.and_then(|object| self.users.get(&object));
         let other_users = users.into_iter().flatten().filter(|user| **user != tid);
         let lists = other_users.filter_map(|user| self.marks_by_task.get(user));
-        let mut marks: BTreeMap<(Tid, Tid), Mark> = BTreeMap::new();
+        let mut marks: BTreeMap<MarkKey, Mark> = BTreeMap::new();
         for mark in lists.flatten().filter(|mark| mark.sender != tid) {
-            let known_mark = marks.entry((mark.receiver, mark.sender)).or_insert(*mark);
+            let known_mark = marks.entry(mark.key()).or_insert(*mark);
             if mark.covers(known_mark) {
                 *known_mark = *mark;
             }
@@ -172,7 +172,7 @@ impl Machine {
     /// Records the past that a task of this host has told.
     pub(super) fn record_task_past(&mut self, tid: Tid, clock: u64, marks: Option<Vec<Mark>>) {
         if let Some(task) = self.tasks.get_mut(tid) {
-            task.past.clock = clock.min(STAMP_MAX);
+            task.past.clock = clock.min(STAMP_MAX).max(task.past.clock);
             if let Some(marks) = &marks {
                 task.past.marks = marks.iter().take(MARKS_MAX).copied().collect();
             }
@@ -262,7 +262,9 @@ impl Machine {
             receiver: watermark.peer,
             sender: task.tid,
             incarnation: task.link_incarnation,
+            sender_incarnation: task.link_incarnation,
             end_seq: watermark.end_seq,
+            stamp: STAMP_MAX,
         });
         let told_marks = task
             .past
@@ -284,7 +286,7 @@ impl Machine {
             return Vec::new();
         }
         let mut marks = self.past_of(sender).marks;
-        marks.retain(|mark| mark.receiver == tid);
+        marks.retain(|mark| mark.may_concern(tid));
         marks
     }
 

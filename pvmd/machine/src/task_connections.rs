@@ -18,7 +18,7 @@ use super::tasks::{ConnectionPhase, Task};
 use super::{ConnId, Machine, Output};
 use sempa_proto::event::EventKind;
 use sempa_proto::table::TASK_CONNECTED;
-use sempa_proto::task::{Claim, Hello, TASK_MAGIC, ToDaemon, ToTask, Welcome};
+use sempa_proto::task::{Claim, Hello, ProcessHandoff, TASK_MAGIC, ToDaemon, ToTask, Welcome};
 use sempa_proto::{Tid, WIRE_VERSION};
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
@@ -122,6 +122,10 @@ impl Machine {
             }
             ToDaemon::Past { clock, marks } => self.record_task_past(tid, clock, marks),
             ToDaemon::MarksArrived { wait_number } => self.send_waiting_signal(wait_number),
+            ToDaemon::MarksOverdue { count } => self.log_warning_and_record(format!(
+                "{tid} has waited too long for {count} earlier messages and receives later ones \
+                 first; their senders neither end nor answer"
+            )),
             ToDaemon::Message(mut message) => {
                 self.record_sign_of_life(tid);
                 message.src = tid;
@@ -141,12 +145,17 @@ impl Machine {
                 migration: exit_migration,
                 incarnation,
                 links,
+                past,
                 deferred_notifications,
-            } => self.start_handoff_log(
-                tid,
-                exit_migration,
-                (incarnation, links, deferred_notifications),
-            ),
+            } => {
+                let handoff = ProcessHandoff {
+                    incarnation,
+                    restart_count: 0,
+                    links,
+                    past,
+                };
+                self.start_handoff_log(tid, exit_migration, handoff, deferred_notifications);
+            }
             ToDaemon::ReadyToExit {
                 migration: exit_migration,
             } => self.request_exit(tid, exit_migration),

@@ -14,13 +14,13 @@ use super::ring_peers::sender_of;
 use super::suspension::TaskSuspension;
 use super::{ConnId, Machine, Output};
 use checkpoint_protocol::Source;
-use sempa_proto::causal::Past;
+use sempa_proto::causal::{Past, STAMP_BYTES, STAMP_MAX};
 use sempa_proto::engine::LaunchInfo;
 use sempa_proto::event::EventKind;
 use sempa_proto::host::{
     DataMsg, HostMsg, NotifySubject, PendingItem, PendingNotification, TaskRecord,
 };
-use sempa_proto::link::RETAINED_BYTES_MAX;
+use sempa_proto::link::{LinkFrame, RETAINED_BYTES_MAX};
 use sempa_proto::migration::Usage;
 use sempa_proto::table::{TASK_CONNECTED, TASK_FORKED, TASK_RM, TaskInfo};
 use sempa_proto::task::{
@@ -138,6 +138,8 @@ pub(super) struct Task {
     /// Position up to which each peer has acknowledged, as far as this daemon has carried
     /// acknowledgements.
     pub(super) acked_positions: BTreeMap<Tid, u64>,
+    /// Peers to which this daemon has carried a part of a message.
+    pub(super) partial_receivers: BTreeSet<Tid>,
     /// Incarnation of the task's links.
     pub(super) link_incarnation: u16,
     /// Clock of the task, and the messages in its past that are in transit, as the task has told
@@ -223,6 +225,7 @@ impl Task {
             inbox: Inbox::default(),
             watermarks: BTreeMap::new(),
             acked_positions: BTreeMap::new(),
+            partial_receivers: BTreeSet::new(),
             link_incarnation: 0,
             past: Default::default(),
             initial_past: Default::default(),
@@ -323,6 +326,26 @@ impl Task {
         for SendWatermark { peer, end_seq } in watermarks {
             let known_end_seq = self.watermarks.entry(peer).or_default();
             *known_end_seq = end_seq.max(*known_end_seq);
+        }
+    }
+
+    /// Raises the task's clock to the stamp of a new message that this daemon carries. Otherwise a
+    /// task that is notified of this task's end would have a smaller clock than its messages.
+    pub(super) fn record_stamp(&mut self, frame: &LinkFrame, is_last: bool) {
+        let known_end_seq = self.watermarks.get(&frame.dst).copied().unwrap_or(1);
+        if frame.seq != known_end_seq {
+            return;
+        }
+        let is_first = if is_last {
+            !self.partial_receivers.remove(&frame.dst)
+        } else {
+            self.partial_receivers.insert(frame.dst)
+        };
+        if let Some(stamp_bytes) = frame.payload.first_chunk::<STAMP_BYTES>()
+            && is_first
+        {
+            let stamp = u64::from_le_bytes(*stamp_bytes).min(STAMP_MAX);
+            self.past.clock = self.past.clock.max(stamp);
         }
     }
 

@@ -15,23 +15,45 @@
 //! later message to c that was itself held back behind m1. With its next message the task tells
 //! this mark. So c has m1, or c holds m2 back.
 //!
-//! A message that carries marks of its own receiver is not settled by its acknowledgement, because
-//! the receiver may hold it back. It is settled by [`OrderMessage::Arrived`].
+//! A message that follows marks that may name its receiver is not settled by its acknowledgement,
+//! because the receiver may hold it back. It is settled by [`OrderMessage::Arrived`].
 //!
-//! No circle of tasks waits for each other: a mark names a message that was sent before the message
-//! that carries the mark.
+//! **Questions.** A receiver that cannot tell by positions whether the messages of a mark have
+//! arrived asks their sender ([`OrderMessage::Ask`]). The sender answers at once. On the link the
+//! answer follows everything that it had sent before, and a mark is told only after its messages
+//! were sent. So when the answer has arrived, the messages have arrived, or they do not exist. A
+//! receiver asks
+//!
+//! - if a mark is *folded*: a list with many marks of one sender names them together, by a stamp;
+//! - if a mark is of an earlier incarnation: its message is void, or its sender sends it again with
+//!   another number, before the answer;
+//! - if a message is awaited for a while: it may not exist, or its sender may have ended. A daemon
+//!   says so, behind the last messages of that sender.
+//!
+//! If a sender neither ends nor answers, the wait ends after [`HOLD_AGE_MAX`] calls of
+//! [`CausalOrder::age_holds`].
+//!
+//! **No circle** of tasks or messages waits for each other. A list has a stamp that is larger than
+//! those of its marks. What is held back behind a list waits for messages with smaller stamps, and
+//! for answers, which wait for nothing.
+//!
+//! **Restarts.** After a restart from a checkpoint a link begins again, or continues with the
+//! numbers of the checkpoint. What was received before is delivered first; the messages of the new
+//! incarnation are queued behind it.
 
 mod arrivals;
 mod mark;
 mod order;
 mod peers;
+mod receive;
 mod restart;
 #[cfg(test)]
 mod tests;
 mod unsettled;
+mod waits;
 
 pub use arrivals::Arrivals;
-pub use mark::{CTX_ORDER, Mark, OrderMessage, Past};
+pub use mark::{CTX_ORDER, Mark, MarkKey, OrderMessage, Past};
 pub use order::CausalOrder;
 pub use peers::Position;
 pub use restart::Restart;
@@ -41,8 +63,17 @@ pub const STAMP_BYTES: usize = 8;
 /// Largest stamp that a task adopts. A peer that violates the protocol cannot make the clock of
 /// another task overflow.
 pub const STAMP_MAX: u64 = 1 << 62;
-/// Number of marks of a task from which its sends by routes that need a mark wait, and maximum
-/// number of marks that a task accepts from another one.
+/// Number of marks of a task above which it remembers one mark for each sender of a list.
 pub const MARKS_MAX: usize = 4096;
+/// Maximum number of marks in a list that a task accepts. A list has at most one mark for each task
+/// and [`EXACT_MARKS_MAX`] others.
+pub const LIST_MARKS_MAX: usize = 1 << 14;
+/// Number of marks of one sender above which a list has one folded mark for them.
+pub const FOLD_MARKS_MIN: usize = 32;
+/// Number of marks in a list above which it has one mark for each sender.
+pub const EXACT_MARKS_MAX: usize = 1024;
 /// Number of marks from which a sender asks each receiver to acknowledge at once.
 pub const MARKS_BEFORE_PROMPT_ACK: usize = 16;
+/// Number of calls of [`CausalOrder::age_holds`] that a message waits at most for messages of a
+/// sender that neither ends nor answers.
+pub const HOLD_AGE_MAX: u32 = 12;

@@ -6,7 +6,7 @@
 //! [`ToTask::Past`]: sempa_proto::task::ToTask::Past
 
 use super::Core;
-use sempa_proto::causal::{CausalOrder, Mark, OrderMessage, Past};
+use sempa_proto::causal::{Mark, OrderMessage, Past};
 use sempa_proto::frame::encode_control;
 use sempa_proto::task::{Reply, Request, SendWatermark, ToDaemon};
 use sempa_proto::{HostId, Message, Micros, RequestId, Tid};
@@ -20,15 +20,13 @@ pub(super) enum DaemonItem {
     Past(Past),
 }
 
-/// Items that are held back, and questions of the daemon that are not answered yet.
+/// Items that are held back.
 ///
 /// The daemon limits the number of items: replies by the number of open requests, notifications by
 /// the number of requested ones.
 #[derive(Debug, Default)]
 pub(super) struct DaemonHold {
-    awaited_marks: Vec<Mark>,
     items: VecDeque<DaemonItem>,
-    open_questions: Vec<(u64, Vec<Mark>)>,
     /// True if the daemon was told the task's marks since the connection was established.
     daemon_knows_marks: bool,
     /// True while items are released. Handling an item may release more; the depth stays bounded.
@@ -36,22 +34,10 @@ pub(super) struct DaemonHold {
 }
 
 impl DaemonHold {
+    /// True if nothing is held back.
+    #[inline]
     pub(super) fn is_idle(&self) -> bool {
-        self.awaited_marks.is_empty() && self.open_questions.is_empty()
-    }
-
-    fn drop_passed(&mut self, order: &CausalOrder<Message>) {
-        self.awaited_marks.retain(|mark| !order.has_passed(mark));
-        for (_, marks) in &mut self.open_questions {
-            marks.retain(|mark| !order.has_passed(mark));
-        }
-    }
-
-    /// Returns the tasks whose messages are awaited.
-    pub(super) fn awaited_senders(&self) -> impl Iterator<Item = Tid> {
-        let question_marks = self.open_questions.iter().flat_map(|(_, marks)| marks);
-        let all_marks = self.awaited_marks.iter().chain(question_marks);
-        all_marks.map(|mark| mark.sender)
+        self.items.is_empty()
     }
 }
 
@@ -77,18 +63,23 @@ impl Core {
     /// Tells the daemon the past of a request, if the request needs it.
     pub(super) fn tell_past_of(&mut self, request: &Request) {
         if orders_events(request) {
-            let knows_marks = std::mem::replace(&mut self.daemon_hold.daemon_knows_marks, true);
-            let list = if knows_marks {
-                self.order.list_for(service_tid())
-            } else {
-                Some(self.order.whole_list_for(service_tid()))
-            };
-            let marks = match list {
-                Some(OrderMessage::Marks { marks, .. }) => Some(marks),
-                _ => None,
-            };
-            self.tell_daemon_past(marks);
+            self.tell_past();
         }
+    }
+
+    /// Tells the daemon this task's past, and the marks if they have changed.
+    pub(super) fn tell_past(&mut self) {
+        let knows_marks = std::mem::replace(&mut self.daemon_hold.daemon_knows_marks, true);
+        let list = if knows_marks {
+            self.order.list_for(service_tid())
+        } else {
+            Some(self.order.whole_list_for(service_tid()))
+        };
+        let marks = match list {
+            Some(OrderMessage::Marks { marks, .. }) => Some(marks),
+            _ => None,
+        };
+        self.tell_daemon_past(marks);
     }
 
     /// Tells the daemon a list that replaces the previous one. Returns false if `peer` is not the
@@ -118,7 +109,7 @@ impl Core {
 
     /// Handles an item of the daemon, or holds it back.
     pub(super) fn accept_daemon_item(&mut self, now: Micros, item: DaemonItem) {
-        if !self.daemon_hold.awaited_marks.is_empty() {
+        if !self.daemon_hold.items.is_empty() || self.order.is_past_awaited() {
             self.daemon_hold.items.push_back(item);
             return;
         }
@@ -137,7 +128,7 @@ impl Core {
                 self.handle_delivery(now, message, watermark);
             }
             DaemonItem::Past(past) => {
-                self.daemon_hold.awaited_marks = self.order.accept_past(past);
+                self.order.accept_past(past);
                 self.complete_arrivals(now);
             }
         }
@@ -150,31 +141,23 @@ impl Core {
         wait_number: u64,
         marks: Vec<Mark>,
     ) {
-        self.daemon_hold.open_questions.push((wait_number, marks));
+        self.order.await_marks(wait_number, marks);
         self.complete_arrivals(now);
     }
 
     /// Handles the items for which nothing is awaited any more.
     pub(super) fn release_daemon_items(&mut self, now: Micros) {
-        if self.daemon_hold.is_idle() {
-            return;
-        }
-        self.daemon_hold.drop_passed(&self.order);
-        let answered = self
-            .daemon_hold
-            .open_questions
-            .extract_if(.., |(_, marks)| marks.is_empty());
-        let answers: Vec<u64> = answered.map(|(wait_number, _)| wait_number).collect();
-        for wait_number in answers {
+        while let Some(wait_number) = self.order.next_arrived_wait() {
             if let Ok(frame) = encode_control(&ToDaemon::MarksArrived { wait_number }) {
                 // The daemon does not wait for ever.
                 let _ = self.push_control(frame);
             }
         }
-        if std::mem::replace(&mut self.daemon_hold.is_releasing, true) {
+        if self.daemon_hold.is_releasing {
             return;
         }
-        while self.daemon_hold.awaited_marks.is_empty()
+        self.daemon_hold.is_releasing = true;
+        while !self.order.is_past_awaited()
             && let Some(item) = self.daemon_hold.items.pop_front()
         {
             self.handle_daemon_item(now, item);
@@ -184,8 +167,6 @@ impl Core {
 
     /// Handles all items, because nothing else can arrive.
     pub(super) fn release_all_daemon_items(&mut self) {
-        self.daemon_hold.awaited_marks.clear();
-        self.daemon_hold.open_questions.clear();
         for item in std::mem::take(&mut self.daemon_hold.items) {
             if let DaemonItem::Reply(..) | DaemonItem::Delivery(..) = item {
                 self.handle_daemon_item(Micros(0), item);

@@ -40,6 +40,7 @@ pub(super) fn initial_ids(welcome: &Welcome) -> (u16, RequestId) {
 impl Core {
     /// Creates the links that the predecessor process has handed off.
     pub(super) fn take_over_links(&mut self, handoff: &ProcessHandoff) {
+        self.order.accept_spawn(handoff.past.clone());
         for link_state in &handoff.links {
             let mut link = Link::resume_from(self.own_tid, link_state);
             link.handle_event(Micros(0), LinkEvent::RouteUp(self.daemon_route));
@@ -154,6 +155,7 @@ impl Core {
             migration: migration_id,
             incarnation: self.incarnation,
             links: link_states,
+            past: self.order.past_for_successor(),
             deferred_notifications: self.take_unread_messages(),
         };
         let (Ok(first_frame), Ok(last_frame)) = (

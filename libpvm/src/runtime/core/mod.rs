@@ -19,7 +19,7 @@ use sempa_proto::causal::CausalOrder;
 use sempa_proto::frame::{Frame, FrameError, FrameKind, encode_control};
 use sempa_proto::link::{Link, LinkEvent, LinkFrame, LinkKind};
 use sempa_proto::message::CTX_BASE;
-use sempa_proto::sm::{SM_PLACEMENT_LEASE, SM_SPAWN_WAITS};
+use sempa_proto::sm::{SM_EXEC, SM_PLACEMENT_LEASE, SM_SPAWN_WAITS};
 use sempa_proto::task::{
     OPEN_REQUESTS_MAX, Reply, Request, RmInfo, SendWatermark, Sink, ToDaemon, ToTask, Welcome,
 };
@@ -213,8 +213,7 @@ impl Core {
             event_seq: 0,
             send_event_seq: 0,
         };
-        core.order
-            .accept_spawn(welcome.parent, (*welcome.past).clone());
+        core.order.accept_spawn((*welcome.past).clone());
         if let Some(handoff) = &welcome.handoff {
             core.take_over_links(handoff);
         }
@@ -410,6 +409,10 @@ impl Core {
     }
 
     pub(crate) fn send_to_daemon(&mut self, message: Message) -> PvmResult<()> {
+        if message.tag == SM_EXEC {
+            // The tasks that it starts begin with this past, which includes that of the spawner.
+            self.tell_past();
+        }
         let frame = encode_control(&ToDaemon::Message(message)).map_err(|_| PvmError::OutOfRes)?;
         self.push_control(frame)
     }

@@ -3,10 +3,11 @@
 
 use super::Core;
 use bytes::{Buf, Bytes};
-use sempa_proto::causal::{CTX_ORDER, OrderMessage, Position, STAMP_BYTES};
-use sempa_proto::frame::{from_bytes, to_bytes};
+use sempa_proto::causal::{CTX_ORDER, HOLD_AGE_MAX, OrderMessage, Position, STAMP_BYTES};
+use sempa_proto::frame::{encode_control, from_bytes, to_bytes};
 use sempa_proto::link::{HEAD_BYTES_MAX, Link, ReceivedMessage};
 use sempa_proto::message::{MESSAGE_HEAD_BYTES, encode_message_head};
+use sempa_proto::task::ToDaemon;
 use sempa_proto::{Message, Micros, PvmError, PvmResult, Tid};
 
 /// Size in bytes of the header of a message on a link: stamp and message header.
@@ -21,11 +22,12 @@ const HELD_MESSAGES_MAX: usize = 1 << 20;
 const LOOKS_MAX: usize = 16;
 /// Size in bytes that is reserved on a link for a list of marks.
 const LIST_BYTES_MAX: usize = 1 << 17;
-/// Time after which the senders of awaited messages are asked whether they have ended.
+/// Time after which the senders of awaited messages are asked what they have sent.
 const AWAITED_SENDER_CHECK_DELAY: Micros = Micros::from_millis(200);
-/// Maximum time for which messages wait because there are too many marks. Then they are sent, until
-/// there are fewer marks again.
-const MARK_WAIT_MAX: Micros = Micros::from_secs(1);
+/// Time between two calls of `CausalOrder::age_holds`, while anything waits for messages. A message
+/// waits for at most [`HOLD_AGE_MAX`] such times, one minute in all.
+const HOLD_AGE_INTERVAL: Micros = Micros::from_secs(5);
+const _: () = assert!(HOLD_AGE_INTERVAL.0 * HOLD_AGE_MAX as u64 == 60_000_000);
 /// Time after which peers are told that marks are settled, if no message has told it.
 const LIST_REFRESH_DELAY: Micros = Micros::from_secs(1);
 
@@ -33,9 +35,8 @@ const LIST_REFRESH_DELAY: Micros = Micros::from_secs(1);
 #[derive(Debug, Default)]
 pub(super) struct OrderTimers {
     check_senders_at: Option<Micros>,
+    age_holds_at: Option<Micros>,
     refresh_lists_at: Option<Micros>,
-    /// Time until which senders wait for settled marks; `None` if no sender needs to wait.
-    mark_wait_ends_at: Option<Micros>,
 }
 
 /// Encodes the header that precedes a message on a link.
@@ -101,20 +102,10 @@ impl Core {
             .map_err(|_| PvmError::OutOfRes)
     }
 
-    /// True if a message to this peer must wait until marks are settled, because there are too
-    /// many. The wait has a limit: the receivers may be stopped.
-    pub(in crate::runtime) fn must_wait_for_marks(&mut self, now: Micros, peer: Tid) -> bool {
-        let wait_end = &mut self.order_timers.mark_wait_ends_at;
-        if !self.order.is_full() {
-            *wait_end = None;
-            return false;
-        }
-        now < *wait_end.get_or_insert(now + MARK_WAIT_MAX) && !self.shm_routes.has_ring(peer)
-    }
-
     fn queue_order_message(&mut self, peer: Tid, message: &OrderMessage) -> PvmResult<()> {
         let body = to_bytes(message).map_err(|_| PvmError::OutOfRes)?;
-        let head = stamped_head(0, &encode_message_head(CTX_ORDER, 0, 0, 0));
+        let stamp = self.order.list_stamp();
+        let head = stamped_head(stamp, &encode_message_head(CTX_ORDER, 0, 0, 0));
         let link = self.get_or_create_link(peer).ok_or(PvmError::OutOfRes)?;
         link.send(head, body.into()).map_err(|_| PvmError::OutOfRes)
     }
@@ -186,7 +177,7 @@ impl Core {
                 self.order.accept_message(peer, position, stamp, message);
             } else if let Ok(order_message) = from_bytes(&message.body) {
                 self.order
-                    .accept_order_message(peer, position, order_message);
+                    .accept_order_message(peer, position, stamp, order_message);
             }
         }
         self.record_progress(peer);
@@ -203,7 +194,7 @@ impl Core {
     /// into the inbox.
     #[inline]
     pub(in crate::runtime) fn complete_arrivals(&mut self, now: Micros) {
-        if self.order.needs_attention() || !self.daemon_hold.is_idle() {
+        if self.order.needs_attention() {
             self.complete_waiting_arrivals(now);
         }
     }
@@ -264,6 +255,9 @@ impl Core {
         while let Some((peer, answer)) = self.order.next_answer() {
             if self.queue_order_message(peer, &answer).is_ok() {
                 self.pump_link(now, peer);
+                if answer.is_awaited() {
+                    self.shm_routes.request_drainer_of(peer);
+                }
             }
         }
     }
@@ -298,12 +292,16 @@ impl Core {
     // ---- timers
 
     pub(in crate::runtime) fn schedule_order_timers(&mut self, now: Micros) {
-        let awaits_messages =
-            self.order.is_holding_any() || self.daemon_hold.awaited_senders().next().is_some();
-        if awaits_messages && self.order_timers.check_senders_at.is_none() {
+        let is_awaiting = self.order.is_awaiting();
+        if is_awaiting && self.order_timers.check_senders_at.is_none() {
             let check_at = now + AWAITED_SENDER_CHECK_DELAY;
             self.order_timers.check_senders_at = Some(check_at);
             self.schedule_timer(check_at);
+        }
+        if is_awaiting && self.order_timers.age_holds_at.is_none() {
+            let age_at = now + HOLD_AGE_INTERVAL;
+            self.order_timers.age_holds_at = Some(age_at);
+            self.schedule_timer(age_at);
         }
         if self.order.has_stale_lists() && self.order_timers.refresh_lists_at.is_none() {
             let refresh_at = now + LIST_REFRESH_DELAY;
@@ -315,40 +313,57 @@ impl Core {
     pub(super) fn run_order_timers(&mut self, now: Micros) {
         let OrderTimers {
             check_senders_at,
+            age_holds_at,
             refresh_lists_at,
-            ..
         } = &mut self.order_timers;
         let must_check = check_senders_at.take_if(|due| *due <= now).is_some();
+        let must_age = age_holds_at.take_if(|due| *due <= now).is_some();
         let must_refresh = refresh_lists_at.take_if(|due| *due <= now).is_some();
-        let later_timers = [*check_senders_at, *refresh_lists_at];
+        let later_timers = [*check_senders_at, *age_holds_at, *refresh_lists_at];
         if must_check {
-            // A daemon answers an acknowledgement to a task that has ended with that.
-            let mut senders = self.order.awaited_senders();
-            senders.extend(self.daemon_hold.awaited_senders());
-            for sender in senders {
-                if let Some(link) = self.get_or_create_link(sender) {
-                    link.schedule_ack();
-                    self.pump_link(now, sender);
-                }
-            }
+            // A daemon answers a question to a task that has ended with that.
+            self.order.ask_awaited();
+            self.send_order_answers(now);
+        }
+        if must_age {
+            self.age_holds(now);
         }
         if must_refresh {
-            while let Some((peer, list)) = self.order.next_refreshed_list() {
-                if self.tell_if_daemon(peer, &list) {
-                    continue;
-                }
-                if self.queue_order_message(peer, &list).is_ok() {
-                    self.pump_link(now, peer);
-                    // Otherwise no message must wait for the list, and the list causes no other.
-                    if list.names(peer) {
-                        self.record_sent(now, peer);
-                    }
-                }
-            }
+            self.refresh_lists(now);
         }
         for timer_at in later_timers.into_iter().flatten() {
             self.schedule_timer(timer_at);
         }
         self.schedule_order_timers(now);
+    }
+
+    /// Delivers what has waited too long for messages of a sender that neither ends nor answers,
+    /// and reports the messages that may arrive too late.
+    fn age_holds(&mut self, now: Micros) {
+        let overdue_count = self.order.age_holds().len();
+        if overdue_count > 0
+            && let Ok(frame) = encode_control(&ToDaemon::MarksOverdue {
+                count: overdue_count as u64,
+            })
+        {
+            // A report that cannot be queued is lost.
+            let _ = self.push_control(frame);
+        }
+        self.complete_arrivals(now);
+    }
+
+    fn refresh_lists(&mut self, now: Micros) {
+        while let Some((peer, list)) = self.order.next_refreshed_list() {
+            if self.tell_if_daemon(peer, &list) {
+                continue;
+            }
+            if self.queue_order_message(peer, &list).is_ok() {
+                self.pump_link(now, peer);
+                if let Some(link) = self.links.get(&peer) {
+                    self.order.record_list_sent(peer, sent_position(link));
+                }
+            }
+        }
+        self.send_order_answers(now);
     }
 }

@@ -2,7 +2,7 @@
 //! connection.
 
 use super::*;
-use sempa_proto::causal::{MARKS_MAX, Position};
+use sempa_proto::causal::Past;
 use sempa_proto::frame::{FrameDecoder, encode_link};
 use sempa_proto::link::LinkState;
 use sempa_proto::message::{CTX_BASE, DSIG_X86_64, ENC_XDR};
@@ -544,6 +544,7 @@ fn successor_continues_links_with_new_request_ids() {
         incarnation: 2,
         restart_count: 3,
         links: vec![link_state],
+        past: Past::default(),
     };
     let mut core = Core::new(&Welcome {
         handoff: Some(Box::new(process_handoff)),
@@ -620,6 +621,7 @@ fn handoff_contains_links_and_unacked_fragments() {
             migration: MIGRATION,
             incarnation: 0,
             links: link_states,
+            past: Past { marks, .. },
             deferred_notifications: notifications,
         },
         ToDaemon::ReadyToExit {
@@ -640,6 +642,7 @@ fn handoff_contains_links_and_unacked_fragments() {
             peer_gone: false
         }]
     );
+    assert_eq!((marks.len(), marks[0].receiver), (1, PEER));
     assert_eq!((notifications.len(), notifications[0].0.end_seq), (1, 9));
     let unacked_frames = link_frames(written_frames);
     assert!(
@@ -736,6 +739,7 @@ fn exiting_task_hands_off_unread_messages() {
         incarnation: 0,
         restart_count: 1,
         links: link_states.clone(),
+        past: Past::default(),
     };
     let mut next_core = Core::new(&Welcome {
         handoff: Some(Box::new(process_handoff)),
@@ -773,30 +777,4 @@ fn exit_in_progress_cannot_be_withdrawn() {
     assert!(!core.begin_exit(), "all is said");
     receive_control(&mut core, ToTask::PrepareExit { migration: None }).expect("noted");
     assert_eq!(control_messages(&take_written(&mut core)), []);
-}
-
-/// With too many marks, messages to other hosts wait for a while and are sent then. They wait again
-/// after the number of marks has fallen.
-#[test]
-fn messages_wait_for_a_while_if_there_are_too_many_marks() {
-    let mut core = new_core();
-    let receiver = |number: usize| Tid::from_raw(0x80001 + number as i32);
-    let position = Position {
-        incarnation: 0,
-        end_seq: 2,
-    };
-    for number in 0..MARKS_MAX {
-        assert!(!core.must_wait_for_marks(Micros(0), PEER));
-        core.order.record_sent(receiver(number), position, false);
-    }
-    let (start, end) = (Micros(0), Micros::from_secs(2));
-    assert!(core.must_wait_for_marks(start, PEER));
-    assert!(!core.must_wait_for_marks(end, PEER));
-    core.send(end, message(PEER, 1, Bytes::new()))
-        .expect("the message is sent");
-    core.order.handle_peer_end(receiver(0));
-    core.order.handle_peer_end(receiver(1));
-    assert!(!core.must_wait_for_marks(end, PEER));
-    core.order.record_sent(receiver(MARKS_MAX), position, false);
-    assert!(core.must_wait_for_marks(end, PEER));
 }

@@ -25,9 +25,6 @@ enum SpinEnd {
     RingRecord,
 }
 
-/// Interval at which a sender checks whether marks are settled.
-const MARK_POLL_INTERVAL: Duration = Duration::from_millis(1);
-
 impl StateGuard<'_> {
     /// Spins for a short time if recent spins were successful. Returns true if there is an event,
     /// or if other threads are blocked on the lock.
@@ -269,20 +266,6 @@ impl StateGuard<'_> {
         }
         self.core.direct_routes.record_sleeping_app_thread(false);
         doorbell.set_notify_always(shared_state.ready_event.get().is_some());
-    }
-
-    /// Waits until the task has fewer marks or the wait has reached its limit; see
-    /// [`Core::must_wait_for_marks`](super::super::core::Core::must_wait_for_marks).
-    pub(crate) fn wait_for_settled_marks(&mut self, peer: Tid) {
-        loop {
-            let now = self.now();
-            if !self.core.must_wait_for_marks(now, peer) || !self.core.is_connected() {
-                return;
-            }
-            self.poll_incoming();
-            self.write_outbox();
-            self.wait_for_event(Some(MARK_POLL_INTERVAL));
-        }
     }
 
     /// Sleeps until bytes have been written or the connection has changed, for at most `timeout`.

@@ -288,6 +288,13 @@ impl ShmRoutes {
         self.slots_by_peer.is_empty()
     }
 
+    /// Lets this peer read its ring soon, even while its program computes.
+    pub(crate) fn request_drainer_of(&mut self, peer: Tid) {
+        let ring = self.slot(peer).and_then(|slot| self.ring_mut(slot));
+        let wake = ring.and_then(|ring| ring.request_drainer());
+        self.pending_wakes.extend(wake);
+    }
+
     /// True if the next message to this task is expected through a ring, not from the daemon.
     pub(crate) fn expects_ring_message(&self) -> bool {
         self.expected_peer.is_some()

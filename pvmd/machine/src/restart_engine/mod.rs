@@ -431,8 +431,10 @@ impl Machine {
             launch.restart_count += 1;
             launch.restart_count
         });
-        let (handoff, handoff_items, inbox_items) =
+        let (mut handoff, handoff_items, inbox_items) =
             log.into_handoff(restart_count, task.inbox.drain());
+        // The process may have sent more messages after its handoff.
+        handoff.past.clock = handoff.past.clock.max(task.past.clock);
         task.handoff = Some(Box::new(handoff));
         handoff_items
             .into_iter()

@@ -1,13 +1,20 @@
 //! Services tell the tasks that use them which messages of other tasks are in transit.
 
+use super::handoff_log::procs_of;
+use super::restart_engine::{self, migrate};
+use super::scenario::list_events;
 use super::sim::{Sim, host};
-use super::tasks::{spawn_request, spawned_tids};
-use sempa_proto::Tid;
-use sempa_proto::causal::Mark;
+use super::tasks::{send_to_daemon, spawn_request, spawned_tids};
+use crate::{Event, HostId};
+use sempa_proto::causal::{Mark, Past, STAMP_MAX};
+use sempa_proto::event::EventKind;
 use sempa_proto::group::GroupRequest;
+use sempa_proto::sm::{SM_EXEC, SM_EXECACK, pack_exec, unpack_tids};
 use sempa_proto::task::{
-    MailboxRequest, NotifyRequest, NotifySubjects, Reply, Request, SPAWN_HOST, SpawnRequest, ToTask,
+    MailboxRequest, NotifyRequest, NotifySubjects, Reply, Request, RmServices, SPAWN_HOST,
+    SpawnRequest, ToDaemon, ToTask,
 };
+use sempa_proto::{Micros, Tid};
 
 const SIGUSR1: i32 = 10;
 const SIGKILL: i32 = 9;
@@ -17,7 +24,9 @@ fn mark(receiver: Tid, sender: Tid, end_seq: u64) -> Mark {
         receiver,
         sender,
         incarnation: 0,
+        sender_incarnation: 0,
         end_seq,
+        stamp: end_seq,
     }
 }
 
@@ -152,7 +161,11 @@ fn exit_notification_follows_messages_to_others() {
     sim.run_until("the watcher is notified", |sim| {
         !sim.procs[a].notifications(5).is_empty()
     });
-    assert_eq!(told_lists(&sim, a), [[mark(c_tid, b_tid, 2)]]);
+    let last_words = Mark {
+        stamp: STAMP_MAX,
+        ..mark(c_tid, b_tid, 2)
+    };
+    assert_eq!(told_lists(&sim, a), [[last_words]]);
 }
 
 /// A signal waits until the library of its task has the earlier messages, but not for ever; a
@@ -180,4 +193,77 @@ fn signal_waits_for_earlier_messages() {
     assert_eq!(questions(&sim), 2);
     assert_eq!(sim.ask(a, signal(SIGKILL)), Reply::Done);
     assert_eq!(questions(&sim), 2);
+}
+
+/// A task that a resource manager starts begins with the past of the resource manager, which
+/// includes that of the spawner, wherever it starts.
+#[test]
+fn task_of_resource_manager_begins_with_its_marks() {
+    for target in [HostId::MASTER, host(2)] {
+        let (mut sim, procs, [a_tid, b_tid, c_tid]) = three_tasks(6);
+        let rm = sim.enrol(HostId::MASTER);
+        let services = RmServices {
+            placement: true,
+            vm_requests: false,
+            task_exits: false,
+        };
+        sim.ask(rm, Request::RegisterRm(services));
+        sim.run_until("the hosts know", |sim| {
+            procs.iter().all(|proc| sim.procs[*proc].rm_info.is_some())
+        });
+        let in_transit = mark(b_tid, a_tid, 9);
+        sim.tell_marks(rm, vec![in_transit]);
+        let exec = pack_exec(c_tid, &spawn_request("child", 1), 0, 1);
+        send_to_daemon(&mut sim, rm, target.daemon_tid(), SM_EXEC, 7, exec);
+        sim.run_until("the task is started", |sim| {
+            !sim.procs[rm].notifications(SM_EXECACK).is_empty()
+        });
+        let ack = sim.procs[rm].notifications(SM_EXECACK)[0].clone();
+        let child = unpack_tids(ack.body).expect("tids")[0].expect("started");
+        sim.run_until("the child is welcome", |sim| {
+            sim.procs[sim.proc_of(child)].welcome.is_some()
+        });
+        let welcome = sim.procs[sim.proc_of(child)].welcome.as_ref();
+        assert_eq!(welcome.expect("just seen").past.marks, [in_transit]);
+    }
+}
+
+/// A process that replaces an earlier process of the same task knows the marks of that process.
+#[test]
+fn next_process_begins_with_marks_of_the_previous_one() {
+    let (mut sim, console) = Sim::cluster(7, 3);
+    let request = restart_engine::spawn_request("child", "own:wait=3", "h2");
+    let tid = restart_engine::spawn(&mut sim, console, request);
+    let past = Past {
+        clock: 17,
+        marks: vec![mark(sim.procs[console].tid(), Tid::from_raw(0x40009), 3)],
+    };
+    let first_proc = sim.proc_of(tid);
+    sim.procs[first_proc].past = past.clone();
+    assert!(migrate(&mut sim, console, tid, "h3").is_ok());
+    let procs = procs_of(&sim, tid);
+    let welcome = sim.procs[procs[1]].welcome.as_ref().expect("it is there");
+    assert_eq!(welcome.handoff.as_ref().expect("replaced").past, past);
+}
+
+/// The event log names a task that no longer waits for messages.
+#[test]
+fn overdue_marks_are_recorded() {
+    let (mut sim, console) = Sim::cluster(8, 2);
+    let waiting = sim.enrol(host(2));
+    let (conn, host_id) = (sim.procs[waiting].conn.expect("connected"), host(2));
+    let message = ToDaemon::MarksOverdue { count: 3 };
+    sim.send_from_proc(conn, host_id, Event::TaskControl { conn, message });
+    let name = sim.procs[waiting].tid().to_string();
+    sim.run_until("the daemon has it", |sim| {
+        let log = &sim.nodes[&host(2)].log;
+        log.iter().any(|line| line.contains("has waited too long"))
+    });
+    let is_report = |event: &EventKind| match event {
+        EventKind::Note { text } => text.starts_with(&name),
+        _ => false,
+    };
+    sim.advance(Micros::from_millis(20));
+    let events = list_events(&mut sim, console);
+    assert!(events.iter().any(is_report), "{events:?}");
 }

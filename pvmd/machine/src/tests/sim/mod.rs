@@ -29,6 +29,7 @@ use fake_world::FakeWorld;
 pub(super) use procs::{Proc, Received};
 pub(super) use respawn::EXIT_REQUEST_TAG;
 use rng::Rng;
+use sempa_proto::causal::Past;
 use sempa_proto::ids::RouteId;
 use sempa_proto::link::{Link, LinkEvent, LinkFrame};
 use sempa_proto::message::DSIG_X86_64;
@@ -425,6 +426,7 @@ impl Sim {
             images_remain: false,
             cpu_micros: 0,
             answers_pings: false,
+            past: Past::default(),
             answers_marks: false,
             child_holds_socket: false,
         });

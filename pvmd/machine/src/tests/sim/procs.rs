@@ -3,6 +3,7 @@
 use super::{Sim, SimEvent};
 use crate::{ConnId, Event};
 use bytes::Bytes;
+use sempa_proto::causal::Past;
 use sempa_proto::link::{Link, LinkEvent};
 use sempa_proto::message::DSIG_X86_64;
 use sempa_proto::rm::CTX_RM;
@@ -49,6 +50,8 @@ pub(in crate::tests) struct Proc {
     /// Route messages and the daemon's messages about peers, in order of arrival.
     pub(in crate::tests) daemon_messages: Vec<ToTask>,
     pub(super) deferred_notifications: Vec<(SendWatermark, Message)>,
+    /// The past that the library hands off to the next process.
+    pub(in crate::tests) past: Past,
     /// True if the library answers at once that awaited messages have arrived.
     pub(in crate::tests) answers_marks: bool,
     pub(super) quiesce_request: Option<(MigrationId, Vec<PathBuf>)>,

@@ -52,6 +52,7 @@ impl Sim {
             migration,
             incarnation,
             links,
+            past: std::mem::take(&mut p.past),
             deferred_notifications,
         };
         self.send_from_proc(
