@@ -162,23 +162,16 @@ impl Buffer {
         }
     }
 
-    /// Creates a buffer that contains a received message with a body of at most
-    /// [`INLINE_BODY_BYTES_MAX`] bytes.
-    pub(crate) fn from_small_message(head: &SmallMessageHead, dst: i32, body: Vec<u8>) -> Self {
-        Self {
-            enc: Enc::from_header_field(head.enc),
-            body: Body::Unsealed(body),
-            list_entry: None,
-            read_offset: 0,
-            ctx: head.ctx,
-            tag: head.tag,
-            wid: head.wid,
-            src: head.src.raw(),
-            dst,
-        }
+    /// Sets the header of a received message whose body is in [`Buffer::unsealed_memory`].
+    #[inline]
+    pub(crate) fn set_small_message_head(&mut self, head: &SmallMessageHead, dst: i32) {
+        (self.enc, self.list_entry, self.read_offset) = (Enc::from_header_field(head.enc), None, 0);
+        (self.ctx, self.tag, self.wid) = (head.ctx, head.tag, head.wid);
+        (self.src, self.dst) = (head.src.raw(), dst);
     }
 
     /// Returns the part of the header by which receive calls select messages.
+    #[inline]
     pub(crate) fn header(&self) -> Header {
         Header {
             src: self.src,
@@ -233,6 +226,21 @@ impl Buffer {
         match &mut self.body {
             Body::Unsealed(bytes) => Ok(bytes),
             _ => Err(PvmError::BadMsg),
+        }
+    }
+
+    /// Returns the body of raw data for appending, if its memory has space for `added_bytes` bytes.
+    #[inline]
+    pub(crate) fn raw_body_with_space(&mut self, added_bytes: usize) -> Option<&mut Vec<u8>> {
+        match &mut self.body {
+            Body::Unsealed(bytes)
+                if self.enc == Enc::Raw
+                    && bytes.capacity() <= BODY_BYTES_MAX
+                    && added_bytes <= bytes.capacity() - bytes.len() =>
+            {
+                Some(bytes)
+            }
+            _ => None,
         }
     }
 
@@ -361,15 +369,31 @@ impl Buffer {
         (self.ctx, self.tag, self.dst, self.src) = (ctx, tag, dst.raw(), src.raw());
     }
 
-    /// Removes and returns the memory of the body for reuse. Returns `None` if the capacity of the
-    /// memory is larger than [`SPARE_BYTES_MAX`], and for an empty, sealed or in-place body.
+    /// True if the body is unsealed and its memory is reserved for a new buffer when this buffer is
+    /// freed.
     #[inline]
-    pub(crate) fn take_small_memory(&mut self) -> Option<Vec<u8>> {
+    fn has_small_memory(&self) -> bool {
+        matches!(&self.body, Body::Unsealed(bytes) if bytes.capacity() <= SPARE_BYTES_MAX)
+    }
+
+    /// Makes this buffer, whose body is unsealed, an empty one. The memory of the body stays.
+    #[inline]
+    fn reset(&mut self, enc: Enc, src: i32) {
+        self.unsealed_memory().clear();
+        (self.enc, self.list_entry, self.read_offset) = (enc, None, 0);
+        (self.ctx, self.tag, self.wid) = (0, 0, 0);
+        (self.src, self.dst) = (src, 0);
+    }
+
+    /// Returns the memory of an unsealed body. A body of another kind is dropped.
+    #[inline]
+    pub(crate) fn unsealed_memory(&mut self) -> &mut Vec<u8> {
+        if !matches!(self.body, Body::Unsealed(_)) {
+            self.body = Body::Unsealed(Vec::new());
+        }
         match &mut self.body {
-            Body::Unsealed(bytes) if (1..=SPARE_BYTES_MAX).contains(&bytes.capacity()) => {
-                Some(std::mem::take(bytes))
-            }
-            _ => None,
+            Body::Unsealed(bytes) => bytes,
+            _ => unreachable!("the body was just replaced"),
         }
     }
 
@@ -409,10 +433,14 @@ pub(crate) fn len_as_int(len: usize) -> i32 {
 /// first.
 #[derive(Default)]
 pub(crate) struct Buffers {
-    slots: Vec<Option<Buffer>>,
+    slots: Vec<Option<Box<Buffer>>>,
     free_slots: Vec<usize>,
-    /// Memory of freed small buffers, for new buffers.
-    spare_memories: Vec<Vec<u8>>,
+    /// Freed buffers with little memory, for new buffers.
+    #[expect(
+        clippy::vec_box,
+        reason = "a buffer moves between this list and a slot by its address"
+    )]
+    spare_buffers: Vec<Box<Buffer>>,
 }
 
 impl Buffers {
@@ -420,30 +448,51 @@ impl Buffers {
         self.slots.iter().flatten().count()
     }
 
-    /// Creates an empty buffer and returns its number. Reuses the spare memory if there is any.
+    /// Creates an empty buffer and returns its number. Reuses the memory of a freed buffer if there
+    /// is any.
     ///
     /// # Errors
     /// As [`Buffers::add`].
     pub(crate) fn create(&mut self, enc: Enc, src: i32) -> PvmResult<i32> {
-        let mut buffer = Buffer::new(enc, src);
-        if let Body::Unsealed(bytes) = &mut buffer.body {
-            *bytes = self.take_spare_memory();
-            bytes.clear();
+        if enc == Enc::InPlace {
+            return self.add(Box::new(Buffer::new(enc, src)));
         }
+        let mut buffer = self.take_spare_buffer();
+        buffer.reset(enc, src);
         self.add(buffer)
     }
 
-    /// Removes and returns memory for a new buffer. The memory may contain bytes.
+    /// Creates an empty buffer in the memory of the buffer `mid`, which is freed. Returns the
+    /// number of the new buffer; `None` if the memory is not suitable. Numbers are assigned as by
+    /// [`Buffers::create`] and [`Buffers::free`].
     #[inline]
-    pub(crate) fn take_spare_memory(&mut self) -> Vec<u8> {
-        self.spare_memories.pop().unwrap_or_default()
+    pub(crate) fn recreate(&mut self, mid: i32, enc: Enc, src: i32) -> Option<i32> {
+        let old_index = Self::slot_index(mid).ok()?;
+        let old_slot = self.slots.get_mut(old_index)?;
+        let is_suitable =
+            |buffer: &Buffer| buffer.list_entry.is_none() && buffer.has_small_memory();
+        if enc == Enc::InPlace || !old_slot.as_deref().is_some_and(is_suitable) {
+            return None;
+        }
+        let new_index = std::mem::replace(self.free_slots.last_mut()?, old_index);
+        let mut buffer = old_slot.take()?;
+        buffer.reset(enc, src);
+        self.slots[new_index] = Some(buffer);
+        Some(new_index as i32 + 1)
     }
 
-    /// Reserves memory for a new buffer.
+    /// Removes and returns a freed buffer, or creates one. Its body is unsealed.
     #[inline]
-    pub(crate) fn keep_spare_memory(&mut self, memory: Vec<u8>) {
-        if self.spare_memories.len() < SPARE_COUNT_MAX {
-            self.spare_memories.push(memory);
+    pub(crate) fn take_spare_buffer(&mut self) -> Box<Buffer> {
+        let spare_buffer = self.spare_buffers.pop();
+        spare_buffer.unwrap_or_else(|| Box::new(Buffer::new(Enc::Raw, 0)))
+    }
+
+    /// Reserves the memory of a buffer for a new one, unless the memory is large.
+    #[inline]
+    pub(crate) fn keep_spare_buffer(&mut self, buffer: Box<Buffer>) {
+        if self.spare_buffers.len() < SPARE_COUNT_MAX && buffer.has_small_memory() {
+            self.spare_buffers.push(buffer);
         }
     }
 
@@ -454,24 +503,28 @@ impl Buffers {
     /// As [`Buffers::get`].
     #[inline]
     pub(crate) fn free(&mut self, mid: i32) -> PvmResult<Option<ListEntry>> {
-        let index = Self::slot_index(mid)?;
-        let slot = self.slots.get_mut(index).ok_or(PvmError::NoSuchBuf)?;
-        let buffer = slot.as_mut().ok_or(PvmError::NoSuchBuf)?;
+        let buffer = self.take(mid)?;
         let list_entry = buffer.list_entry;
-        let spare_memory = buffer.take_small_memory();
-        *slot = None;
-        self.free_slots.push(index);
-        if let Some(memory) = spare_memory {
-            self.keep_spare_memory(memory);
-        }
+        self.keep_spare_buffer(buffer);
         Ok(list_entry)
+    }
+
+    /// Empties the slot of the buffer with this number.
+    #[inline]
+    fn take(&mut self, mid: i32) -> PvmResult<Box<Buffer>> {
+        let index = Self::slot_index(mid)?;
+        let buffer = self.slots.get_mut(index).and_then(Option::take);
+        let buffer = buffer.ok_or(PvmError::NoSuchBuf)?;
+        self.free_slots.push(index);
+        Ok(buffer)
     }
 
     /// Stores a buffer and returns its number.
     ///
     /// # Errors
     /// `NoMem` if there are [`BUFFER_COUNT_MAX`] buffers already.
-    pub(crate) fn add(&mut self, buffer: Buffer) -> PvmResult<i32> {
+    #[inline]
+    pub(crate) fn add(&mut self, buffer: Box<Buffer>) -> PvmResult<i32> {
         let slot = match self.free_slots.pop() {
             Some(slot) => slot,
             None if self.slots.len() >= BUFFER_COUNT_MAX => return Err(PvmError::NoMem),
@@ -498,7 +551,7 @@ impl Buffers {
     pub(crate) fn get(&self, mid: i32) -> PvmResult<&Buffer> {
         self.slots
             .get(Self::slot_index(mid)?)
-            .and_then(Option::as_ref)
+            .and_then(Option::as_deref)
             .ok_or(PvmError::NoSuchBuf)
     }
 
@@ -509,7 +562,7 @@ impl Buffers {
     pub(crate) fn get_mut(&mut self, mid: i32) -> PvmResult<&mut Buffer> {
         self.slots
             .get_mut(Self::slot_index(mid)?)
-            .and_then(Option::as_mut)
+            .and_then(Option::as_deref_mut)
             .ok_or(PvmError::NoSuchBuf)
     }
 
@@ -518,14 +571,7 @@ impl Buffers {
     /// # Errors
     /// As [`Buffers::get`].
     pub(crate) fn remove(&mut self, mid: i32) -> PvmResult<Buffer> {
-        let slot = Self::slot_index(mid)?;
-        let buffer = self
-            .slots
-            .get_mut(slot)
-            .and_then(Option::take)
-            .ok_or(PvmError::NoSuchBuf)?;
-        self.free_slots.push(slot);
-        Ok(buffer)
+        self.take(mid).map(|buffer| *buffer)
     }
 }
 
@@ -536,15 +582,22 @@ mod tests {
     #[test]
     fn buffer_numbers_are_positive_and_reused() {
         let mut buffers = Buffers::default();
-        let first_mid = buffers.add(Buffer::new(Enc::Xdr, 0)).expect("room");
-        let second_mid = buffers.add(Buffer::new(Enc::Raw, 0)).expect("room");
+        let first_mid = buffers
+            .add(Box::new(Buffer::new(Enc::Xdr, 0)))
+            .expect("room");
+        let second_mid = buffers
+            .add(Box::new(Buffer::new(Enc::Raw, 0)))
+            .expect("room");
         assert!(first_mid > 0 && second_mid > 0 && first_mid != second_mid);
         assert!(buffers.remove(first_mid).is_ok());
         assert_eq!(buffers.get(first_mid).err(), Some(PvmError::NoSuchBuf));
         assert_eq!(buffers.get(-1).err(), Some(PvmError::BadParam));
         assert_eq!(buffers.get(0).err(), Some(PvmError::BadParam));
         assert_eq!(buffers.get(i32::MAX).err(), Some(PvmError::NoSuchBuf));
-        assert_eq!(buffers.add(Buffer::new(Enc::Xdr, 0)), Ok(first_mid));
+        assert_eq!(
+            buffers.add(Box::new(Buffer::new(Enc::Xdr, 0))),
+            Ok(first_mid)
+        );
     }
 
     /// Packing into a sent buffer and sending the buffer again does not change the first message.

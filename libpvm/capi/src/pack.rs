@@ -202,6 +202,16 @@ fn pack_array<T: Copy>(
 /// `NotImpl` for a stride other than 1 in place, `BadMsg` if the buffer cannot be appended to,
 /// `NoMem` if the body becomes longer than [`BODY_BYTES_MAX`].
 pub(crate) fn pack_numbers<T: Packable>(buffer: &mut Buffer, items: &Strided<T>) -> PvmResult<()> {
+    if let Some(out) = buffer.raw_body_with_space(items.byte_len())
+        && let Some(bytes) = items.as_bytes()
+    {
+        // A copy of constant size needs no call.
+        match <&[u8; 4]>::try_from(bytes) {
+            Ok(word) => out.extend_from_slice(word),
+            Err(_) => out.extend_from_slice(bytes),
+        }
+        return Ok(());
+    }
     let packed_bytes_max = items.len().saturating_mul(T::XDR_BYTES.max(size_of::<T>()));
     if buffer.is_pooled() {
         check_body_limit(buffer.len(), packed_bytes_max)?;

@@ -37,6 +37,7 @@ pub(crate) struct Request {
 
 impl Request {
     /// The library's own matching rule.
+    #[inline]
     pub(crate) fn matches(&self, header: Header) -> bool {
         (self.src == -1 || self.src == header.src)
             && (self.tag == -1 || self.tag == header.tag)
@@ -129,6 +130,12 @@ pub(crate) struct ReceivableList {
 }
 
 impl ReceivableList {
+    /// True if no message can be received.
+    #[inline]
+    pub(crate) fn is_empty(&self) -> bool {
+        self.ends.forward == NO_ENTRY
+    }
+
     /// Number of the next message. All messages that were ever in the list have lower numbers.
     pub(crate) fn next_seq(&self) -> u64 {
         self.next_seq

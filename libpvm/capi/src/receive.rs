@@ -77,7 +77,13 @@ thread_local! {
     static IN_HANDLER: Cell<bool> = const { Cell::new(false) };
 }
 
+#[inline]
 pub(crate) fn is_in_handler() -> bool {
+    HANDLER_RUNS.load(Relaxed) && is_handler_thread()
+}
+
+#[cold]
+fn is_handler_thread() -> bool {
     IN_HANDLER.get()
 }
 
@@ -109,6 +115,7 @@ pub(crate) fn lock_arrivals() -> ArrivalsGuard {
 }
 
 /// Returns the right to take in messages; `None` if another thread has this right.
+#[inline]
 fn try_lock_arrivals() -> Option<ArrivalsGuard> {
     let mut arrivals = ARRIVALS.try_lock()?;
     clear_if_forgotten(&mut arrivals);
@@ -155,6 +162,7 @@ pub(crate) fn forget_arrivals() {
 }
 
 /// Completes a call of [`forget_arrivals`].
+#[inline]
 fn clear_if_forgotten(arrivals: &mut ArrivalsGuard) {
     if MUST_FORGET_ARRIVALS.load(Relaxed) && MUST_FORGET_ARRIVALS.swap(false, SeqCst) {
         arrivals.clear();
@@ -203,7 +211,7 @@ pub(crate) fn take_in_after_send(mut session: SessionGuard) {
     let is_known_message_in_ring = RING_HAS_MESSAGE.load(Relaxed);
     if is_known_message_in_ring {
         RING_HAS_MESSAGE.store(false, Relaxed);
-        if try_take_in_small(&mut session, None).is_some() {
+        if try_take_in_small(&mut session, None, true).is_some() {
             return;
         }
     }
@@ -324,7 +332,7 @@ fn take_in_small(
     waits: bool,
 ) -> (SessionGuard, SmallIntake) {
     let intake_count = INTAKE_COUNT.load(Relaxed);
-    if let Some(intake) = try_take_in_small(&mut session, request) {
+    if let Some(intake) = try_take_in_small(&mut session, request, true) {
         return (session, intake);
     }
     let Some(rt) = session.runtime.clone().filter(|_| waits) else {
@@ -337,7 +345,7 @@ fn take_in_small(
         return (session, SmallIntake::Other(Intake::Uncounted));
     }
     let intake = has_record
-        .then(|| try_take_in_small(&mut session, request))
+        .then(|| try_take_in_small(&mut session, request, false))
         .flatten()
         .unwrap_or(SmallIntake::Other(Intake::Nothing));
     (session, intake)
@@ -346,7 +354,11 @@ fn take_in_small(
 /// Takes in a small message that is in a ring on this host. Returns `None` if there is none, or if
 /// the message must be taken in in the ordinary way.
 #[inline]
-fn try_take_in_small(session: &mut SessionGuard, request: Option<&Request>) -> Option<SmallIntake> {
+fn try_take_in_small(
+    session: &mut SessionGuard,
+    request: Option<&Request>,
+    looks_ahead: bool,
+) -> Option<SmallIntake> {
     let Session {
         runtime: Some(rt),
         buffers,
@@ -360,13 +372,13 @@ fn try_take_in_small(session: &mut SessionGuard, request: Option<&Request>) -> O
         return None;
     }
     let _right = try_lock_arrivals()?;
-    let mut body = buffers.take_spare_memory();
-    let Some(head) = rt.try_receive_small(&mut body) else {
-        buffers.keep_spare_memory(body);
+    let mut buffer = buffers.take_spare_buffer();
+    let Some(head) = rt.try_receive_small(buffer.unsealed_memory(), looks_ahead) else {
+        buffers.keep_spare_buffer(buffer);
         return None;
     };
     RING_HAS_MESSAGE.store(head.is_followed, Relaxed);
-    let buffer = Buffer::from_small_message(&head, rt.tid().raw(), body);
+    buffer.set_small_message_head(&head, rt.tid().raw());
     // See `take_in` for errors.
     let mut intake = SmallIntake::Other(Intake::OneMessage);
     if request.is_some_and(|request| request.matches(buffer.header())) {
@@ -396,7 +408,7 @@ fn dispatch_message(rt: &Runtime, message: Message) {
     // could report the error.
     match session.handlers.find(&filter) {
         Some(handler) => {
-            let Ok(mid) = session.buffers.add(Buffer::from_message(message)) else {
+            let Ok(mid) = session.buffers.add(Buffer::from_message(message).into()) else {
                 return;
             };
             drop(session);
@@ -435,6 +447,7 @@ fn run_handler(handler: HandlerFn, mid: i32, ctx: i32) {
             int_item("SRC", buffer.src),
         ]
     });
+    // No other thread runs a handler: only one thread has the right to take in messages.
     IN_HANDLER.set(true);
     HANDLER_RUNS.store(true, Relaxed);
     trace::run_program_code(|| handler(mid));
@@ -686,6 +699,31 @@ enum WaitEnd {
     OtherThreadHasTakenIn,
 }
 
+/// Receives the next message as [`receive`] does, if the message is small, waits in a ring of this
+/// host and matches, and if no message of the list matches. Returns `None` if the call must receive
+/// in the ordinary way. A small message that does not match is in the list then.
+#[inline]
+fn receive_small(tid: i32, tag: i32) -> Option<i32> {
+    let mut session = session::lock();
+    let rt = session.runtime.as_ref()?;
+    let is_valid = rt.is_connected() && is_valid_request(tid, tag) && !is_in_handler();
+    if !is_valid || session.matcher.is_some() {
+        return None;
+    }
+    let request = request_in_context(tid, tag);
+    if !session.receivable.is_empty() && session.find_receivable(&request).is_some() {
+        return None;
+    }
+    session.free_receive_buffer();
+    match try_take_in_small(&mut session, Some(&request), true)? {
+        SmallIntake::Match(mid) => {
+            session.receive_buffer_id = mid;
+            Some(mid)
+        }
+        SmallIntake::Other(_) => None,
+    }
+}
+
 /// Receives a message, makes its buffer the active receive buffer and returns the buffer's number;
 /// `None` if no message arrives in time. The previous active receive buffer is freed, even if no
 /// message arrives.
@@ -694,6 +732,11 @@ pub(crate) fn receive(
     tag: i32,
     wait_mode: WaitMode,
 ) -> Result<Option<i32>, ReceiveError> {
+    if wait_mode == WaitMode::Forever
+        && let Some(mid) = receive_small(tid, tag)
+    {
+        return Ok(Some(mid));
+    }
     let (mut session, Some(mid)) =
         wait_for_message(tid, tag, wait_mode, true, Session::free_receive_buffer)?
     else {

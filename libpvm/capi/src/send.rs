@@ -42,11 +42,11 @@ fn check_destination(tid: i32, tag: i32) -> PvmResult<()> {
 /// buffer, `SysErr` without a daemon.
 pub(crate) fn send_active_buffer(tid: i32, tag: i32) -> PvmResult<()> {
     let mut session = session::lock();
-    session.runtime_or_enrol()?;
     if try_send_inline(&mut session, tid, tag) {
         receive::take_in_after_send(session);
         return Ok(());
     }
+    session.runtime_or_enrol()?;
     drop(session);
     send_through_queue(tid, tag)
 }

@@ -118,7 +118,7 @@ impl Session {
     /// # Errors
     /// As [`Buffers::add`].
     pub(crate) fn queue_message(&mut self, message: Message) -> PvmResult<()> {
-        self.queue_buffer(Buffer::from_message(message))
+        self.queue_buffer(Buffer::from_message(message).into())
     }
 
     /// As [`Session::queue_message`], for a message that is stored in `buffer`.
@@ -126,7 +126,7 @@ impl Session {
     /// # Errors
     /// As [`Buffers::add`].
     #[inline]
-    pub(crate) fn queue_buffer(&mut self, buffer: Buffer) -> PvmResult<()> {
+    pub(crate) fn queue_buffer(&mut self, buffer: Box<Buffer>) -> PvmResult<()> {
         let header = buffer.header();
         let mid = self.buffers.add(buffer)?;
         self.buffers.get_mut(mid)?.list_entry = Some(self.receivable.push(mid, header));
@@ -180,6 +180,19 @@ impl Session {
     pub(crate) fn new_buffer(&mut self, enc: Enc) -> PvmResult<i32> {
         let src = pvmmytid.load(Relaxed).max(0);
         self.buffers.create(enc, src)
+    }
+
+    /// Creates an empty send buffer in the memory of the active one, which is freed. Returns the
+    /// number of the new buffer; `None` if this is not possible.
+    #[inline]
+    pub(crate) fn recreate_send_buffer(&mut self, enc: Enc) -> Option<i32> {
+        let src = pvmmytid.load(Relaxed).max(0);
+        let previous_mid = self.send_buffer_id;
+        if previous_mid == self.receive_buffer_id {
+            return None;
+        }
+        self.send_buffer_id = self.buffers.recreate(previous_mid, enc, src)?;
+        Some(self.send_buffer_id)
     }
 
     /// True if taking in a message may have an effect that the program sees at once: the program

@@ -77,6 +77,7 @@ pub(crate) fn run_program_code<R>(program_code: impl FnOnce() -> R) -> R {
 }
 
 /// True if the trace of this task is sent to another task.
+#[inline]
 fn has_tracer() -> bool {
     let tracer_tid = pvmtrc.trace_tid.load(Relaxed);
     tracer_tid > 0 && tracer_tid != pvmmytid.load(Relaxed)
@@ -112,6 +113,31 @@ pub(crate) fn traced_call<R>(
         }
         record_call(in_call, event, entry_items, body, exit_items)
     })
+}
+
+/// As [`traced_call`], for a call whose `body` makes no other calls of the interface, except in
+/// code of the program.
+#[inline]
+pub(crate) fn traced_leaf_call<R>(
+    event: &str,
+    entry_items: impl FnOnce() -> Vec<TraceItem>,
+    body: impl FnOnce() -> R,
+    exit_items: impl FnOnce(&R) -> Vec<TraceItem>,
+) -> R {
+    if !has_tracer() && pvmmytid.load(Relaxed) != -1 {
+        return body();
+    }
+    record_leaf_call(event, entry_items, body, exit_items)
+}
+
+#[cold]
+fn record_leaf_call<R>(
+    event: &str,
+    entry_items: impl FnOnce() -> Vec<TraceItem>,
+    body: impl FnOnce() -> R,
+    exit_items: impl FnOnce(&R) -> Vec<TraceItem>,
+) -> R {
+    traced_call(event, entry_items, body, exit_items)
 }
 
 /// Runs a call and records the call if its event is enabled. If the call itself enrols the process,

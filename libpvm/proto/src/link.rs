@@ -17,12 +17,15 @@ mod frame;
 mod handoff;
 mod placed;
 mod small;
+mod window;
 
 pub use self::frame::{
     CPU_HINT_INDEX, FLAG_OUT_OF_LINE, FrameRef, LINK_HEAD_BYTES, LinkFrame, LinkKind, Payload,
     SHORT_HEAD_BYTES, decode_short_head, encode_short_head,
 };
 pub use self::handoff::LinkState;
+pub use self::small::SmallFrame;
+use self::window::Window;
 
 use crate::buffer_pool;
 use crate::ids::{Micros, RouteId, Tid};
@@ -144,6 +147,18 @@ fn fragment_count(message_bytes: usize) -> u64 {
     (message_bytes.div_ceil(FRAGMENT_BYTES_MAX) as u64).max(1)
 }
 
+/// Copies the header of a message, which has at most [`HEAD_BYTES_MAX`] bytes.
+#[inline]
+fn copy_head(head: &[u8]) -> [u8; HEAD_BYTES_MAX] {
+    assert!(
+        head.len() <= HEAD_BYTES_MAX,
+        "a message's header has a limit"
+    );
+    let mut head_bytes = [0; HEAD_BYTES_MAX];
+    head_bytes[..head.len()].copy_from_slice(head);
+    head_bytes
+}
+
 /// A message that is retained until all its fragments are acknowledged.
 #[derive(Clone, Debug)]
 struct RetainedMessage {
@@ -157,17 +172,11 @@ struct RetainedMessage {
 impl RetainedMessage {
     #[inline]
     fn new(first_seq: u64, head: &[u8], body: Body) -> Self {
-        assert!(
-            head.len() <= HEAD_BYTES_MAX,
-            "a message's header has a limit"
-        );
-        let mut head_bytes = [0; HEAD_BYTES_MAX];
-        head_bytes[..head.len()].copy_from_slice(head);
         let count = fragment_count(head.len() + body.bytes().len());
         Self {
             first_seq,
             fragment_count: count,
-            head: head_bytes,
+            head: copy_head(head),
             head_len: head.len() as u8,
             body,
         }
@@ -219,9 +228,7 @@ struct SendHalf {
     first_unsent_seq: u64,
     /// Number after the last queued fragment.
     end_seq: u64,
-    /// Sizes in bytes of the fragments `acked_below..next_seq`.
-    in_flight_sizes: VecDeque<usize>,
-    in_flight_bytes: usize,
+    window: Window,
     probe_due_at: Option<Micros>,
     probe_delay: Micros,
     probe_pending: bool,
@@ -360,8 +367,7 @@ impl Link {
                 next_seq: 1,
                 first_unsent_seq: 1,
                 end_seq: 1,
-                in_flight_sizes: VecDeque::new(),
-                in_flight_bytes: 0,
+                window: Window::default(),
                 probe_due_at: None,
                 probe_delay: PROBE_DELAY,
                 probe_pending: false,
@@ -497,13 +503,12 @@ impl Link {
     #[inline]
     fn record_transmission(&mut self, now: Micros, fragment_bytes: usize) {
         let tx = &mut self.tx;
-        tx.in_flight_sizes.push_back(fragment_bytes);
-        tx.in_flight_bytes += fragment_bytes;
-        tx.next_seq += 1;
-        tx.first_unsent_seq = tx.first_unsent_seq.max(tx.next_seq);
         if self.confirms_from.is_none() {
+            tx.window.record_transmission(tx.next_seq, fragment_bytes);
             tx.probe_due_at.get_or_insert(now + tx.probe_delay);
         }
+        tx.next_seq += 1;
+        tx.first_unsent_seq = tx.first_unsent_seq.max(tx.next_seq);
     }
 
     /// Schedules the retransmission of every unacknowledged fragment, without a resync request.
@@ -511,8 +516,7 @@ impl Link {
     pub fn schedule_retransmission(&mut self) {
         self.retransmission_count += 1;
         self.tx.next_seq = self.tx.acked_below;
-        self.tx.in_flight_sizes.clear();
-        self.tx.in_flight_bytes = 0;
+        self.tx.window.clear();
     }
 
     /// Disables the window: all queued fragments are transmitted. Used by a task that ends, because
@@ -573,14 +577,13 @@ impl Link {
             pending_return.record_reset(tx.acked_below, &tx.retained_messages);
         }
         tx.renumber_fragments();
-        tx.in_flight_sizes.clear();
+        tx.window.clear();
         (
-            tx.in_flight_bytes,
             tx.acked_below,
             tx.next_seq,
             tx.first_unsent_seq,
             tx.maybe_lost_below,
-        ) = (0, 1, 1, 1, 1);
+        ) = (1, 1, 1, 1);
         (
             tx.probe_due_at,
             tx.probe_pending,
@@ -619,7 +622,7 @@ impl Link {
     pub fn shrink_idle(&mut self) {
         if self.tx.retained_messages.is_empty() {
             self.tx.retained_messages.shrink_to(IDLE_QUEUE_CAPACITY);
-            self.tx.in_flight_sizes.shrink_to(IDLE_QUEUE_CAPACITY);
+            self.tx.window.shrink_idle();
             self.rx.ready_messages.shrink_to(IDLE_QUEUE_CAPACITY);
         }
     }
@@ -633,6 +636,7 @@ impl Link {
             }
             LinkEvent::ConfirmingRouteUp(route) => {
                 (self.route, self.confirms_from) = (Some(route), Some(self.tx.first_unsent_seq));
+                self.tx.window.clear();
                 self.schedule_probe();
             }
             LinkEvent::RouteDown => (self.route, self.confirms_from) = (None, None),
@@ -641,14 +645,9 @@ impl Link {
                 self.peer_gone = true;
                 let tx = &mut self.tx;
                 tx.retained_messages.clear();
-                tx.in_flight_sizes.clear();
+                tx.window.clear();
                 tx.returning_messages = None;
-                (
-                    tx.retained_bytes,
-                    tx.in_flight_bytes,
-                    tx.probe_due_at,
-                    tx.probe_pending,
-                ) = (0, 0, None, false);
+                (tx.retained_bytes, tx.probe_due_at, tx.probe_pending) = (0, None, false);
                 (tx.acked_below, tx.next_seq, tx.first_unsent_seq) =
                     (tx.end_seq, tx.end_seq, tx.end_seq);
             }
@@ -806,12 +805,8 @@ impl Link {
             return;
         }
         if ack > tx.acked_below {
-            while tx.acked_below < ack {
-                if let Some(bytes) = tx.in_flight_sizes.pop_front() {
-                    tx.in_flight_bytes -= bytes;
-                }
-                tx.acked_below += 1;
-            }
+            tx.window.record_ack(ack);
+            tx.acked_below = ack;
             tx.next_seq = tx.next_seq.max(tx.acked_below);
             while tx
                 .retained_messages
@@ -837,8 +832,7 @@ impl Link {
                 tx.last_resync = Some((ack, now));
                 self.retransmission_count += 1;
                 tx.next_seq = ack;
-                tx.in_flight_sizes.clear();
-                tx.in_flight_bytes = 0;
+                tx.window.clear();
             }
         }
     }
@@ -923,10 +917,7 @@ impl Link {
     fn is_window_open(&self) -> bool {
         let tx = &self.tx;
         tx.returning_messages.is_none()
-            && (tx.window_disabled
-                || self.confirms_from.is_some()
-                || (tx.in_flight_bytes < WINDOW_BYTES_MAX
-                    && (tx.in_flight_sizes.len() as u64) < WINDOW_FRAGMENTS_MAX))
+            && (tx.window_disabled || self.confirms_from.is_some() || tx.window.is_open())
     }
 
     #[inline]
@@ -995,12 +986,12 @@ impl Link {
             tx.next_seq,
             tx.retained_messages[tx.retained_index(tx.next_seq)].fragment_count,
         );
-        tx.in_flight_sizes.extend((0..count).map(|_| 0));
-        tx.next_seq += count;
-        tx.first_unsent_seq = tx.first_unsent_seq.max(tx.next_seq);
         if self.confirms_from.is_none() {
+            (seq..seq + count).for_each(|seq| tx.window.record_transmission(seq, 0));
             tx.probe_due_at.get_or_insert(now + tx.probe_delay);
         }
+        tx.next_seq += count;
+        tx.first_unsent_seq = tx.first_unsent_seq.max(tx.next_seq);
         (seq, self.take_ack(false))
     }
 

@@ -15,6 +15,7 @@ use bytes::Bytes;
 use rng::Rng;
 use sempa_proto::link::{
     FRAGMENT_BYTES_MAX, INLINE_BODY_BYTES_MAX, Link, LinkEvent, LinkFrame, LinkKind, LinkOutput,
+    SmallFrame,
 };
 use sempa_proto::{Micros, RouteId, Tid};
 use std::collections::BTreeMap;
@@ -174,11 +175,17 @@ impl Simulation {
         }
         let body = message_body(id, len);
         if body.len() <= INLINE_BODY_BYTES_MAX && self.rng.below(2) == 0 {
-            let frame = self
-                .get_or_create_link(sender, receiver)
-                .try_send_inline(now, &[], &body)
-                .map(|frame| frame.to_frame());
-            if let Some(frame) = frame {
+            let link = self.get_or_create_link(sender, receiver);
+            if let Some(SmallFrame { seq, ack }) = link.try_send_small(now, &[], &body) {
+                let frame = LinkFrame {
+                    src: tid(sender),
+                    dst: tid(receiver),
+                    kind: LinkKind::Data { is_last: true },
+                    seq,
+                    ack,
+                    incarnation: link.incarnation(),
+                    payload: body,
+                };
                 return self.transmit(sender, receiver, frame);
             }
         }

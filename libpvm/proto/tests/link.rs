@@ -10,7 +10,7 @@ use bytes::Bytes;
 use rng::Rng;
 use sempa_proto::link::{
     FRAGMENT_BYTES_MAX, INLINE_BODY_BYTES_MAX, Link, LinkEvent, LinkFrame, LinkKind, LinkOutput,
-    WINDOW_BYTES_MAX, WINDOW_FRAGMENTS_MAX,
+    SmallFrame, WINDOW_BYTES_MAX, WINDOW_FRAGMENTS_MAX,
 };
 use sempa_proto::{Micros, RouteId, Tid};
 use std::collections::BTreeMap;
@@ -107,10 +107,17 @@ impl Network {
         self.sent_counts[sender][receiver] += 1;
         let (head, body) = build_message(sender, receiver, number, len);
         if body.len() <= INLINE_BODY_BYTES_MAX && self.rng.below(2) == 0 {
-            let frame = self.links[sender][receiver]
-                .try_send_inline(self.now, &head, &body)
-                .map(|frame| frame.to_frame());
-            if let Some(frame) = frame {
+            let link = &mut self.links[sender][receiver];
+            if let Some(SmallFrame { seq, ack }) = link.try_send_small(self.now, &head, &body) {
+                let frame = LinkFrame {
+                    src: self.tids[sender],
+                    dst: self.tids[receiver],
+                    kind: LinkKind::Data { is_last: true },
+                    seq,
+                    ack,
+                    incarnation: link.incarnation(),
+                    payload: [&head[..], &body].concat().into(),
+                };
                 return self.transmit(sender, receiver, frame);
             }
         }

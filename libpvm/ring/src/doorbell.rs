@@ -158,6 +158,19 @@ impl Doorbell {
         Some((cursor.next_word_index - 1) * 64 + bit)
     }
 
+    /// Returns the slot whose bit is the only one that is set; `None` if no bit is set or several.
+    #[inline]
+    pub fn only_pending_slot(&self) -> Option<usize> {
+        let summary = self.summary_bits.0.load(Ordering::Acquire);
+        if !summary.is_power_of_two() {
+            return None;
+        }
+        let index = summary.trailing_zeros() as usize;
+        let bits = self.slot_bits[index].load(Ordering::Acquire);
+        bits.is_power_of_two()
+            .then(|| index * 64 + bits.trailing_zeros() as usize)
+    }
+
     /// Clears the bit of a slot. The slot's ring must be checked once more afterwards.
     pub fn clear_slot(&self, slot: usize) {
         let (index, bit) = (slot / 64 % WORD_COUNT, 1 << (slot % 64));
@@ -233,12 +246,16 @@ mod tests {
                 .collect()
         };
         assert_eq!(pending_slots(&doorbell), [0, 63, 64, 4095]);
+        assert_eq!(doorbell.only_pending_slot(), None);
         doorbell.clear_slot(63);
         assert_eq!(pending_slots(&doorbell), [0, 64, 4095]);
-        [0, 64, 4095]
-            .into_iter()
-            .for_each(|slot| doorbell.clear_slot(slot));
+        doorbell.clear_slot(64);
+        assert_eq!(doorbell.only_pending_slot(), None);
+        doorbell.clear_slot(4095);
+        assert_eq!(doorbell.only_pending_slot(), Some(0));
+        doorbell.clear_slot(0);
         assert_eq!(pending_slots(&doorbell), [0; 0]);
+        assert_eq!(doorbell.only_pending_slot(), None);
     }
 
     #[test]

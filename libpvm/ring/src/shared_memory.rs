@@ -4,7 +4,7 @@
 
 use crate::doorbell::Doorbell;
 use crate::futex;
-use crate::ring::{RingControl, RingMemory, RingReader, RingWriter};
+use crate::ring::{RECORD_ALIGNMENT, RingControl, RingMemory, RingReader, RingWriter};
 use nix::fcntl::{FcntlArg, SealFlag, fcntl};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use nix::sys::resource::{Resource, getrlimit};
@@ -13,6 +13,7 @@ use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Size in bytes of the data area of one ring. The largest record must fit in a quarter of the data
 /// area, so that reader and writer can work at the same time.
@@ -28,6 +29,7 @@ const _: () = assert!(
     2 * size_of::<RingControl>() <= CONTROL_BYTES && size_of::<Doorbell>() <= DOORBELL_BYTES
 );
 const _: () = assert!(RING_BYTES.is_power_of_two());
+const _: () = assert!(CONTROL_BYTES.is_multiple_of(RECORD_ALIGNMENT));
 
 /// Creates a memory file of this size; the caller must seal the file.
 ///
@@ -195,6 +197,21 @@ impl SharedRing {
     }
 }
 
+impl SharedRing {
+    /// Returns the word at an offset that is a multiple of eight.
+    #[inline]
+    fn word(&self, offset: usize) -> &AtomicU64 {
+        assert!(
+            offset.is_multiple_of(align_of::<AtomicU64>()),
+            "an aligned word"
+        );
+        // SAFETY: the word is in the mapping and aligned, because the data area is, and any bytes
+        // are valid for an atomic. While the word is the header of a record, both processes access
+        // it by atomic operations only.
+        unsafe { &*self.data_pointer(offset, size_of::<AtomicU64>()).cast() }
+    }
+}
+
 impl RingMemory for SharedRing {
     #[inline]
     fn control(&self) -> &RingControl {
@@ -213,6 +230,28 @@ impl RingMemory for SharedRing {
     #[inline]
     fn capacity(&self) -> usize {
         RING_BYTES
+    }
+
+    #[inline]
+    fn load_header(&self, offset: usize) -> u64 {
+        self.word(offset).load(Ordering::Acquire)
+    }
+
+    #[inline]
+    fn store_header(&self, offset: usize, word: u64, ordering: Ordering) {
+        self.word(offset).store(word, ordering);
+    }
+
+    #[inline]
+    fn prefetch_for_write(&self, offset: usize) {
+        let _address = self.data_pointer(offset, 1);
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: a prefetch accesses no memory.
+        unsafe {
+            std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_ET0 }>(
+                _address.cast_const().cast(),
+            )
+        };
     }
 
     #[inline]
@@ -417,10 +456,7 @@ mod tests {
         std::thread::scope(|scope| {
             scope.spawn(|| {
                 let deadline = Instant::now() + Duration::from_secs(60);
-                while own_doorbell
-                    .sleep_word()
-                    .load(std::sync::atomic::Ordering::SeqCst)
-                    == word_value
+                while own_doorbell.sleep_word().load(Ordering::SeqCst) == word_value
                     && Instant::now() < deadline
                 {
                     futex::wait(
@@ -444,11 +480,7 @@ mod tests {
         let word_value = own_doorbell.prepare_sleep();
         std::thread::scope(|scope| {
             let sleeper = scope.spawn(|| {
-                while own_doorbell
-                    .sleep_word()
-                    .load(std::sync::atomic::Ordering::SeqCst)
-                    == word_value
-                {
+                while own_doorbell.sleep_word().load(Ordering::SeqCst) == word_value {
                     futex::wait(own_doorbell.sleep_word(), word_value, None);
                 }
             });

@@ -4,7 +4,7 @@
 
 use loom::cell::UnsafeCell;
 use loom::sync::Arc;
-use loom::sync::atomic::{AtomicU32, Ordering, fence};
+use loom::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 use loom::thread;
 use sempa_ring::biased_lock::BiasedLock;
 use sempa_ring::doorbell::{Doorbell, WakeTarget};
@@ -16,7 +16,12 @@ const CAPACITY: usize = 64;
 struct MonitoredMemory {
     control: RingControl,
     bytes: Vec<UnsafeCell<u8>>,
+    /// The same bytes as words, for headers.
+    words: Vec<AtomicU64>,
 }
+
+/// Stands for data in a word.
+const DATA_WORD: u64 = 7;
 
 #[derive(Clone)]
 struct LoomMemory(Arc<MonitoredMemory>);
@@ -28,7 +33,16 @@ impl RingMemory for LoomMemory {
     fn capacity(&self) -> usize {
         CAPACITY
     }
+    fn load_header(&self, offset: usize) -> u64 {
+        self.0.words[offset / 8].load(Ordering::Acquire)
+    }
+    fn store_header(&self, offset: usize, word: u64, ordering: Ordering) {
+        self.0.words[offset / 8].store(word, ordering);
+    }
     fn write(&self, offset: usize, bytes: &[u8]) {
+        for index in offset / 8..(offset + bytes.len()).div_ceil(8) {
+            self.0.words[index].store(DATA_WORD, Ordering::Relaxed);
+        }
         for (cell, byte) in self.0.bytes[offset..].iter().zip(bytes) {
             // SAFETY: the checker fails the test if another thread accesses the cell at the same
             // time.
@@ -49,6 +63,7 @@ fn new_memory() -> LoomMemory {
     LoomMemory(Arc::new(MonitoredMemory {
         control: RingControl::default(),
         bytes,
+        words: (0..CAPACITY / 8).map(|_| AtomicU64::new(0)).collect(),
     }))
 }
 

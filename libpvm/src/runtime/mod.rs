@@ -18,6 +18,7 @@ mod direct_routes;
 mod groups;
 mod intake;
 mod io_thread;
+mod links;
 mod outbox;
 mod polling;
 mod process;
@@ -590,19 +591,27 @@ impl Runtime {
     /// by its body. `None` means that nothing was received, that the message must be received in
     /// another way, or that this is a forked child.
     #[inline]
-    pub fn try_receive_small(&self, body: &mut Vec<u8>) -> Option<SmallMessageHead> {
+    pub fn try_receive_small(
+        &self,
+        body: &mut Vec<u8>,
+        looks_ahead: bool,
+    ) -> Option<SmallMessageHead> {
         let shared_state = &self.inner.shared_state;
         if shared_state.is_forked_child() {
             return None;
         }
-        shared_state.try_receive_small(body)
+        shared_state.try_receive_small(body, looks_ahead)
     }
 
     /// Waits awake for a small message, if recent waits were successful. Returns true if
     /// [`Runtime::try_receive_small`] may succeed.
     pub fn spin_for_small(&self) -> bool {
-        self.lock()
-            .is_some_and(|mut state| state.spin_for_ring_record())
+        let Some(mut state) = self.lock() else {
+            return false;
+        };
+        let has_record = state.spin_for_ring_record();
+        state.release_after_wait();
+        has_record
     }
 
     /// As [`Runtime::drain_inbox_into`], but appends only one message if the program has

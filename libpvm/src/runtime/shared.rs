@@ -143,7 +143,9 @@ impl std::ops::DerefMut for StateGuard<'_> {
 
 impl Drop for StateGuard<'_> {
     fn drop(&mut self) {
-        self.release_and_wake();
+        if self.state.is_some() {
+            self.release_and_wake();
+        }
     }
 }
 
@@ -235,6 +237,21 @@ impl<'a> StateGuard<'a> {
         }
     }
 
+    /// Unlocks like the drop of the guard, after a wait that has mostly changed nothing.
+    #[inline]
+    pub(crate) fn release_after_wait(mut self) {
+        let has_changed = self.core.event_seq() != self.seen_event_seq
+            || self.core.order.is_waiting_for_look()
+            || self.core.shm_routes.has_pending_wakes()
+            || self.core.shm_routes.has_deferred_wakes()
+            || self.core.is_connected() != self.was_connected
+            || self.must_wake_io_thread();
+        if has_changed {
+            self.release_and_wake();
+        }
+        self.state = None;
+    }
+
     /// Unlocks first and wakes threads afterwards, so that no thread wakes up only to block on the
     /// lock.
     fn release_and_wake(&mut self) {
@@ -278,6 +295,7 @@ impl LockedState {
     /// True if the I/O thread sleeps and must handle a change that would not wake it: the end or
     /// quiescing of the connection, output, an earlier timer, a direct route, a missing drainer
     /// thread, or more data in the socket.
+    #[inline]
     fn must_wake_io_thread(&self) -> bool {
         let IoThreadSleep::Sleeping {
             wakes_if_writable: watches_writable,
@@ -576,36 +594,34 @@ impl SharedState {
             return false;
         };
         let now = state.clock.last_reading();
-        let Some(peer_wakes) =
-            state
-                .core
-                .try_send_inline(now, peer, head, body, wants_direct_route)
+        let Some(peer_wake) = state
+            .core
+            .try_send_inline(now, peer, head, body, wants_direct_route)
         else {
             return false;
         };
         let needs_io_thread = state.must_wake_io_thread();
         drop(state);
-        if peer_wakes.is_empty() && !needs_io_thread {
-            return true;
+        if let Some(peer_wake) = peer_wake {
+            peer_wake.wake();
         }
-        StateGuard::wake_threads(
-            self,
-            WakeSet {
-                wakes_io_thread: needs_io_thread,
-                ..WakeSet::default()
-            },
-            peer_wakes,
-        );
+        if needs_io_thread {
+            self.wake_io_thread();
+        }
         true
     }
 
     /// Receives a small message like [`Core::try_receive_small`]. Returns `None` if nothing was
     /// received, also because another thread holds the lock. The message concerns no other thread.
     #[inline]
-    pub(crate) fn try_receive_small(&self, body: &mut Vec<u8>) -> Option<SmallMessageHead> {
+    pub(crate) fn try_receive_small(
+        &self,
+        body: &mut Vec<u8>,
+        looks_ahead: bool,
+    ) -> Option<SmallMessageHead> {
         let mut state = self.state.try_lock()?;
         let now = state.clock.last_reading();
-        let head = state.core.try_receive_small(now, body)?;
+        let head = state.core.try_receive_small(now, body, looks_ahead)?;
         if state.core.shm_routes.has_pending_wakes() {
             let peer_wakes = state.take_peer_wakes();
             drop(state);

@@ -19,6 +19,7 @@ use sempa_ring::shared_pool::{LEASES_MAX, LeaseReturner, OwnPool, POOL_BYTES, Pe
 use std::cell::RefCell;
 use std::ffi::{c_char, c_int, c_long};
 use std::os::fd::AsFd;
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, OnceLock};
 
 // This import links the library, whose exported C functions are declared below.
@@ -80,8 +81,10 @@ struct HostileRing {
     data: RefCell<[u8; RING_BYTES]>,
 }
 
-/// Size of the data of a [`HostileRing`] in bytes. Inputs are shorter.
-const RING_BYTES: usize = 128;
+/// Maximum size in bytes of a small record behind its header.
+const SMALL_BYTES_MAX: usize = 64;
+/// Size of the data of a [`HostileRing`] in bytes.
+const RING_BYTES: usize = 512;
 
 impl RingMemory for &HostileRing {
     fn control(&self) -> &RingControl {
@@ -89,6 +92,12 @@ impl RingMemory for &HostileRing {
     }
     fn capacity(&self) -> usize {
         RING_BYTES
+    }
+    fn load_header(&self, offset: usize) -> u64 {
+        number_at(&self.data.borrow()[..], offset)
+    }
+    fn store_header(&self, offset: usize, word: u64, _ordering: Ordering) {
+        self.write(offset, &word.to_le_bytes());
     }
     fn write(&self, offset: usize, bytes: &[u8]) {
         self.data.borrow_mut()[offset..offset + bytes.len()].copy_from_slice(bytes);
@@ -127,6 +136,11 @@ fn access_hostile_ring(order: u8, body: &[u8]) {
         control: RingControl::with_positions(tail, number_at(body, 0)),
         data: RefCell::new(data),
     };
+    let mut rest = Vec::new();
+    let record_head =
+        RingReader::new(&ring).peek_small::<SHORT_HEAD_BYTES>(SMALL_BYTES_MAX, &mut rest);
+    assert!(rest.len() <= SMALL_BYTES_MAX);
+    let _ = record_head.and_then(decode_short_head);
     let (mut reader, mut delivered_bytes) = (RingReader::new(&ring), 0);
     while let Ok(Some(mut record)) = reader.next_record() {
         if let Some(record_head) = record.take_bytes::<SHORT_HEAD_BYTES>() {

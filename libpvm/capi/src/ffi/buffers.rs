@@ -35,6 +35,9 @@ fn create_buffer_in(session: &mut Session, encoding: c_int) -> PvmResult<i32> {
 
 fn create_send_buffer(encoding: c_int) -> PvmResult<i32> {
     let mut session = lock();
+    if let Some(mid) = session.recreate_send_buffer(Enc::from_arg(encoding)?) {
+        return Ok(mid);
+    }
     let mid = create_buffer_in(&mut session, encoding)?;
     let previous_mid = std::mem::replace(&mut session.send_buffer_id, mid);
     if previous_mid != 0 {
@@ -64,7 +67,7 @@ extern "C" fn pvm_mkbuf(encoding: c_int) -> c_int {
 /// the number of the new buffer.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_initsend(encoding: c_int) -> c_int {
-    trace::traced_call(
+    trace::traced_leaf_call(
         "initsend",
         || vec![int_item("ME", encoding)],
         || value_or_report("pvm_initsend", create_send_buffer(encoding)),
@@ -320,7 +323,7 @@ extern "C" fn pvm_upkmesg() -> c_int {
     let unpack = || {
         let mut session = lock();
         let message = pack::unpack_message(session.receive_buffer()?)?;
-        session.buffers.add(Buffer::from_message(message))
+        session.buffers.add(Buffer::from_message(message).into())
     };
     unpack().unwrap_or_else(PvmError::code)
 }

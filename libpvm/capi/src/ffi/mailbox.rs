@@ -89,7 +89,7 @@ unsafe extern "C" fn pvm_recvinfo(class_name: *const c_char, index: c_int, flags
                 lock().free_receive_buffer();
                 let message = requests::mailbox_take(name, index, flags)?;
                 let mut session = lock();
-                let mid = session.buffers.add(Buffer::from_message(message))?;
+                let mid = session.buffers.add(Buffer::from_message(message).into())?;
                 session.free_receive_buffer();
                 session.receive_buffer_id = mid;
                 Ok(mid)

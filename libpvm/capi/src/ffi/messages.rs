@@ -25,7 +25,7 @@ use std::time::{Duration, Instant};
 /// Sends the active send buffer to the task `tid` with the tag `tag`.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_send(tid: c_int, tag: c_int) -> c_int {
-    trace::traced_call(
+    trace::traced_leaf_call(
         "send",
         || {
             vec![
@@ -190,7 +190,7 @@ fn receive_result(function_name: &str, result: Result<Option<i32>, ReceiveError>
 /// Waits for a message, makes its buffer the active receive buffer and returns the buffer's number.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_recv(tid: c_int, tag: c_int) -> c_int {
-    trace::traced_call(
+    trace::traced_leaf_call(
         "recv",
         || receive_entry_items(tid, tag),
         || receive_result("pvm_recv", receive::receive(tid, tag, WaitMode::Forever)),
@@ -202,7 +202,7 @@ extern "C" fn pvm_recv(tid: c_int, tag: c_int) -> c_int {
 /// Returns 0 if no message that was taken in matches.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_nrecv(tid: c_int, tag: c_int) -> c_int {
-    trace::traced_call(
+    trace::traced_leaf_call(
         "nrecv",
         || receive_entry_items(tid, tag),
         || {

@@ -58,7 +58,7 @@ macro_rules! packing {
             // SAFETY: by this function's contract.
             let (first, items) = (items, unsafe { Strided::<$item>::new(items.cast(), count, stride) });
             let packing = || value_or_report(stringify!($pk), pack_array_with(items, $pack));
-            trace::traced_call(trace_event_name(stringify!($pk)), || array_argument_items(first, count, stride), packing, trace::return_code_items)
+            trace::traced_leaf_call(trace_event_name(stringify!($pk)), || array_argument_items(first, count, stride), packing, trace::return_code_items)
         }
 
         /// Unpacks `count` elements and stores them at a distance of `stride` elements.
@@ -70,7 +70,7 @@ macro_rules! packing {
             // SAFETY: by this function's contract.
             let (first, items) = (items.cast_const(), unsafe { Strided::<$item>::new(items.cast(), count, stride) });
             let unpacking = || value_or_report(stringify!($upk), unpack_array_with(items, $unpack));
-            trace::traced_call(trace_event_name(stringify!($upk)), || array_argument_items(first, count, stride), unpacking, trace::return_code_items)
+            trace::traced_leaf_call(trace_event_name(stringify!($upk)), || array_argument_items(first, count, stride), unpacking, trace::return_code_items)
         }
     )*};
 }

@@ -1,22 +1,28 @@
 //! Small messages that are sent and taken in one step.
 
-use super::{Body, FrameRef, INLINE_BODY_BYTES_MAX, Link, LinkKind, RetainedMessage};
+use super::{Body, INLINE_BODY_BYTES_MAX, Link, RetainedMessage, copy_head};
 use crate::ids::Micros;
+
+/// Number of unacknowledged fragments from which the acknowledgement of a small message counts. The
+/// route confirms fragments anyway, so a later acknowledgement delays nothing.
+const FRAGMENTS_PER_ACK: u64 = 8;
+
+/// Numbers of the frame of a small message: a data frame with the last fragment of its message.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SmallFrame {
+    pub seq: u64,
+    pub ack: u64,
+}
 
 impl Link {
     /// Queues a message as [`Link::send`] does, with a body of at most [`INLINE_BODY_BYTES_MAX`]
-    /// bytes, and returns its frame for immediate transmission.
+    /// bytes, and returns the numbers of its frame for immediate transmission.
     ///
     /// Returns `None` and queues nothing if the frame cannot be transmitted now: the body is
     /// larger, the peer has ended, the link has no route, the window is closed, or another frame
     /// must be transmitted first.
     #[inline]
-    pub fn try_send_inline<'a>(
-        &mut self,
-        now: Micros,
-        head: &'a [u8],
-        body: &'a [u8],
-    ) -> Option<FrameRef<'a>> {
+    pub fn try_send_small(&mut self, now: Micros, head: &[u8], body: &[u8]) -> Option<SmallFrame> {
         let is_idle = self.tx.next_seq == self.tx.end_seq
             && !self.tx.probe_pending
             && self.rx.pending_ack != Some(true);
@@ -28,25 +34,21 @@ impl Link {
         {
             return None;
         }
-        self.tx.retain_message(RetainedMessage::new(
-            self.tx.end_seq,
-            head,
-            Body::copy_inline(body),
-        ));
         // The message has one fragment, because it is small.
         let seq = self.tx.next_seq;
-        self.record_transmission(now, head.len() + body.len());
-        Some(FrameRef {
-            src: self.local_tid,
-            dst: self.peer,
-            kind: LinkKind::Data { is_last: true },
-            seq,
-            ack: self.take_ack(false),
-            incarnation: self.incarnation,
-            head,
-            body,
-            shared_body: None,
-        })
+        let message_bytes = head.len() + body.len();
+        self.tx.retained_bytes += message_bytes;
+        self.tx.end_seq = seq + 1;
+        self.tx.retained_messages.push_back(RetainedMessage {
+            first_seq: seq,
+            fragment_count: 1,
+            head: copy_head(head),
+            head_len: head.len() as u8,
+            body: Body::copy_inline(body),
+        });
+        self.record_transmission(now, message_bytes);
+        let ack = self.take_ack(false);
+        Some(SmallFrame { seq, ack })
     }
 
     /// True if the fragment `seq` is a whole message that the application may take at once: all
@@ -65,7 +67,10 @@ impl Link {
     /// Returns the number after the message.
     #[inline]
     pub fn take_small_message(&mut self, now: Micros, ack: u64) -> u64 {
-        self.handle_ack(now, ack, false);
+        // One acknowledgement of many fragments costs little more than one of a single fragment.
+        if self.in_flight_fragments() >= FRAGMENTS_PER_ACK {
+            self.handle_ack(now, ack, false);
+        }
         self.rx.expected_seq += 1;
         self.rx.expected_seq
     }

@@ -5,8 +5,9 @@
 //! outbox. Every change for which an application thread may wait increments [`Core::event_seq`].
 
 use super::direct_routes::DirectRoutes;
+use super::links::Links;
 use super::outbox::Outbox;
-use super::shm::{PeerWakes, ShmRoutes};
+use super::shm::{PendingWake, ShmRoutes};
 use crate::inbox::Inbox;
 use bytes::Bytes;
 use daemon_hold::{DaemonHold, DaemonItem};
@@ -14,7 +15,6 @@ use ordering::OrderTimers;
 pub(super) use ordering::{STAMPED_HEAD_BYTES, stamped_head};
 use placement_leases::PlacementLeases;
 use rm_calls::PendingRmCalls;
-use rustc_hash::FxHashMap;
 use sempa_proto::causal::CausalOrder;
 use sempa_proto::frame::{Frame, FrameError, FrameKind, encode_control};
 use sempa_proto::link::{Link, LinkEvent, LinkFrame, LinkKind};
@@ -139,7 +139,7 @@ pub(crate) struct Core {
     pub(crate) shm_routes: ShmRoutes,
     /// Direct routes to tasks on other hosts, and the agreements about these routes.
     pub(crate) direct_routes: DirectRoutes,
-    links: FxHashMap<Tid, Link>,
+    links: Links,
     /// Causal order of the messages that this task sends and receives.
     pub(super) order: CausalOrder<Message>,
     order_timers: OrderTimers,
@@ -191,7 +191,7 @@ impl Core {
             deferred_control_bytes: 0,
             shm_routes: ShmRoutes::default(),
             direct_routes: DirectRoutes::new(welcome),
-            links: FxHashMap::default(),
+            links: Links::default(),
             order: CausalOrder::new(welcome.tid, incarnation),
             order_timers: OrderTimers::default(),
             daemon_hold: DaemonHold::default(),
@@ -368,8 +368,9 @@ impl Core {
     }
 
     /// Sends a small message to a task by writing the message to a ring, if no further step is
-    /// needed. Returns the peers to wake. `None` means that nothing was sent and that the caller
-    /// must use [`Core::send`]. `wants_direct_route` is true if the program wants direct routes.
+    /// needed. Returns the wake-up of the peer, if any. `None` means that nothing was sent and that
+    /// the caller must use [`Core::send`]. `wants_direct_route` is true if the program wants direct
+    /// routes.
     #[inline]
     pub(crate) fn try_send_inline(
         &mut self,
@@ -378,7 +379,7 @@ impl Core {
         head: &[u8],
         body: &[u8],
         wants_direct_route: bool,
-    ) -> Option<PeerWakes> {
+    ) -> Option<Option<PendingWake>> {
         if wants_direct_route && !self.direct_routes.agreements.is_settled(peer) {
             return None;
         }
@@ -798,9 +799,7 @@ impl Core {
 
     // ---- access for rings and direct routes
 
-    pub(super) fn direct_routes_and_links(
-        &mut self,
-    ) -> (&mut DirectRoutes, &mut FxHashMap<Tid, Link>) {
+    pub(super) fn direct_routes_and_links(&mut self) -> (&mut DirectRoutes, &mut Links) {
         (&mut self.direct_routes, &mut self.links)
     }
 
@@ -808,7 +807,7 @@ impl Core {
         self.event_seq += 1;
     }
 
-    pub(super) fn shm_routes_and_links(&mut self) -> (&mut ShmRoutes, &mut FxHashMap<Tid, Link>) {
+    pub(super) fn shm_routes_and_links(&mut self) -> (&mut ShmRoutes, &mut Links) {
         (&mut self.shm_routes, &mut self.links)
     }
 
@@ -945,7 +944,7 @@ impl Core {
             && let Some(oldest_peer) = self.ended_peers.pop_front()
             && self.has_peer_ended(oldest_peer)
         {
-            self.links.remove(&oldest_peer);
+            self.links.swap_remove(&oldest_peer);
             self.order.forget_peer(oldest_peer);
         }
     }

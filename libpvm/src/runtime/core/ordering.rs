@@ -9,6 +9,7 @@ use sempa_proto::link::{HEAD_BYTES_MAX, Link, ReceivedMessage};
 use sempa_proto::message::{MESSAGE_HEAD_BYTES, encode_message_head};
 use sempa_proto::task::ToDaemon;
 use sempa_proto::{Message, Micros, PvmError, PvmResult, Tid};
+use sempa_ring::doorbell::SLOT_COUNT;
 
 /// Size in bytes of the header of a message on a link: stamp and message header.
 pub(in crate::runtime) const STAMPED_HEAD_BYTES: usize = STAMP_BYTES + MESSAGE_HEAD_BYTES;
@@ -201,7 +202,8 @@ impl Core {
 
     fn complete_waiting_arrivals(&mut self, now: Micros) {
         if let Some(sender) = self.order.only_sender()
-            && !self.shm_routes.has_readable_ring_besides(sender)
+            && let sender_slot = self.shm_routes.slot(sender).unwrap_or(SLOT_COUNT)
+            && !self.shm_routes.has_readable_ring_besides(sender_slot)
         {
             // The second look has found nothing in other rings, so the order of the one ring is
             // right.

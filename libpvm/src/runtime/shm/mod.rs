@@ -18,6 +18,7 @@ mod ring_setup;
 mod small_receive;
 
 use super::core::{Core, STAMPED_HEAD_BYTES, stamped_head};
+use super::links::link_at;
 use super::process::ProcessOwned;
 use super::zero_copy::{Leases, SharedPools};
 use bytes::Bytes;
@@ -25,7 +26,7 @@ use receipts::Receipts;
 use rustc_hash::FxHashMap;
 use sempa_proto::link::{
     CPU_HINT_INDEX, FLAG_OUT_OF_LINE, FRAGMENT_BYTES_MAX, Link, LinkKind, Payload,
-    SHORT_HEAD_BYTES, decode_short_head,
+    SHORT_HEAD_BYTES, SmallFrame, decode_short_head, encode_short_head,
 };
 use sempa_proto::route::OfferId;
 use sempa_proto::{Micros, Tid};
@@ -86,6 +87,8 @@ pub(super) struct Ring {
     peer_doorbell: Arc<ProcessOwned<PeerDoorbell>>,
     /// Slot of this ring in the peer's doorbell.
     peer_slot: usize,
+    /// Index of the link with the peer when the link was used last; see [`link_at`].
+    link_index: usize,
     last_used_at: Micros,
     /// Number of consecutive empty polls; see [`EMPTY_POLLS_MAX`] for the polls that count.
     empty_poll_count: u8,
@@ -115,6 +118,7 @@ impl Ring {
             ring_pair,
             peer_doorbell: Arc::new(ProcessOwned::new(doorbell)),
             peer_slot,
+            link_index: 0,
             last_used_at: now,
             empty_poll_count: 0,
             is_in_waiting_slots: false,
@@ -259,6 +263,8 @@ pub(crate) struct ShmRoutes {
     /// Peer whose ring carried the most recent message from or to this task, if that ring still
     /// exists. The next message probably arrives through the same ring.
     expected_peer: Option<Tid>,
+    /// Slot of the ring through which the last small message went.
+    last_small_slot: usize,
     /// Peers to wake when the lock is released.
     pending_wakes: Vec<PendingWake>,
     /// Peers whose wake-up is deferred until this task waits and no longer needs its CPU.
@@ -346,14 +352,31 @@ impl ShmRoutes {
         self.slots_by_peer.get(&peer).copied()
     }
 
-    /// True if the doorbell bit of a ring is set and the ring contains a record. The ring of the
-    /// peer `except` does not count.
+    /// As [`ShmRoutes::slot`], but finds the slot of the last small message without a search.
     #[inline]
-    pub(crate) fn has_readable_ring_besides(&self, except: Tid) -> bool {
+    fn probable_slot(&self, peer: Tid) -> Option<usize> {
+        match self.slots.get(self.last_small_slot) {
+            Some(RingSlot::Ring(ring)) if ring.get().peer == peer => Some(self.last_small_slot),
+            _ => self.slot(peer),
+        }
+    }
+
+    /// True if the doorbell bit of a ring is set and the ring contains a record. The ring in the
+    /// slot `except` does not count.
+    #[inline]
+    pub(crate) fn has_readable_ring_besides(&self, except: usize) -> bool {
+        let Some(doorbell) = &self.doorbell else {
+            return false;
+        };
+        doorbell.get().only_pending_slot() != Some(except)
+            && self.has_readable_ring_in_slots_besides(except)
+    }
+
+    fn has_readable_ring_in_slots_besides(&self, except: usize) -> bool {
         let mut cursor = SlotCursor::default();
         while let Some(slot) = self.next_pending_slot(&mut cursor) {
-            if let Some(RingSlot::Ring(ring)) = self.slots.get(slot)
-                && ring.get().peer != except
+            if slot != except
+                && let Some(RingSlot::Ring(ring)) = self.slots.get(slot)
                 && ring.get().is_readable()
             {
                 return true;
@@ -510,28 +533,28 @@ impl ShmRoutes {
     }
 }
 
+/// Wake-up of a peer that the caller performs after it has released the lock.
 #[derive(Debug)]
-struct PendingWake {
+pub(crate) struct PendingWake {
     doorbell: Arc<ProcessOwned<PeerDoorbell>>,
     target: WakeTarget,
     /// CPU on which the peer last wrote. The peer will probably wake up on this CPU.
     cpu: u8,
 }
 
-/// Wake-ups that the caller performs after it has released the lock.
+impl PendingWake {
+    pub(crate) fn wake(&self) {
+        wake_peer(self.doorbell.get(), self.target);
+    }
+}
+
+/// Wake-ups of several peers.
 #[derive(Debug)]
 pub(crate) struct PeerWakes(Vec<PendingWake>);
 
 impl PeerWakes {
-    #[inline]
-    pub(crate) fn is_empty(&self) -> bool {
-        self.0.is_empty()
-    }
-
     pub(crate) fn wake_all(self) {
-        for wake in self.0 {
-            wake_peer(wake.doorbell.get(), wake.target);
-        }
+        self.0.iter().for_each(PendingWake::wake);
     }
 }
 
@@ -821,8 +844,8 @@ impl Core {
     }
 
     /// Sends a small message through a ring that has space, if no other frame is queued for the
-    /// peer. Returns the peers to wake. `None` means that nothing was sent because one of these
-    /// conditions does not hold.
+    /// peer. Returns the wake-up of the peer, if the peer must be woken. `None` means that nothing
+    /// was sent because one of these conditions does not hold.
     #[inline]
     pub(super) fn try_send_through_ring(
         &mut self,
@@ -830,14 +853,14 @@ impl Core {
         peer: Tid,
         head: &[u8],
         body: &[u8],
-    ) -> Option<PeerWakes> {
+    ) -> Option<Option<PendingWake>> {
         if !self.is_connected() || self.has_disabled_windows() || !self.order.is_settled() {
             return None;
         }
         let stamp = self.order.next_stamp();
         let (shm, links) = self.shm_routes_and_links();
-        let slot = shm.slot(peer)?;
-        shm.expected_peer = Some(peer);
+        let slot = shm.probable_slot(peer)?;
+        (shm.last_small_slot, shm.expected_peer) = (slot, Some(peer));
         let ring = shm.ring_mut(slot)?;
         let has_space = ring
             .ring_pair
@@ -847,25 +870,25 @@ impl Core {
         if !has_space || ring.ring_pair.writer.is_closed() {
             return None;
         }
-        let link = links.get_mut(&peer)?;
+        let link = link_at(links, &mut ring.link_index, peer)?;
         if link.in_flight_fragments() % FRAGMENTS_PER_RECEIPT == FRAGMENTS_PER_RECEIPT - 1 {
             let writer = &mut ring.ring_pair.writer;
             ring.receipts.confirm(now, writer, link).ok()?;
         }
         let stamped_head = stamped_head(stamp, head);
-        let frame = link.try_send_inline(now, &stamped_head, body)?;
-        let mut short_head = frame.encode_short_head();
+        let SmallFrame { seq, ack } = link.try_send_small(now, &stamped_head, body)?;
+        let mut short_head = encode_short_head(LinkKind::Data { is_last: true }, seq, ack);
         short_head[CPU_HINT_INDEX] = ring.own_cpu_hint();
         let mut record_head = [0; SHORT_HEAD_BYTES + STAMPED_HEAD_BYTES];
         record_head[..SHORT_HEAD_BYTES].copy_from_slice(&short_head);
         record_head[SHORT_HEAD_BYTES..].copy_from_slice(&stamped_head);
-        let write_result = ring.ring_pair.writer.write([&record_head, body]);
+        let write_result = ring.ring_pair.writer.write_small(&record_head, body);
         debug_assert_eq!(write_result, Ok(true), "there was room");
         ring.receipts
             .record_written(ring.ring_pair.writer.position(), link);
         ring.last_used_at = now;
         let wake_target = ring.peer_doorbell.get().notify(ring.peer_slot, false);
-        let peer_wakes = Vec::from_iter(ring.wake(wake_target));
+        let peer_wake = ring.wake(wake_target);
         // Checked after the fence of the notification: a reader that closes its ring later reads
         // this record.
         let was_closed = ring.ring_pair.writer.is_closed();
@@ -873,7 +896,7 @@ impl Core {
         if was_closed {
             self.record_sent_to_closed_ring(peer);
         }
-        Some(PeerWakes(peer_wakes))
+        Some(peer_wake)
     }
 
     /// Ensures that the receipts of the rings are read if the task does not send any more.

@@ -1,6 +1,7 @@
 //! Receives small messages from rings without the containers through which other messages pass.
 
 use super::super::core::{Core, STAMPED_HEAD_BYTES};
+use super::super::links::link_at;
 use super::ShmRoutes;
 use sempa_proto::causal::{Position, STAMP_BYTES};
 use sempa_proto::link::{
@@ -22,7 +23,7 @@ pub struct SmallMessageHead {
     pub tag: i32,
     pub wid: i32,
     pub enc: i32,
-    /// True if another record followed in the ring when the message was read.
+    /// True if another record was found in the ring behind the message.
     pub is_followed: bool,
 }
 
@@ -72,6 +73,9 @@ impl ShmRoutes {
     /// several.
     #[inline]
     fn only_readable_slot(&mut self) -> Option<usize> {
+        if let Some(slot) = self.doorbell.as_ref()?.get().only_pending_slot() {
+            return self.ring_mut(slot)?.is_readable().then_some(slot);
+        }
         let (mut cursor, mut readable_slot) = (SlotCursor::default(), None);
         while let Some(slot) = self.next_pending_slot(&mut cursor) {
             if self.ring_mut(slot).is_some_and(|ring| ring.is_readable())
@@ -98,11 +102,14 @@ impl Core {
     /// Receives a message with at most [`INLINE_BODY_BYTES_MAX`] bytes whose ring is the only one
     /// with a record, and replaces the content of `body` by its body. Returns `None` and changes
     /// nothing if the message cannot be received at once; the other ways to receive then find it.
+    /// With `looks_ahead` the call also looks whether another record follows. A task that has just
+    /// waited for this record should not look: it would take the next cache line from the writer.
     #[inline]
     pub(crate) fn try_receive_small(
         &mut self,
         now: Micros,
         body: &mut Vec<u8>,
+        looks_ahead: bool,
     ) -> Option<SmallMessageHead> {
         if !self.receives_at_once() {
             return None;
@@ -111,28 +118,29 @@ impl Core {
         let (shm, links) = self.shm_routes_and_links();
         let ring = shm.ring_mut(slot)?;
         let peer = ring.peer;
-        let link = links.get_mut(&peer)?;
-        let mut record = ring.ring_pair.reader.peek_record().ok()??;
-        let record_len = record.len();
-        if record_len > RECORD_HEAD_BYTES + INLINE_BODY_BYTES_MAX {
-            return None;
-        }
-        let mut head = RecordHead::decode(peer, &record.take_bytes()?)?;
+        let link = link_at(links, &mut ring.link_index, peer)?;
+        let reader = &mut ring.ring_pair.reader;
+        let head_bytes = reader.peek_small::<RECORD_HEAD_BYTES>(INLINE_BODY_BYTES_MAX, body)?;
+        let mut head = RecordHead::decode(peer, &head_bytes)?;
         if !link.can_take_small_message(head.seq) || link.has_frame() {
             return None;
         }
-        body.clear();
-        record.append_to(body);
         // The second look begins here, when the record has been seen. If another ring has a record
         // now, the stamps decide which message is first.
-        if self.shm_routes.has_readable_ring_besides(peer) {
+        if shm.has_readable_ring_besides(slot) {
             return None;
         }
-        let (shm, links) = self.shm_routes_and_links();
-        let (ring, link) = (shm.ring_mut(slot)?, links.get_mut(&peer)?);
-        ring.ring_pair.reader.skip_record(record_len);
-        head.message_head.is_followed = ring.ring_pair.reader.has_known_record();
-        let was_writer_blocked = ring.ring_pair.reader.release();
+        let ring = shm.ring_mut(slot)?;
+        ring.ring_pair
+            .reader
+            .skip_record(RECORD_HEAD_BYTES + body.len());
+        let reader = &mut ring.ring_pair.reader;
+        head.message_head.is_followed = looks_ahead && !reader.is_empty();
+        let was_writer_blocked = if head.message_head.is_followed {
+            reader.release()
+        } else {
+            reader.release_all()
+        };
         let position = Position {
             incarnation: link.incarnation(),
             end_seq: link.take_small_message(now, head.ack),
