@@ -18,11 +18,11 @@ const ROUND_TRIPS: u64 = 1000;
 /// Maximum number of instructions of each call: what was measured, and about 3 %. The goal is 1,000
 /// for all calls together. Lower a limit when the count falls.
 const INSTRUCTION_LIMITS: [(&str, u64); 5] = [
-    ("pvm_initsend", 336),
-    ("pvm_pkint", 327),
-    ("pvm_send", 1035),
-    ("pvm_recv", 1725),
-    ("pvm_upkint", 216),
+    ("pvm_initsend", 144),
+    ("pvm_pkint", 172),
+    ("pvm_send", 757),
+    ("pvm_recv", 1034),
+    ("pvm_upkint", 177),
 ];
 
 /// Maximum number of locked operations and full fences of each call, in the order of `counted.c`.
@@ -40,6 +40,12 @@ const LOCKED_OPERATION_LIMITS: [(&str, u64); 5] = [
 
 /// Numbers of unreceived messages in front of those that are received.
 const FRONT_MESSAGE_COUNTS: [u32; 2] = [50, 5000];
+/// Number of round trips that `spaced.c` measures.
+const SPACED_ROUND_TRIPS: u64 = 200;
+/// Maximum number of system calls of each task in 100 spaced round trips. A task must sleep and
+/// must wake its peer; the rest are timers and retries of waiting awake.
+const SPACED_SYSTEM_CALLS_MAX: u64 = 230;
+
 /// Maximum of additional instructions of a receive for any number of messages in front, in percent.
 const FRONT_PERCENT_MAX: u64 = 5;
 
@@ -69,27 +75,44 @@ fn library_folder() -> TempDir {
     folder
 }
 
+/// Returns a command that runs a program with arguments as a task of the master's host, with the
+/// optimized library. `starter` is a program with its arguments that starts the task.
+fn task_command(
+    (vm, library_folder): (&Vm, &TempDir),
+    starter: &[&OsStr],
+    program: &Program,
+    arguments: &[&OsStr],
+) -> Command {
+    let task_command = vm.command_on("master", program);
+    let mut words = starter.iter().copied().chain([program.path().as_os_str()]);
+    let mut command = Command::new(words.next().expect("a program"));
+    command.args(words).args(arguments);
+    for (name, value) in task_command.get_envs() {
+        match value {
+            Some(value) => command.env(name, value),
+            None => command.env_remove(name),
+        };
+    }
+    command.env("LD_LIBRARY_PATH", library_folder.path());
+    command
+}
+
 /// Runs the two tasks of `counted.c`. The asking task has the role `role` and is started by
 /// `starter`, a program with its arguments. Returns the output of the asking task.
 fn run_counted_tasks(starter: &[&OsStr], role: &str, front_message_count: u32) -> String {
     let (vm, program) = (Vm::start(), Program::compile("counted", &include_dir()));
     let (library_folder, folder) = (library_folder(), TempDir::new().expect("a folder"));
+    let (answers_path, front_message_count) = (
+        folder.path().join("answers"),
+        front_message_count.to_string(),
+    );
     let start = |starter: &[&OsStr], role: &str| {
-        let task_command = vm.command_on("master", &program);
-        let mut words = starter.iter().copied().chain([program.path().as_os_str()]);
-        let mut command = Command::new(words.next().expect("a program"));
-        command
-            .args(words)
-            .arg(role)
-            .arg(folder.path().join("answers"))
-            .arg(front_message_count.to_string());
-        for (name, value) in task_command.get_envs() {
-            match value {
-                Some(value) => command.env(name, value),
-                None => command.env_remove(name),
-            };
-        }
-        command.env("LD_LIBRARY_PATH", library_folder.path());
+        let arguments = [
+            role.as_ref(),
+            answers_path.as_os_str(),
+            front_message_count.as_ref(),
+        ];
+        let command = task_command((&vm, &library_folder), starter, &program, &arguments);
         RunningProgram::start(command)
     };
     let answering_task = start(&[], "answer");
@@ -189,6 +212,34 @@ fn installed_library_executes_few_locked_operations() {
         assert!(
             call_count > 0 && locked_count <= limit * call_count,
             "{name}: {section}, but the limit of each is {limit}"
+        );
+    }
+}
+
+/// A task that gets a message now and then makes two system calls for each: it sleeps until the
+/// message arrives, and wakes the peer that sleeps until the answer arrives.
+#[test]
+#[ignore = "system tier: needs gcc"]
+fn spaced_round_trips_make_few_system_calls() {
+    let (vm, program) = (Vm::start(), Program::compile("spaced", &include_dir()));
+    let (library_folder, tracer) = (
+        library_folder(),
+        Program::compile("system_calls", &include_dir()),
+    );
+    let tasks = ["answer", "ask"].map(|role| {
+        let starter = [tracer.path().as_os_str()];
+        let context = (&vm, &library_folder);
+        RunningProgram::start(task_command(context, &starter, &program, &[role.as_ref()]))
+    });
+    for output in tasks.map(RunningProgram::wait_for_success) {
+        println!("{output}");
+        let total = output.lines().find_map(|line| line.strip_prefix("total "));
+        let total: u64 = total
+            .and_then(|total| total.parse().ok())
+            .unwrap_or_else(|| panic!("no total in:\n{output}"));
+        assert!(
+            total > 0 && total * 100 <= SPACED_ROUND_TRIPS * SPACED_SYSTEM_CALLS_MAX,
+            "{SPACED_ROUND_TRIPS} round trips:\n{output}"
         );
     }
 }

@@ -122,6 +122,8 @@ pub struct SpinBudget {
     /// True if the thread must never spin, because the thread that must answer has no other
     /// processor.
     never_spin: bool,
+    /// True after a long sleep, until the result of a spin is recorded.
+    follows_long_sleep: bool,
     sender_distance: SenderDistance,
 }
 
@@ -162,6 +164,7 @@ impl SpinBudget {
             has_one_cpu: false,
             waits_until_cpu_check: 0,
             never_spin: false,
+            follows_long_sleep: false,
             sender_distance,
         }
     }
@@ -272,11 +275,21 @@ impl SpinBudget {
     /// longer than the budget, the wait counts as a miss, because the thread did not run all the
     /// time.
     pub fn record_spin(&mut self, latency: Duration, budget: Duration) {
+        // The sleep brought the message, and the spin was none.
+        if std::mem::take(&mut self.follows_long_sleep) && latency.is_zero() {
+            return;
+        }
         if latency <= budget + SPIN_BUDGET_MIN {
             self.record_success()
         } else {
             self.record_miss()
         }
+    }
+
+    /// Records that a thread has slept for much longer than a spin lasts. If the next spin finds a
+    /// message at once, its result does not count.
+    pub fn record_long_sleep(&mut self) {
+        self.follows_long_sleep = true;
     }
 
     /// Records that a message arrived after sleeping for the duration `latency`, without spinning.
@@ -387,6 +400,29 @@ mod tests {
                 .next_budget(None, SenderDistance::Host)
                 .is_some()),
             "never tried again"
+        );
+    }
+
+    /// Messages that arrive far apart end the spinning, although each is there when the thread
+    /// wakes up. Messages that arrive soon after each other begin the spinning again.
+    #[test]
+    fn long_sleeps_end_spinning() {
+        let mut spin_budget = host_spin_budget();
+        let mut spin_count = 0;
+        for _ in 0..1000 {
+            if let Some(budget) = spin_budget.next_budget(None, SenderDistance::Host) {
+                spin_count += 1;
+                spin_budget.record_miss();
+                spin_budget.record_long_sleep();
+                spin_budget.record_spin(Duration::ZERO, budget);
+            }
+        }
+        assert!(spin_count < 40, "{spin_count}");
+        spin_budget.record_sleep(Duration::from_micros(40));
+        assert!(
+            spin_budget
+                .next_budget(None, SenderDistance::Host)
+                .is_some()
         );
     }
 

@@ -2,12 +2,14 @@
 
 use super::super::socket_waiters::{DEADLINE_SLEEP_MAX, sleep_duration};
 use super::StateGuard;
-use sempa_proto::Tid;
+use sempa_proto::{Micros, Tid};
 use sempa_ring::futex;
 use sempa_socket::{SenderDistance, SpinBudget, WaitPlan, YIELDS_MAX, has_one_cpu};
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
+/// Number of ring polls before the first reading of the clock. They take about a microsecond.
+const FIRST_POLLS: u32 = 128;
 /// Number of ring polls between two readings of the clock.
 const POLLS_PER_CLOCK_READ: u32 = 32;
 /// Time for which a sender to a full ring waits while the reader frees no space.
@@ -15,6 +17,9 @@ const RING_SPACE_TIMEOUT: Duration = Duration::from_micros(50);
 /// Minimum duration of a wait that sleeps on the socket, because socket timeouts have millisecond
 /// resolution. Shorter waits use the futex.
 const SOCKET_WAIT_MIN: Duration = Duration::from_millis(10);
+
+/// Minimum duration of a sleep after which the next message will not arrive soon either.
+const LONG_SLEEP_MIN: Micros = Micros::from_millis(2);
 
 /// Event with which a spin ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -30,9 +35,10 @@ impl StateGuard<'_> {
     /// or if other threads are blocked on the lock.
     ///
     /// If an event has just woken this thread, this call finds the event at once, and the spin
-    /// counts as a success. The thread thus spins once more after each message. If many peers send
-    /// in turn, this spin rarely receives the next message, but it keeps the CPU from entering an
-    /// idle state. Waking a thread on an idle CPU takes longer than a peer needs for its answer.
+    /// counts as a success, except after a long sleep. The thread thus spins once more after each
+    /// message. If many peers send in turn, this spin rarely receives the next message, but it
+    /// keeps the CPU from entering an idle state. Waking a thread on an idle CPU takes longer than
+    /// a peer needs for its answer.
     pub(crate) fn spin_for_event(&mut self, timeout: Option<Duration>) -> bool {
         self.spin(timeout, SpinEnd::Event)
     }
@@ -68,7 +74,7 @@ impl StateGuard<'_> {
             WaitPlan::Yield => return self.yield_for_event(end),
             WaitPlan::Spin(budget) => budget,
         };
-        let poll_count = if shares_cpu { 1 } else { POLLS_PER_CLOCK_READ };
+        let mut poll_count = if shares_cpu { 1 } else { FIRST_POLLS };
         let (mut spin_start, previous_event_seq) = (None, self.core.event_seq());
         loop {
             for _ in 0..poll_count {
@@ -84,9 +90,14 @@ impl StateGuard<'_> {
                     self.yield_lock();
                     return true;
                 }
-                std::hint::spin_loop();
+                // The answer to a small message arrives in the first round. A pause takes as long
+                // as several polls.
+                if spin_start.is_some() {
+                    std::hint::spin_loop();
+                }
             }
             let spin_start = *spin_start.get_or_insert_with(Instant::now);
+            poll_count = poll_count.min(POLLS_PER_CLOCK_READ);
             self.spin_budget.yield_cpu();
             let now = self.now();
             if self.poll_direct_routes(now) && self.core.event_seq() != previous_event_seq {
@@ -211,6 +222,13 @@ impl StateGuard<'_> {
         );
         self.relock();
         self.event_waiter_count -= 1;
+        let sleep_time = self.now().since(now);
+        if sleep_time >= LONG_SLEEP_MIN {
+            self.spin_budget.record_long_sleep();
+        } else {
+            let sleep_time = Duration::from_micros(sleep_time.0);
+            self.spin_budget.record_sleep(sleep_time);
+        }
     }
 
     /// True if a thread that waits now for at most `timeout` sleeps on the sockets.
@@ -224,9 +242,17 @@ impl StateGuard<'_> {
     }
 
     /// Handles what has arrived before this thread waits for at most `timeout`. With direct routes
-    /// the wait itself begins with a look at all sockets, so that one is saved here.
+    /// the wait itself begins with a look at all sockets, so that one is saved here. If this thread
+    /// will sleep on the doorbell, the I/O thread reads the daemon's socket meanwhile.
     pub(crate) fn poll_before_wait(&mut self, timeout: Option<Duration>) {
-        if self.core.direct_routes.is_empty() || !self.will_wait_at_socket(timeout) {
+        let has_direct_route = !self.core.direct_routes.is_empty();
+        let will_wait_at_socket = self.will_wait_at_socket(timeout);
+        let reads_sockets_later = if will_wait_at_socket {
+            has_direct_route
+        } else {
+            !has_direct_route && timeout.is_none() && !self.core.shm_routes.is_empty()
+        };
+        if !reads_sockets_later {
             return self.poll_incoming();
         }
         let now = self.now();
