@@ -127,6 +127,9 @@ pub(crate) struct ReceivableList {
     /// examine all messages until the list is empty.
     has_changing_header: bool,
     next_seq: u64,
+    /// The last request that no message matched, and the number of the next message at that time.
+    /// A program that waits for an answer searches with the same request again and again.
+    last_unmatched: Option<(Request, u64)>,
 }
 
 impl ReceivableList {
@@ -170,6 +173,19 @@ impl ReceivableList {
                 |mid: &i32| header_of(*mid).is_some_and(|header| request.matches(header));
             return self.mids_since(0).find(is_match);
         }
+        let unmatched = Some((*request, self.next_seq));
+        if self.last_unmatched == unmatched {
+            return None;
+        }
+        let found_mid = self.search(request);
+        if found_mid.is_none() {
+            self.last_unmatched = unmatched;
+        }
+        found_mid
+    }
+
+    /// Searches for the message by the headers that the messages had when they were appended.
+    fn search(&mut self, request: &Request) -> Option<i32> {
         let Some(key) = request.index_key() else {
             return self.find_from(self.ends.forward, request);
         };
