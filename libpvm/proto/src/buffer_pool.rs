@@ -99,7 +99,7 @@ pub fn reserve_for_growth(buffer: &mut Vec<u8>, extra_bytes: usize) {
 /// Reserves space for `extra_bytes` bytes after the content of a buffer that is filled in pieces
 /// and should have `expected_bytes` more bytes in the end. The expectation need not be true: memory
 /// for bytes that are only expected is taken from the pool, or allocated up to
-/// [`EXPECTED_BYTES_MAX`] or as many bytes as the buffer has already.
+/// `EXPECTED_BYTES_MAX` or as many bytes as the buffer has already.
 pub fn reserve_expected(buffer: &mut Vec<u8>, extra_bytes: usize, expected_bytes: usize) {
     let required_bytes = buffer.len() + extra_bytes;
     if required_bytes <= buffer.capacity() {
