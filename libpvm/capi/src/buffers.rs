@@ -18,11 +18,11 @@ const ENC_IN_PLACE: i32 = 0x2000_0000;
 /// Maximum size of a message body in bytes: half of the maximum that may be queued for one
 /// receiver.
 pub(crate) const BODY_BYTES_MAX: usize = 1 << 35;
-/// Maximum capacity in bytes of a freed buffer's memory that the table reserves for a new buffer.
+/// Maximum capacity in bytes of the memory of a freed buffer that the table reserves for a new one.
 /// Larger memory goes to the pool.
 const SPARE_BYTES_MAX: usize = 4 << 10;
 const _: () = assert!(SPARE_BYTES_MAX <= buffer_pool::POOLED_BYTES_MIN);
-/// Maximum number of such memories: one of the send buffer and one of the receive buffer.
+/// Maximum number of such buffers: a send buffer and a receive buffer.
 const SPARE_COUNT_MAX: usize = 2;
 /// Maximum number of buffers that exist at the same time.
 pub(crate) const BUFFER_COUNT_MAX: usize = 1 << 24;
@@ -463,15 +463,17 @@ impl Buffers {
     }
 
     /// Creates an empty buffer in the memory of the buffer `mid`, which is freed. Returns the
-    /// number of the new buffer; `None` if the memory is not suitable. Numbers are assigned as by
-    /// [`Buffers::create`] and [`Buffers::free`].
+    /// number of the new buffer; `None` if the memory or the encoding is not suitable. Numbers are
+    /// assigned as by [`Buffers::create`] and [`Buffers::free`].
     #[inline]
     pub(crate) fn recreate(&mut self, mid: i32, enc: Enc, src: i32) -> Option<i32> {
         let old_index = Self::slot_index(mid).ok()?;
         let old_slot = self.slots.get_mut(old_index)?;
         let is_suitable =
             |buffer: &Buffer| buffer.list_entry.is_none() && buffer.has_small_memory();
-        if enc == Enc::InPlace || !old_slot.as_deref().is_some_and(is_suitable) {
+        // A trace event begins with a header, and a body packed in place consists of segments.
+        let begins_empty = matches!(enc, Enc::Raw | Enc::Xdr);
+        if !begins_empty || !old_slot.as_deref().is_some_and(is_suitable) {
             return None;
         }
         let new_index = std::mem::replace(self.free_slots.last_mut()?, old_index);

@@ -168,6 +168,29 @@ static void messages_in_messages(void)
     IS(PvmMismatch, pvm_pkmesgbody(inner));
 }
 
+static int length_of(int mid)
+{
+    int bytes = -1;
+
+    IS(0, pvm_bufinfo(mid, &bytes, NULL, NULL));
+    return bytes;
+}
+
+/* A buffer begins alike in new memory and in the memory of the previous send buffer. */
+static void reused_memory(void)
+{
+    int encodings[] = {PvmDataDefault, PvmDataRaw, PvmDataInPlace, PvmDataTrace}, i, mid, length, number = 1;
+
+    for (i = 0; i < 4; i++) {
+        mid = pvm_mkbuf(encodings[i]);
+        length = length_of(mid);
+        IS(0, pvm_freebuf(mid));
+        pvm_initsend(PvmDataRaw);
+        IS(0, pvm_pkint(&number, 1, 1));
+        IS(length, length_of(pvm_initsend(encodings[i])));
+    }
+}
+
 static void errors(void)
 {
     int i = 0, mid = pvm_initsend(PvmDataDefault);
@@ -289,6 +312,7 @@ int main(int argc, char **argv)
     round_trip(PvmDataRaw);
     formats();
     messages_in_messages();
+    reused_memory();
     errors();
     options();
     no_daemon();
