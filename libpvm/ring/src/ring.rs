@@ -233,7 +233,7 @@ impl<A: RingMemory> RingWriter<A> {
         for part in parts {
             self.copy_to_ring(&mut position, part);
         }
-        self.publish(len, record_size(len));
+        self.publish(len);
         Ok(true)
     }
 
@@ -259,15 +259,15 @@ impl<A: RingMemory> RingWriter<A> {
         }
         self.memory.write(offset + RECORD_HEADER_BYTES, head);
         self.memory.write(offset + RECORD_HEADER_BYTES + N, body);
-        self.publish(len, record_size(len));
+        self.publish(len);
         Ok(true)
     }
 
-    /// Makes the record at the end visible to the reader. The record occupies `size` bytes.
+    /// Makes the record of `len` bytes at the end visible to the reader.
     #[inline]
-    fn publish(&mut self, len: usize, size: usize) {
+    fn publish(&mut self, len: usize) {
         let length = u32::try_from(len).expect("a record is smaller than its ring");
-        self.publish_header(encode_record_header(length), size);
+        self.publish_header(encode_record_header(length), record_size(len));
     }
 
     /// Stores the header of a record that occupies `size` bytes, after the header behind the record
@@ -399,17 +399,6 @@ impl<A: RingMemory> RingReader<A> {
         Ok(Some(self.record_at(position, len)))
     }
 
-    /// Returns the next record; `None` if there is none. The record stays in the ring until
-    /// [`RingReader::skip_record`].
-    ///
-    /// # Errors
-    /// As [`RingReader::next_record`].
-    #[inline]
-    pub fn peek_record(&mut self) -> Result<Option<Record<'_, A>>, CorruptRing> {
-        let len = self.find_record()?;
-        Ok(len.map(|len| self.record_at(self.head, len)))
-    }
-
     /// Copies the next record, which stays in the ring: the first `N` bytes are returned, and the
     /// rest, at most `rest_bytes_max` bytes, replaces the content of `rest`. Returns `None` if
     /// there is no such record, and for a record at the end of the ring's memory.
@@ -437,8 +426,7 @@ impl<A: RingMemory> RingReader<A> {
         Some(head)
     }
 
-    /// Removes the record of `len` bytes that [`RingReader::peek_record`] or
-    /// [`RingReader::peek_small`] has just returned.
+    /// Removes the record of `len` bytes that [`RingReader::peek_small`] has just returned.
     #[inline]
     pub fn skip_record(&mut self, len: usize) {
         self.head += record_size(len) as u64;

@@ -6,26 +6,14 @@
  * Arguments: the program and its arguments.
  */
 #define _GNU_SOURCE
-#include <errno.h>
-#include <stdio.h>
-#include <stdlib.h>
+#include "tracer.h"
+
 #include <string.h>
-#include <sys/ptrace.h>
 #include <sys/user.h>
-#include <sys/wait.h>
-#include <unistd.h>
 
 #define SECTIONS 5
 #define INT3 0xcc
 #define CODE_BYTES 16
-
-static void must(int good, const char *what)
-{
-    if (!good) {
-        perror(what);
-        exit(1);
-    }
-}
 
 /* Reads the instruction that comes next. Returns its first byte. */
 static int read_next(pid_t pid, unsigned char code[CODE_BYTES])
@@ -76,18 +64,9 @@ int main(int argc, char **argv)
 {
     static unsigned long pairs[SECTIONS], instructions[SECTIONS], locked[SECTIONS];
     unsigned section = 0;
-    int signal = 0, status;
-    pid_t pid;
+    int signal = 0;
+    pid_t pid = start_traced(argc, argv);
 
-    must(argc > 1, "usage");
-    pid = fork();
-    must(pid >= 0, "fork");
-    if (pid == 0) {
-        ptrace(PTRACE_TRACEME, 0, NULL, NULL);
-        execv(argv[1], argv + 1);
-        _exit(127);
-    }
-    must(waitpid(pid, &status, 0) == pid && WIFSTOPPED(status), "exec");
     while ((signal = resume(pid, PTRACE_CONT, signal)) != 0) {
         unsigned char code[CODE_BYTES];
 

@@ -5,14 +5,10 @@
  * Arguments: the program and its arguments.
  */
 #define _GNU_SOURCE
-#include <errno.h>
+#include "tracer.h"
+
 #include <signal.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <sys/ptrace.h>
 #include <sys/syscall.h>
-#include <sys/wait.h>
-#include <unistd.h>
 
 #define NUMBERS 512
 #define OPTIONS (PTRACE_O_TRACESYSGOOD | PTRACE_O_TRACECLONE | PTRACE_O_EXITKILL)
@@ -27,14 +23,6 @@ struct system_call {
 };
 
 static unsigned long counts[NUMBERS];
-
-static void must(int good, const char *what)
-{
-    if (!good) {
-        perror(what);
-        exit(1);
-    }
-}
 
 static void count(pid_t thread, int *counts_now)
 {
@@ -53,17 +41,8 @@ int main(int argc, char **argv)
 {
     unsigned long total = 0;
     int status, counts_now = 0, number;
-    pid_t pid, thread;
+    pid_t pid = start_traced(argc, argv), thread;
 
-    must(argc > 1, "usage");
-    pid = fork();
-    must(pid >= 0, "fork");
-    if (pid == 0) {
-        ptrace(PTRACE_TRACEME, 0, NULL, NULL);
-        execv(argv[1], argv + 1);
-        _exit(127);
-    }
-    must(waitpid(pid, &status, 0) == pid && WIFSTOPPED(status), "exec");
     must(ptrace(PTRACE_SETOPTIONS, pid, NULL, (void *)(long)OPTIONS) == 0, "options");
     must(ptrace(PTRACE_SYSCALL, pid, NULL, NULL) == 0, "ptrace");
     for (;;) {

@@ -56,7 +56,7 @@ pub struct CausalOrder<M> {
     stale_peers: Vec<Tid>,
     /// Peers that have asked for a list.
     pub(super) requested_lists: BTreeSet<Tid>,
-    /// What waits besides messages, by number.
+    /// Waits of others than held messages, by number.
     pub(super) waits: BTreeMap<u64, Wait>,
     /// True if a peer has a stamp floor.
     pub(super) has_stamp_floors: bool,

@@ -198,7 +198,7 @@ impl<M> Peer<M> {
     /// if it was settled after the end of the peer.
     pub(super) fn has_settled(&self, mark: &Mark) -> bool {
         if self.has_ended {
-            // What an ended task has told says nothing about a new task with the same tid.
+            // Marks of an ended task say nothing about a new task with the same tid.
             return self.settled_since_end.contains(&exact_key(mark));
         }
         mark.stamp <= self.list_stamp

@@ -354,11 +354,6 @@ impl<M> CausalOrder<M> {
         self.holding_peers.contains(&peer)
     }
 
-    /// True if messages of any peer are held back.
-    pub fn is_holding_any(&self) -> bool {
-        !self.holding_peers.is_empty()
-    }
-
     /// True if messages that were held back were passed on since the last call.
     pub fn take_released(&mut self) -> bool {
         std::mem::take(&mut self.was_released)

@@ -38,7 +38,7 @@ impl Restart {
 
 impl<M> CausalOrder<M> {
     /// Records that the link with `peer` began again in a new incarnation at this end or at both.
-    /// What was received in the earlier incarnation is still delivered first, in its order.
+    /// Messages that were received in the earlier incarnation are delivered first, in their order.
     pub fn handle_link_reset(&mut self, peer: Tid, incarnation: u16) {
         let own_tid = self.own_tid;
         self.marks

@@ -277,7 +277,7 @@ fn scatter_tells_each_receiver_few_marks() {
 
 // ---- tids and processes
 
-/// What an ended task had sent says nothing about a new task with the same tid.
+/// Messages of an ended task say nothing about a new task with the same tid.
 #[test]
 fn mark_of_reused_tid_is_passed_on() {
     let mut order: CausalOrder<()> = CausalOrder::new(OWN, 0);

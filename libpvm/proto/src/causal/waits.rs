@@ -1,5 +1,5 @@
-//! What waits for messages: held messages of peers, what the daemon sends, and questions of the
-//! daemon; and how such a wait ends if the messages do not arrive.
+//! Waits for messages: of held messages of peers, of everything that the daemon sends, and of
+//! questions of the daemon; and the end of a wait whose messages do not arrive.
 
 use super::mark::{Mark, OrderMessage, Past};
 use super::order::CausalOrder;
@@ -117,8 +117,8 @@ impl<M> CausalOrder<M> {
     /// have not arrived. A sender that does not answer cannot hold messages of others back for
     /// ever.
     ///
-    /// What waits only for messages that have arrived and are held back themselves does not age,
-    /// unless nothing else waits.
+    /// A wait ages only if it awaits a message that has not arrived. If each wait awaits messages
+    /// that are held back themselves, all waits age.
     pub fn age_holds(&mut self) -> Vec<Mark> {
         let is_root = |marks: &Vec<Mark>| {
             let mut awaited_marks = marks.iter().filter(|mark| !self.has_passed(mark));
@@ -217,7 +217,7 @@ impl<M> CausalOrder<M> {
     /// Adds the marks of a past. Returns those that may name this task. Nobody says later that the
     /// others are settled, so this task asks.
     fn accept_past_of(&mut self, Past { clock, marks }: Past) -> Vec<Mark> {
-        // What follows is later than the last message before the past, which has this stamp.
+        // The last message before the past may have this stamp. Later messages need a larger one.
         self.clock = self.clock.max(clock.min(STAMP_MAX) + 1);
         let own_marks = self.hear(Tid::NONE, 0, marks);
         self.orphan_marks_of(Tid::NONE);

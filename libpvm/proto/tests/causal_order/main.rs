@@ -26,7 +26,7 @@ const DRAIN_ROUNDS_MAX: usize = 3000;
 /// Number of these rounds after which what is held back grows older.
 const ROUNDS_PER_AGE: usize = 2;
 
-/// What happens to the tasks of a schedule.
+/// Events that the tasks of a schedule undergo.
 #[derive(Clone, Copy, Debug)]
 struct Plan {
     tasks: usize,

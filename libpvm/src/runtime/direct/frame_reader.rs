@@ -80,7 +80,8 @@ struct MessageCursor {
     records_start: usize,
 }
 
-/// What limits one call of [`FrameReader::read_frames`].
+/// Limits of one call of [`FrameReader::read_frames`].
+#[derive(Default)]
 struct ReadBudget {
     read_bytes: usize,
     is_socket_empty: bool,
@@ -267,10 +268,7 @@ impl FrameReader {
         key_schedule: &mut KeySchedule,
         sink: &mut dyn FrameSink,
     ) -> Result<bool, RouteEndReason> {
-        let mut budget = ReadBudget {
-            read_bytes: 0,
-            is_socket_empty: false,
-        };
+        let mut budget = ReadBudget::default();
         if let Some(end_reason) = &self.end_reason {
             return Err(end_reason.clone());
         }
@@ -278,14 +276,7 @@ impl FrameReader {
             let step_result = if self.placement.is_some() {
                 self.read_into_message(socket, key_schedule, sink, &mut budget)
             } else {
-                self.pass_buffered_frames(key_schedule, sink)
-                    .and_then(|()| {
-                        if self.placement.is_none() && !budget.is_spent() {
-                            self.read_into_buffer(socket, &mut budget)?;
-                            return Ok(true);
-                        }
-                        Ok(self.placement.is_some())
-                    })
+                self.read_through_buffer(socket, key_schedule, sink, &mut budget)
             };
             match step_result {
                 Ok(true) => {}
@@ -304,10 +295,7 @@ impl FrameReader {
         socket: &TcpStream,
         key_schedule: &mut KeySchedule,
     ) -> Result<bool, RouteEndReason> {
-        let mut budget = ReadBudget {
-            read_bytes: 0,
-            is_socket_empty: false,
-        };
+        let mut budget = ReadBudget::default();
         self.read_into_buffer(socket, &mut budget)?;
         while self.buffer.plain().len() < FRAME_HEAD_BYTES {
             if !self.open_buffered_record(key_schedule)? {
@@ -324,6 +312,26 @@ impl FrameReader {
     }
 
     // ---- through the buffer
+
+    /// Passes the frames in the buffer to `sink`, and reads more. Returns false if nothing more may
+    /// be read now.
+    fn read_through_buffer(
+        &mut self,
+        socket: &TcpStream,
+        key_schedule: &mut KeySchedule,
+        sink: &mut dyn FrameSink,
+        budget: &mut ReadBudget,
+    ) -> Result<bool, RouteEndReason> {
+        self.pass_buffered_frames(key_schedule, sink)?;
+        if self.placement.is_some() {
+            return Ok(true);
+        }
+        if budget.is_spent() {
+            return Ok(false);
+        }
+        self.read_into_buffer(socket, budget)?;
+        Ok(true)
+    }
 
     fn read_into_buffer(
         &mut self,

@@ -27,15 +27,23 @@ impl End {
         Self { stream, link }
     }
 
+    /// Moves the next frame of the link to the stream. Returns false if there is none, or no space.
+    fn queue_frame(&mut self) -> bool {
+        if !self.stream.has_frame_space() {
+            return false;
+        }
+        let Some(frame) = self.link.next_frame(NOW) else {
+            return false;
+        };
+        let parts = [&frame.encode_short_head()[..], frame.head, frame.body];
+        assert!(self.stream.try_queue_frame(&parts, frame.following_bytes()));
+        true
+    }
+
     /// Writes the frames of the link, until the socket is full.
     fn write(&mut self) {
         loop {
-            while self.stream.has_frame_space()
-                && let Some(frame) = self.link.next_frame(NOW)
-            {
-                let parts = [&frame.encode_short_head()[..], frame.head, frame.body];
-                assert!(self.stream.try_queue_frame(&parts, frame.following_bytes()));
-            }
+            while self.queue_frame() {}
             self.stream.write_queued().expect("the route stands");
             if self.stream.has_unwritten_data() || !self.link.has_frame() {
                 break;
@@ -154,13 +162,7 @@ fn fragment_that_overtakes_its_placement_is_accepted_once() {
             frames.push(frame.to_frame());
         }
         sender.link.send(head, body.clone()).expect("queued");
-        let frame = sender.link.next_frame(NOW).expect("the first fragment");
-        let parts = [&frame.encode_short_head()[..], frame.head, frame.body];
-        assert!(
-            sender
-                .stream
-                .try_queue_frame(&parts, frame.following_bytes())
-        );
+        assert!(sender.queue_frame(), "the first fragment");
         sender
             .stream
             .write_part(40_000)
@@ -195,16 +197,7 @@ fn route_that_ends_in_a_placement_leaves_whole_fragments() {
         .link
         .send([7; HEAD_BYTES_MAX], body.clone())
         .expect("queued");
-    while sender.stream.has_frame_space()
-        && let Some(frame) = sender.link.next_frame(NOW)
-    {
-        let parts = [&frame.encode_short_head()[..], frame.head, frame.body];
-        assert!(
-            sender
-                .stream
-                .try_queue_frame(&parts, frame.following_bytes())
-        );
-    }
+    while sender.queue_frame() {}
     sender
         .stream
         .write_part(100_000)

@@ -31,6 +31,15 @@ fn explicit_offer(peer: Tid, id: OfferId, same_host: bool) -> RouteEvent {
     }
 }
 
+/// Returns the arrival of B's acceptance.
+fn acceptance_of_b(same_host: bool) -> RouteEvent {
+    RouteEvent::OfferAccepted {
+        peer: B,
+        id: OFFER_ID,
+        same_host,
+    }
+}
+
 /// Returns two tasks on different hosts with an established route. Both have requested
 /// notifications of new routes with tag 4.
 fn connected_pair() -> (RouteAgreements, RouteAgreements) {
@@ -55,11 +64,7 @@ fn connected_pair() -> (RouteAgreements, RouteAgreements) {
             id: OFFER_ID
         }]
     );
-    let acceptance_event = RouteEvent::OfferAccepted {
-        peer: B,
-        id: OFFER_ID,
-        same_host: false,
-    };
+    let acceptance_event = acceptance_of_b(false);
     assert_eq!(
         handle_and_drain(&mut a, acceptance_event),
         [RouteOutput::ExpectConnection { id: OFFER_ID }]
@@ -100,11 +105,7 @@ fn acceptance_suffices_on_same_host() {
     assert!(b.is_settled(A));
     let mut a = RouteAgreements::new(A);
     handle_and_drain(&mut a, RouteEvent::RouteRequested(B));
-    let acceptance_event = RouteEvent::OfferAccepted {
-        peer: B,
-        id: OFFER_ID,
-        same_host: true,
-    };
+    let acceptance_event = acceptance_of_b(true);
     assert_eq!(
         handle_and_drain(&mut a, acceptance_event),
         [RouteOutput::WithdrawOffer { id: OFFER_ID }]
@@ -216,17 +217,7 @@ fn missing_answer_counts_as_refusal() {
     );
     assert!(a.is_settled(B));
     // The acceptance of an offer that has timed out is ignored.
-    assert_eq!(
-        handle_and_drain(
-            &mut a,
-            RouteEvent::OfferAccepted {
-                peer: B,
-                id: OFFER_ID,
-                same_host: true
-            }
-        ),
-        []
-    );
+    assert_eq!(handle_and_drain(&mut a, acceptance_of_b(true)), []);
     assert_eq!(handle_and_drain(&mut a, RouteEvent::Connected(B)), []);
 }
 
@@ -362,11 +353,7 @@ fn automatically_connected_pair() -> (RouteAgreements, RouteAgreements) {
             id: OFFER_ID
         }]
     );
-    let acceptance_event = RouteEvent::OfferAccepted {
-        peer: B,
-        id: OFFER_ID,
-        same_host: false,
-    };
+    let acceptance_event = acceptance_of_b(false);
     handle_and_drain(&mut a, acceptance_event);
     for (routes, peer) in [(&mut a, B), (&mut b, A)] {
         assert_eq!(
@@ -534,11 +521,7 @@ fn failed_automatic_connection_ends_attempt_on_both_sides() {
     let (mut a, mut b) = (RouteAgreements::new(A), RouteAgreements::new(B));
     handle_and_drain(&mut a, RouteEvent::AutomaticRouteDue(B));
     handle_and_drain(&mut b, offer_of(A, RouteKind::Automatic, false, true));
-    let acceptance_event = RouteEvent::OfferAccepted {
-        peer: B,
-        id: OFFER_ID,
-        same_host: false,
-    };
+    let acceptance_event = acceptance_of_b(false);
     handle_and_drain(&mut a, acceptance_event);
     let failure_of = |peer| RouteOutput::AutomaticFailed {
         peer,
@@ -595,11 +578,7 @@ fn every_attempt_ends() {
         offer_of(B, RouteKind::Automatic, false, true),
         offer_of(B, RouteKind::Explicit, false, false),
         offer_of(B, RouteKind::Automatic, true, true),
-        RouteEvent::OfferAccepted {
-            peer: B,
-            id: OFFER_ID,
-            same_host: false,
-        },
+        acceptance_of_b(false),
         RouteEvent::OfferRefused {
             peer: B,
             id: OFFER_ID,
