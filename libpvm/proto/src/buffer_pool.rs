@@ -19,6 +19,7 @@ const EXPECTED_BYTES_MAX: usize = 1 << 20;
 /// Maximum number of pooled buffers.
 const POOLED_BUFFERS_MAX: usize = 64;
 
+/// The pooled buffers, the longest unused first.
 static POOL: Mutex<Vec<Vec<u8>>> = Mutex::new(Vec::new());
 
 fn try_lock_pool() -> Option<MutexGuard<'static, Vec<Vec<u8>>>> {
@@ -44,8 +45,15 @@ fn take_pooled(capacity: usize, prefers_largest: bool) -> Option<Vec<u8>> {
         } else {
             candidates.min_by_key(|(_, candidate)| *candidate)
         };
-        Some(pool.swap_remove(chosen_entry?.0))
+        Some(pool.remove(chosen_entry?.0))
     })
+}
+
+/// Returns the capacity of the largest pooled buffer; zero if the pool is empty or locked.
+fn largest_pooled_bytes() -> usize {
+    try_lock_pool()
+        .and_then(|pool| pool.iter().map(Vec::capacity).max())
+        .unwrap_or(0)
 }
 
 /// As [`take_pooled`], and allocates a buffer if the pool has none or is locked.
@@ -54,9 +62,10 @@ fn take_or_allocate(capacity: usize, prefers_largest: bool) -> Vec<u8> {
 }
 
 /// Puts a buffer into the pool. If the pool already has its maximum number of buffers, the smallest
-/// of these and the new buffer is freed. The new buffer is also freed if the pool is locked, or if
-/// the capacity of the buffer is below [`POOLED_BYTES_MIN`] or would raise the total above
-/// [`POOL_BYTES_MAX`].
+/// of these and the new buffer is freed. If the capacity of the buffer would raise the total above
+/// [`POOL_BYTES_MAX`], buffers that were not used for the longest time are freed, so that the sizes
+/// of earlier messages give way to those of the present ones. The new buffer is freed if the pool
+/// is locked, or if its capacity is below [`POOLED_BYTES_MIN`] or above [`POOL_BYTES_MAX`].
 pub fn recycle(mut buffer: Vec<u8>) {
     if buffer.capacity() < POOLED_BYTES_MIN || buffer.capacity() > POOL_BYTES_MAX {
         return;
@@ -73,15 +82,19 @@ pub fn recycle(mut buffer: Vec<u8>) {
             .min_by_key(|(_, pooled_bytes)| *pooled_bytes);
         match smallest_buffer {
             Some((index, pooled_bytes)) if pooled_bytes < buffer.capacity() => {
-                drop(pool.swap_remove(index))
+                drop(pool.remove(index))
             }
             _ => return,
         }
     }
-    let pooled_bytes: usize = pool.iter().map(Vec::capacity).sum();
-    if pooled_bytes + buffer.capacity() <= POOL_BYTES_MAX {
-        pool.push(buffer);
+    let mut total_bytes = buffer.capacity() + pool.iter().map(Vec::capacity).sum::<usize>();
+    let mut evicted_count = 0;
+    while total_bytes > POOL_BYTES_MAX {
+        total_bytes -= pool[evicted_count].capacity();
+        evicted_count += 1;
     }
+    pool.drain(..evicted_count);
+    pool.push(buffer);
 }
 
 /// Reserves space for `extra_bytes` bytes after the buffer's content. A large replacement buffer
@@ -99,24 +112,28 @@ pub fn reserve_for_growth(buffer: &mut Vec<u8>, extra_bytes: usize) {
 /// Reserves space for `extra_bytes` bytes after the content of a buffer that is filled in pieces
 /// and should have `expected_bytes` more bytes in the end. The expectation need not be true: memory
 /// for bytes that are only expected is taken from the pool, or allocated up to
-/// `EXPECTED_BYTES_MAX` or as many bytes as the buffer has already.
+/// `EXPECTED_BYTES_MAX` more than the largest pooled buffer or the content has.
 pub fn reserve_expected(buffer: &mut Vec<u8>, extra_bytes: usize, expected_bytes: usize) {
     let required_bytes = buffer.len() + extra_bytes;
     if required_bytes <= buffer.capacity() {
         return;
     }
     let expected_total = buffer.len().saturating_add(expected_bytes.max(extra_bytes));
-    let allocated_bytes = (required_bytes + EXPECTED_BYTES_MAX.max(buffer.len()))
-        .min(expected_total)
-        .max(required_bytes);
-    let mut pooled = None;
-    if expected_total >= POOLED_BYTES_MIN {
-        pooled = take_pooled(expected_total, false);
-    }
-    if allocated_bytes < expected_total {
-        pooled = pooled.or_else(|| take_pooled(required_bytes, true));
-    }
-    let mut replacement = pooled.unwrap_or_else(|| Vec::with_capacity(allocated_bytes));
+    let pooled = if expected_total < POOLED_BYTES_MIN {
+        None
+    } else {
+        take_pooled(expected_total, false)
+    };
+    // A smaller pooled buffer is not taken. Otherwise, while the buffers of the expected size are
+    // in use, every message would outgrow its first buffer, and its content would be copied.
+    let mut replacement = pooled.unwrap_or_else(|| {
+        let trusted_bytes = EXPECTED_BYTES_MAX + largest_pooled_bytes().max(buffer.len());
+        Vec::with_capacity(
+            (required_bytes + trusted_bytes)
+                .min(expected_total)
+                .max(required_bytes),
+        )
+    });
     replacement.extend_from_slice(buffer);
     recycle(std::mem::replace(buffer, replacement));
 }
@@ -269,5 +286,20 @@ mod tests {
             })
             .collect();
         assert_eq!(addresses[1], addresses[2], "the same memory");
+        // A message gets its full size at once, even if only smaller buffers are free.
+        clear();
+        recycle(Vec::with_capacity(content_bytes - EXPECTED_BYTES_MAX));
+        let mut buffer = Vec::new();
+        reserve_expected(&mut buffer, 10, content_bytes);
+        assert_eq!(buffer.capacity(), content_bytes);
+        // Sizes that are used no longer give way.
+        clear();
+        for _ in 0..4 {
+            recycle(Vec::with_capacity(POOL_BYTES_MAX / 4));
+        }
+        recycle(Vec::with_capacity(content_bytes));
+        let pooled_buffer = take_pooled(content_bytes, false).expect("pooled");
+        assert_eq!(pooled_buffer.capacity(), content_bytes);
+        clear();
     }
 }

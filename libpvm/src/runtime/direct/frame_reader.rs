@@ -71,6 +71,8 @@ struct FrameHead {
 struct Placement {
     head: FrameHead,
     placed_bytes: usize,
+    /// True after an attempt to complete the payload, for which not enough had arrived.
+    is_interrupted: bool,
 }
 
 /// Positions in a message while records are decrypted in it: content from the start to `plain_end`,
@@ -338,13 +340,26 @@ impl FrameReader {
         socket: &TcpStream,
         budget: &mut ReadBudget,
     ) -> Result<(), RouteEndReason> {
+        let limit = if self.is_after_large_frame {
+            READ_BYTES_AFTER_LARGE
+        } else {
+            INPUT_BUFFER_BYTES
+        };
+        let read_bytes = self.receive_into_buffer(socket, limit, budget)?;
+        self.is_after_large_frame &= read_bytes < READ_BYTES_AFTER_LARGE;
+        Ok(())
+    }
+
+    /// Reads at most `limit` bytes into the buffer. Returns the number of bytes.
+    fn receive_into_buffer(
+        &mut self,
+        socket: &TcpStream,
+        limit: usize,
+        budget: &mut ReadBudget,
+    ) -> Result<usize, RouteEndReason> {
         self.io_counts.calls += 1;
         let free_space = self.buffer.reserve_read();
-        let limit = if self.is_after_large_frame {
-            READ_BYTES_AFTER_LARGE.min(free_space.len())
-        } else {
-            free_space.len()
-        };
+        let limit = limit.min(free_space.len());
         match recv(
             socket.as_raw_fd(),
             &mut free_space[..limit],
@@ -353,14 +368,14 @@ impl FrameReader {
             Ok(0) => return Err(self.end_of_stream_reason()),
             Ok(byte_count) => {
                 self.buffer.records_end += byte_count;
-                self.is_after_large_frame &= byte_count < limit;
                 budget.count(byte_count, limit);
+                return Ok(byte_count);
             }
             Err(Errno::EINTR) => {}
             Err(Errno::EAGAIN) => budget.is_socket_empty = true,
             Err(e) => return Err(RouteEndReason::Broken(e.desc().into())),
         }
-        Ok(())
+        Ok(0)
     }
 
     /// Decrypts the complete records in the buffer and passes the frames in them to `sink`, up to a
@@ -422,6 +437,7 @@ impl FrameReader {
                 self.placement = Some(Placement {
                     head,
                     placed_bytes: 0,
+                    is_interrupted: false,
                 });
             }
             break;
@@ -463,6 +479,17 @@ impl FrameReader {
             self.dropped_content_bytes = placement.missing_bytes();
             return Ok(true);
         }
+        if placement.is_interrupted {
+            match self.complete_buffered_record(socket, budget) {
+                Ok(true) => {}
+                Ok(false) => return Ok(false),
+                Err(end_reason) => {
+                    let accepted_bytes = sink.message().len() - placement.placed_bytes;
+                    keep_accepted_payloads(sink, accepted_bytes);
+                    return Err(end_reason);
+                }
+            }
+        }
         let mut cursor = self.move_buffer_to_message(&mut placement, sink.message());
         let read_result = loop {
             let placement_end = self.place_records(
@@ -473,7 +500,11 @@ impl FrameReader {
                 budget,
             );
             match placement_end {
-                Ok(PlacementEnd::Incomplete) => break Ok(Some(placement)),
+                Ok(PlacementEnd::Incomplete) => {
+                    placement.is_interrupted = true;
+                    self.io_counts.interruptions += 1;
+                    break Ok(Some(placement));
+                }
                 Ok(PlacementEnd::Complete(extra_bytes)) => {
                     let head = placement.head;
                     placement.placed_bytes = 0;
@@ -492,15 +523,35 @@ impl FrameReader {
                 sink.set_placed_bytes(placement.placed_bytes);
             }
             Ok(None) => self.is_after_large_frame = true,
-            // The sink keeps the complete payloads.
-            Err(_) => {
-                let accepted_bytes = cursor.plain_end - placement.placed_bytes;
-                sink.message().truncate(accepted_bytes);
-                sink.set_placed_bytes(0);
-            }
+            Err(_) => keep_accepted_payloads(sink, cursor.plain_end - placement.placed_bytes),
         }
         self.placement = read_result?;
         Ok(self.placement.is_none())
+    }
+
+    /// Reads the rest of the first record in the buffer, if the buffer has a part of a record. Returns
+    /// false if the record is still incomplete. An incomplete record stays in the buffer, so that no
+    /// byte is moved more than twice, however little of the record arrives at a time.
+    fn complete_buffered_record(
+        &mut self,
+        socket: &TcpStream,
+        budget: &mut ReadBudget,
+    ) -> Result<bool, RouteEndReason> {
+        loop {
+            let records = self.buffer.records();
+            let missing_bytes = match record_length(records)? {
+                Some(length) => length.saturating_sub(records.len()),
+                None if records.is_empty() => 0,
+                None => RECORD_HEAD_BYTES - records.len(),
+            };
+            if missing_bytes == 0 {
+                return Ok(true);
+            }
+            if budget.is_spent() {
+                return Ok(false);
+            }
+            self.receive_into_buffer(socket, missing_bytes, budget)?;
+        }
     }
 
     /// Moves the content of the buffer to the end of the message.
@@ -640,6 +691,7 @@ impl FrameReader {
         Ok(Some(Placement {
             head: next_head,
             placed_bytes,
+            is_interrupted: false,
         }))
     }
 
@@ -652,6 +704,10 @@ impl FrameReader {
 impl InputBuffer {
     fn plain(&self) -> &[u8] {
         &self.bytes[self.plain_start..self.plain_end]
+    }
+
+    fn records(&self) -> &[u8] {
+        &self.bytes[self.records_start..self.records_end]
     }
 
     fn clear(&mut self) {
@@ -704,6 +760,12 @@ impl InputBuffer {
             }
         }
     }
+}
+
+/// Removes all but the first `accepted_bytes` of the message, which are complete payloads.
+fn keep_accepted_payloads(sink: &mut dyn FrameSink, accepted_bytes: usize) {
+    sink.message().truncate(accepted_bytes);
+    sink.set_placed_bytes(0);
 }
 
 /// Reserves space in a message for a read of `byte_count` bytes. At once reserves space for the

@@ -170,11 +170,15 @@ impl FrameStream {
         self.append_content(bytes);
     }
 
-    /// Writes the first `byte_count` bytes of what is queued.
+    /// Writes the first `byte_count` bytes of what is queued, or all of it.
     #[cfg(test)]
     pub(crate) fn write_part(&mut self, byte_count: usize) -> nix::Result<()> {
+        if self.output_buffer.unsealed_content_bytes > 0 {
+            self.seal_record(ContentType::Data);
+        }
         let start = self.output_buffer.records_start;
-        let part = &self.output_buffer.bytes[start..start + byte_count];
+        let end = self.output_buffer.records_end.min(start + byte_count);
+        let part = &self.output_buffer.bytes[start..end];
         let fd = self.socket.get().as_raw_fd();
         self.output_buffer.records_start += send(fd, part, MsgFlags::MSG_NOSIGNAL)?;
         Ok(())

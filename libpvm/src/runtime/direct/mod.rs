@@ -33,6 +33,8 @@ pub(crate) use accept::Acceptor;
 pub(crate) use dial::Dialer;
 pub(crate) use frame_stream::FrameStream;
 pub(crate) use identity::Identity;
+#[cfg(test)]
+pub(crate) use record::RECORD_BYTES_MAX;
 
 use sempa_proto::Micros;
 use sempa_proto::link::{FRAGMENT_BYTES_MAX, LINK_HEAD_BYTES, SHORT_HEAD_BYTES};
@@ -123,4 +125,7 @@ pub(crate) struct IoCounts {
     pub(crate) copied_bytes: u64,
     /// Number of calls to the kernel that read or write.
     pub(crate) calls: u64,
+    /// Number of times that reading stopped inside a large payload, because the rest had not
+    /// arrived.
+    pub(crate) interruptions: u64,
 }

@@ -15,7 +15,7 @@ pub(super) const RECORD_TAIL_BYTES: usize = 17;
 pub(super) const CONTENT_BYTES_MAX: usize = 16 << 10;
 /// Maximum length of a record from a peer. The maximum exceeds the length of this library's
 /// records, because TLS allows padding.
-pub(super) const RECORD_BYTES_MAX: usize = RECORD_HEAD_BYTES + CONTENT_BYTES_MAX + 256;
+pub(crate) const RECORD_BYTES_MAX: usize = RECORD_HEAD_BYTES + CONTENT_BYTES_MAX + 256;
 /// Size of the ciphers' authentication tag.
 const TAG_BYTES: usize = 16;
 /// First three bytes of every record after the handshake: type "application data" and the version
