@@ -12,7 +12,9 @@
 //! 3. If the main thread is blocked at that time, for example by a program on a file system that
 //!    hangs, a second thread kills the tasker a little later. The kernel then kills the tasks in
 //!    PID namespaces. Of other tasks it kills only the first processes, so the thread first kills
-//!    everything that descends from the tasker.
+//!    everything that descends from the tasker. The main thread may be blocked with a lock of the
+//!    allocator or of the log, for example by a debugger. Therefore a timer of the kernel kills the
+//!    tasker if the second thread waits for such a lock.
 
 use crate::census::Census;
 use crate::pause::Pause;
@@ -20,8 +22,9 @@ use crate::supervisor::Supervisor;
 use crate::task::{Task, TaskPhase};
 use checkpoint::boot_clock;
 use checkpoint::descendants::kill_descendants;
-use nix::sys::signal::{Signal, kill};
+use nix::sys::signal::{SigEvent, SigevNotify, Signal, kill};
 use nix::sys::time::TimeSpec;
+use nix::sys::timer::Timer;
 use nix::sys::timerfd::{ClockId, Expiration, TimerFd, TimerFlags, TimerSetTimeFlags};
 use nix::unistd::Pid;
 use sempa_proto::Micros;
@@ -37,6 +40,9 @@ use std::time::Duration;
 /// has after `kill_at` to kill the tasks: half of that time, so that the tasks have ended after
 /// nine tenths of the lease.
 const LAST_RESORT_DIVISOR: u64 = 2;
+
+/// Time that the second thread has to kill the descendants of the tasker.
+const LAST_RESORT_TIMEOUT: Duration = Duration::from_millis(200);
 
 /// Until when the tasks may run, on CLOCK_BOOTTIME.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -107,6 +113,9 @@ impl LastResort {
 
     /// Kills the tasker when the main thread has not acted in time.
     fn run(&self) {
+        let mut kill_timer = new_kill_timer()
+            .inspect_err(|error| tracing::warn!("the tasker has no timer to end itself: {error}"))
+            .ok();
         loop {
             // An interrupted wait is repeated.
             if self.timer.wait().is_err() {
@@ -118,12 +127,12 @@ impl LastResort {
             std::thread::sleep(Duration::from_micros(delay.0));
             let kill_at = Micros(self.kill_at_us.load(Ordering::Relaxed));
             if kill_at + delay <= boot_clock::now() {
-                tracing::error!(
-                    "the lease of the daemon has run out and the tasker is blocked: it kills itself and all tasks"
-                );
-                kill_descendants(std::process::id().cast_signed());
-                // Never fails: a process may always kill itself.
-                let _ = kill(Pid::this(), Signal::SIGKILL);
+                kill_self_after(kill_timer.as_mut(), || {
+                    tracing::error!(
+                        "the lease of the daemon has run out and the tasker is blocked: it kills itself and all tasks"
+                    );
+                    kill_descendants(std::process::id().cast_signed());
+                });
             }
         }
     }
@@ -223,6 +232,31 @@ impl Lease {
 
 fn new_timer(flags: TimerFlags) -> nix::Result<TimerFd> {
     TimerFd::new(ClockId::CLOCK_BOOTTIME, flags)
+}
+
+/// Creates a timer that kills this process. No thread of the process can prevent this.
+fn new_kill_timer() -> nix::Result<Timer> {
+    let signal = Signal::SIGKILL;
+    let notification = SigevNotify::SigevSignal {
+        signal,
+        si_value: 0,
+    };
+    Timer::new(
+        nix::time::ClockId::CLOCK_MONOTONIC,
+        SigEvent::new(notification),
+    )
+}
+
+/// Kills this process when `kill_tasks` has ended, at the latest after [`LAST_RESORT_TIMEOUT`].
+fn kill_self_after(kill_timer: Option<&mut Timer>, kill_tasks: impl FnOnce()) {
+    if let Some(timer) = kill_timer {
+        let expiry = Expiration::OneShot(TimeSpec::from_duration(LAST_RESORT_TIMEOUT));
+        // Never fails: the timer exists, and the time is valid.
+        let _ = timer.set(expiry, TimerSetTimeFlags::empty());
+    }
+    kill_tasks();
+    // Never fails: a process may always kill itself.
+    let _ = kill(Pid::this(), Signal::SIGKILL);
 }
 
 impl Task {
@@ -330,6 +364,34 @@ impl Supervisor {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::os::unix::process::ExitStatusExt;
+
+    /// Not a test: this is the code of the process that the next test starts.
+    #[test]
+    #[ignore = "child process of another test"]
+    fn subprocess_blocks_while_it_kills_tasks() {
+        let mut timer = new_kill_timer().expect("a timer");
+        kill_self_after(Some(&mut timer), || {
+            loop {
+                std::thread::park();
+            }
+        });
+    }
+
+    /// A tasker whose second thread waits for a lock that the main thread holds is killed.
+    #[test]
+    fn blocked_last_resort_ends_the_tasker() {
+        let status = std::process::Command::new(std::env::current_exe().expect("a path"))
+            .args([
+                "--exact",
+                "lease::tests::subprocess_blocks_while_it_kills_tasks",
+                "--ignored",
+            ])
+            .stdout(std::process::Stdio::null())
+            .status()
+            .expect("a process");
+        assert_eq!(status.signal(), Some(Signal::SIGKILL as i32));
+    }
 
     /// The tasks are frozen, then killed, and the last resort follows before the end of the lease.
     #[test]
