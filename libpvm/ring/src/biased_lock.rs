@@ -11,7 +11,8 @@
 //! system call `membarrier` between its own store and load: the call returns after every running
 //! thread of the process has executed a full fence. So either the owner reads the new mode, or the
 //! other thread reads the flag. One call costs some microseconds, and the next call follows at the
-//! earliest after another run of the owner.
+//! earliest after another run of the owner. The process must be registered for this call
+//! ([`register_process`]); until then all locks stay in the plain mode.
 
 #![allow(unsafe_code)] // The lock hands out references to the value that it guards.
 
@@ -56,6 +57,12 @@ pub struct BiasedLock<T> {
     is_held_by_owner: AtomicU32,
     mutex: Mutex<Uses>,
     value: UnsafeCell<T>,
+}
+
+/// Permits the biased mode in this process, if the kernel supports it. In a process with several
+/// threads the kernel needs about 10 ms for the first call, so no lock should be held.
+pub fn register_process() {
+    owner_fence::register_process();
 }
 
 // SAFETY: as for `std::sync::Mutex`: at most one thread at a time has a reference to the value.
@@ -257,6 +264,7 @@ mod tests {
     use std::sync::Arc;
 
     fn biased_lock() -> Arc<BiasedLock<u32>> {
+        register_process();
         let lock = Arc::new(BiasedLock::new(0));
         for _ in 0..=BIAS_RUN_LENGTH {
             *lock.lock() += 1;
@@ -266,6 +274,41 @@ mod tests {
             current_thread_token()
         );
         lock
+    }
+
+    /// Not a test: this is the code of the process that the next test starts.
+    #[test]
+    #[ignore = "child process of another test"]
+    fn subprocess_uses_lock_before_registration() {
+        let lock = BiasedLock::new(());
+        let use_often = || {
+            for _ in 0..=BIAS_RUN_LENGTH {
+                drop(lock.lock());
+            }
+        };
+        use_often();
+        assert_eq!(lock.biased_to.load(Ordering::Relaxed), NO_THREAD);
+        register_process();
+        use_often();
+        assert_ne!(lock.biased_to.load(Ordering::Relaxed), NO_THREAD);
+    }
+
+    /// No use of a lock waits for the kernel to register the process.
+    #[test]
+    fn lock_is_plain_before_registration() {
+        let output = std::process::Command::new(std::env::current_exe().expect("a path"))
+            .args([
+                "--exact",
+                "biased_lock::tests::subprocess_uses_lock_before_registration",
+                "--ignored",
+            ])
+            .output()
+            .expect("a process");
+        let text = String::from_utf8_lossy(&output.stdout);
+        assert!(
+            output.status.success() && text.contains("1 passed"),
+            "{text}"
+        );
     }
 
     /// A thread that holds the lock does not acquire it again, in no mode.
@@ -285,16 +328,17 @@ mod tests {
     fn other_thread_waits_for_owner() {
         let lock = biased_lock();
         let mut guard = lock.lock();
+        let (attempt_sender, attempts) = std::sync::mpsc::channel();
         let other_thread = std::thread::spawn({
             let lock = lock.clone();
             move || {
-                assert!(lock.try_lock().is_none(), "the owner holds the lock");
+                let is_free = lock.try_lock().is_some();
+                attempt_sender.send(is_free).expect("the owner waits");
                 *lock.lock() *= 2;
             }
         });
-        while lock.biased_to.load(Ordering::Relaxed) != NO_THREAD {
-            std::thread::yield_now();
-        }
+        assert_eq!(attempts.recv(), Ok(false), "the owner holds the lock");
+        assert_eq!(lock.biased_to.load(Ordering::Relaxed), NO_THREAD);
         *guard += 1;
         drop(guard);
         other_thread.join().expect("the thread ends");
@@ -311,6 +355,7 @@ mod tests {
     /// Threads that all use the lock often lose no update.
     #[test]
     fn competing_threads_lose_no_update() {
+        register_process();
         const UPDATES_PER_THREAD: u32 = 20 * BIAS_RUN_LENGTH;
         const THREAD_COUNT: u32 = 4;
         let lock = Arc::new(BiasedLock::new(0));

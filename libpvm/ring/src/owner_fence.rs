@@ -58,10 +58,19 @@ mod system {
         call_membarrier(libc::MEMBARRIER_CMD_REGISTER_PRIVATE_EXPEDITED)
     }
 
-    /// True if this kernel has the heavy fence.
+    /// True if this kernel has the heavy fence and this process may use it.
+    static IS_AVAILABLE: OnceLock<bool> = OnceLock::new();
+
+    /// Registers this process for the heavy fence. In a process with several threads the kernel
+    /// needs about 10 ms for the first call.
+    pub(crate) fn register_process() {
+        IS_AVAILABLE.get_or_init(register);
+    }
+
+    /// True if [`register_process`] was successful.
+    #[inline]
     pub(crate) fn is_available() -> bool {
-        static IS_AVAILABLE: OnceLock<bool> = OnceLock::new();
-        *IS_AVAILABLE.get_or_init(register)
+        IS_AVAILABLE.get().copied().unwrap_or(false)
     }
 
     /// Executes a full fence in every running thread of the process. The kernel must have it
@@ -120,6 +129,8 @@ mod model {
     pub(crate) fn heavy() {
         fence(Ordering::SeqCst);
     }
+
+    pub(crate) fn register_process() {}
 
     pub(crate) fn is_available() -> bool {
         true

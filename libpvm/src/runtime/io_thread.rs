@@ -25,6 +25,7 @@ use nix::sys::signal::SigSet;
 use sempa_proto::Micros;
 use sempa_proto::frame::{FrameDecoder, from_bytes};
 use sempa_proto::task::{Claim, OnDaemonExit, Redirect, ResumeToken};
+use sempa_ring::biased_lock;
 use std::io;
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
@@ -58,6 +59,9 @@ pub(crate) fn start(
     shared_state: &Arc<SharedState>,
     program: String,
 ) -> io::Result<ProcessOwned<JoinHandle<()>>> {
+    if has_one_thread() {
+        biased_lock::register_process();
+    }
     let old_mask = SigSet::all().thread_swap_mask(nix::sys::signal::SigmaskHow::SIG_SETMASK)?;
     let panic_guard = PanicReportGuard(Arc::clone(shared_state));
     let spawn_result = std::thread::Builder::new()
@@ -94,8 +98,15 @@ enum NextStep {
     Exit,
 }
 
+/// True if no other thread of this process exists. False if /proc cannot be read.
+fn has_one_thread() -> bool {
+    std::fs::read_dir("/proc/self/task").is_ok_and(|threads| threads.count() == 1)
+}
+
 fn run_io_thread(shared_state: &Arc<SharedState>, program: &str) {
     sempa_socket::request_short_slice();
+    // With several threads the registration takes so long that no call of the program waits for it.
+    biased_lock::register_process();
     let mut drainer_thread = None;
     loop {
         let (next_step, needs_drainer) = {
