@@ -6,7 +6,9 @@ use super::unsettled::UnsettledMarks;
 use super::{MARKS_MAX, STAMP_MAX};
 use crate::ids::Tid;
 use crate::link::is_later_incarnation;
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use indexmap::IndexMap;
+use rustc_hash::FxBuildHasher;
+use std::collections::{BTreeSet, VecDeque};
 
 /// Number of a list that is not answered, because its teller was restarted.
 pub(super) const NO_LIST_ID: u64 = 0;
@@ -227,14 +229,14 @@ fn exact_key(mark: &Mark) -> (MarkKey, u64, u64) {
 /// The peers of a task. A peer is created when it is first named.
 #[derive(Clone, Debug)]
 pub(super) struct Peers<M> {
-    peers_by_tid: BTreeMap<Tid, Peer<M>>,
+    peers_by_tid: IndexMap<Tid, Peer<M>, FxBuildHasher>,
     start: Position,
 }
 
 impl<M> Peers<M> {
     pub(super) fn new(incarnation: u16) -> Self {
         Self {
-            peers_by_tid: BTreeMap::new(),
+            peers_by_tid: IndexMap::default(),
             start: Position::start_of(incarnation),
         }
     }
@@ -260,10 +262,22 @@ impl<M> Peers<M> {
     /// Returns the state of a peer, which is created if necessary.
     #[inline]
     pub(super) fn entry(&mut self, peer: Tid) -> &mut Peer<M> {
-        let start = self.start;
-        self.peers_by_tid
-            .entry(peer)
-            .or_insert_with(|| Peer::new(start))
+        let mut unknown_index = usize::MAX;
+        self.entry_at(&mut unknown_index, peer)
+    }
+
+    /// As [`Peers::entry`]. `index` is the index at which the peer was found last; any number if
+    /// the peer was not searched for yet.
+    #[inline]
+    pub(super) fn entry_at(&mut self, index: &mut usize, peer: Tid) -> &mut Peer<M> {
+        let peers = &mut self.peers_by_tid;
+        if peers.get_index(*index).is_none_or(|(tid, _)| *tid != peer) {
+            let start = self.start;
+            let entry = peers.entry(peer);
+            *index = entry.index();
+            return entry.or_insert_with(|| Peer::new(start));
+        }
+        &mut peers[*index]
     }
 
     pub(super) fn iter(&self) -> impl Iterator<Item = (&Tid, &Peer<M>)> {
@@ -275,6 +289,6 @@ impl<M> Peers<M> {
     }
 
     pub(super) fn remove(&mut self, peer: &Tid) {
-        self.peers_by_tid.remove(peer);
+        self.peers_by_tid.swap_remove(peer);
     }
 }

@@ -40,18 +40,25 @@ impl<M> CausalOrder<M> {
             || self.is_awaiting()
     }
 
-    /// Records that a message is delivered at once, and returns its stamp. The order must be quiet,
-    /// and a look that began when the message was visible must have found nothing else.
+    /// Records that a message is delivered at once. The order must be quiet, and a look that began
+    /// when the message was visible must have found nothing else. `peer_index` is any number at
+    /// first; the call changes it so that the next one finds the peer without a search.
     #[inline]
-    pub fn pass_message(&mut self, peer: Tid, position: Position, stamp: u64) -> u64 {
-        let stamp = self.peers.entry(peer).pass_message(position, stamp);
-        self.clock = self.clock.max(stamp);
-        stamp
+    pub fn pass_message(
+        &mut self,
+        peer: Tid,
+        peer_index: &mut usize,
+        position: Position,
+        stamp: u64,
+    ) {
+        let peer_state = self.peers.entry_at(peer_index, peer);
+        self.clock = self.clock.max(peer_state.pass_message(position, stamp));
     }
 
     #[inline]
     fn pass_to_arrivals(&mut self, peer: Tid, position: Position, stamp: u64, message: M) {
-        let stamp = self.pass_message(peer, position, stamp);
+        let stamp = self.peers.entry(peer).pass_message(position, stamp);
+        self.clock = self.clock.max(stamp);
         self.arrivals.push(peer, stamp, message);
     }
 

@@ -89,6 +89,8 @@ pub(super) struct Ring {
     peer_slot: usize,
     /// Index of the link with the peer when the link was used last; see [`link_at`].
     link_index: usize,
+    /// Index of the peer in the causal order when the peer was used last.
+    order_index: usize,
     last_used_at: Micros,
     /// Number of consecutive empty polls; see [`EMPTY_POLLS_MAX`] for the polls that count.
     empty_poll_count: u8,
@@ -119,6 +121,7 @@ impl Ring {
             peer_doorbell: Arc::new(ProcessOwned::new(doorbell)),
             peer_slot,
             link_index: 0,
+            order_index: 0,
             last_used_at: now,
             empty_poll_count: 0,
             is_in_waiting_slots: false,

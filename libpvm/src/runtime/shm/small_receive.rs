@@ -115,7 +115,7 @@ impl Core {
             return None;
         }
         let slot = self.shm_routes.only_readable_slot()?;
-        let (shm, links) = self.shm_routes_and_links();
+        let (shm, links, order) = self.shm_routes_links_and_order();
         let ring = shm.ring_mut(slot)?;
         let peer = ring.peer;
         let link = link_at(links, &mut ring.link_index, peer)?;
@@ -145,6 +145,7 @@ impl Core {
             incarnation: link.incarnation(),
             end_seq: link.take_small_message(now, head.ack),
         };
+        order.pass_message(peer, &mut ring.order_index, position, head.stamp);
         (ring.last_used_at, ring.empty_poll_count) = (now, 0);
         ring.peer_cpu = head.writer_cpu;
         if was_writer_blocked {
@@ -152,7 +153,6 @@ impl Core {
             shm.pending_wakes.extend(wake);
         }
         (shm.last_writer_cpu, shm.expected_peer) = (head.writer_cpu, Some(peer));
-        self.order.pass_message(peer, position, head.stamp);
         if self.order.has_stale_lists() {
             self.schedule_order_timers(now);
         }
