@@ -335,7 +335,8 @@ fn take_in_small(
     if let Some(intake) = try_take_in_small(&mut session, request, true) {
         return (session, intake);
     }
-    let Some(rt) = session.runtime.clone().filter(|_| waits) else {
+    let may_wait = waits && may_take_in_small(&session);
+    let Some(rt) = session.runtime.clone().filter(|_| may_wait) else {
         return (session, SmallIntake::Other(Intake::Nothing));
     };
     drop(session);
@@ -351,6 +352,13 @@ fn take_in_small(
     (session, intake)
 }
 
+/// True if the next message may be taken in from a ring: no earlier message waits, and no handler
+/// may want it.
+#[inline]
+fn may_take_in_small(session: &Session) -> bool {
+    session.handlers.is_empty() && ARRIVALS_LEN.load(Relaxed) == 0 && !is_in_handler()
+}
+
 /// Takes in a small message that is in a ring on this host. Returns `None` if there is none, or if
 /// the message must be taken in in the ordinary way.
 #[inline]
@@ -359,18 +367,17 @@ fn try_take_in_small(
     request: Option<&Request>,
     looks_ahead: bool,
 ) -> Option<SmallIntake> {
+    if !may_take_in_small(session) {
+        return None;
+    }
     let Session {
         runtime: Some(rt),
         buffers,
-        handlers,
         ..
     } = &mut **session
     else {
         return None;
     };
-    if !handlers.is_empty() || ARRIVALS_LEN.load(Relaxed) != 0 || is_in_handler() {
-        return None;
-    }
     let _right = try_lock_arrivals()?;
     let mut buffer = buffers.take_spare_buffer();
     let Some(head) = rt.try_receive_small(buffer.unsealed_memory(), looks_ahead) else {
@@ -574,15 +581,25 @@ impl From<PvmError> for ReceiveError {
     }
 }
 
+/// Purpose of a wait for a message.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Purpose {
+    /// The message stays in the list.
+    Probe,
+    /// The message is received. If it was not in the list before, it does not enter the list.
+    Receive,
+    /// As `Receive`, after [`receive_small`] has waited awake in vain.
+    ReceiveAfterSpin,
+}
+
 /// Waits for a matching message. Returns the locked session and the message's number; `None` in
-/// place of the number if the wait ends without a message. The message stays in the list if it was
-/// there before, and always if `takes_match` is false. `on_valid_arguments` is called once, after
-/// the arguments have been checked.
+/// place of the number if the wait ends without a message. `on_valid_arguments` is called once,
+/// after the arguments have been checked.
 fn wait_for_message(
     tid: i32,
     tag: i32,
     wait_mode: WaitMode,
-    takes_match: bool,
+    purpose: Purpose,
     on_valid_arguments: fn(&mut Session),
 ) -> Result<MatchResult, ReceiveError> {
     let mut session = session::lock();
@@ -596,6 +613,7 @@ fn wait_for_message(
     on_valid_arguments(&mut session);
     let mut search = Search::new(tid, tag);
     let mut is_last_search = false;
+    let mut has_tried_rings = purpose == Purpose::ReceiveAfterSpin;
     loop {
         let intake_count = INTAKE_COUNT.load(Relaxed);
         let matching_mid;
@@ -606,9 +624,14 @@ fn wait_for_message(
             return Ok((session, matching_mid));
         }
         let request = request_in_context(tid, tag);
-        let request = (takes_match && session.matcher.is_none()).then_some(&request);
+        let takes_match = purpose != Purpose::Probe && session.matcher.is_none();
+        let request = takes_match.then_some(&request);
         let small_intake;
-        (session, small_intake) = take_in_small(session, request, wait_mode == WaitMode::Forever);
+        (session, small_intake) = if std::mem::take(&mut has_tried_rings) {
+            (session, SmallIntake::Other(Intake::Nothing))
+        } else {
+            take_in_small(session, request, wait_mode == WaitMode::Forever)
+        };
         let intake = match small_intake {
             SmallIntake::Match(mid) => return Ok((session, Some(mid))),
             SmallIntake::Other(Intake::Nothing) => {
@@ -699,28 +722,40 @@ enum WaitEnd {
     OtherThreadHasTakenIn,
 }
 
-/// Receives the next message as [`receive`] does, if the message is small, waits in a ring of this
-/// host and matches, and if no message of the list matches. Returns `None` if the call must receive
-/// in the ordinary way. A small message that does not match is in the list then.
+/// Result of [`receive_small`].
+enum SmallReceipt {
+    /// A small message was received.
+    Received(i32),
+    /// The call has waited awake for a message, or may not do that. It must go on to sleep.
+    NoMessage,
+    /// The call must begin again in the ordinary way.
+    Unknown,
+}
+
+/// Receives the next message as [`receive`] does, if the message is small, comes through a ring of
+/// this host and matches, and if no message of the list matches. Waits awake for such a message. A
+/// small message that does not match is in the list then.
 #[inline]
-fn receive_small(tid: i32, tag: i32) -> Option<i32> {
+fn receive_small(tid: i32, tag: i32) -> SmallReceipt {
     let mut session = session::lock();
-    let rt = session.runtime.as_ref()?;
-    let is_valid = rt.is_connected() && is_valid_request(tid, tag) && !is_in_handler();
+    let is_valid = session.runtime.as_ref().is_some_and(Runtime::is_connected)
+        && is_valid_request(tid, tag)
+        && !is_in_handler();
     if !is_valid || session.matcher.is_some() {
-        return None;
+        return SmallReceipt::Unknown;
     }
     let request = request_in_context(tid, tag);
     if !session.receivable.is_empty() && session.find_receivable(&request).is_some() {
-        return None;
+        return SmallReceipt::Unknown;
     }
     session.free_receive_buffer();
-    match try_take_in_small(&mut session, Some(&request), true)? {
-        SmallIntake::Match(mid) => {
+    match take_in_small(session, Some(&request), true) {
+        (mut session, SmallIntake::Match(mid)) => {
             session.receive_buffer_id = mid;
-            Some(mid)
+            SmallReceipt::Received(mid)
         }
-        SmallIntake::Other(_) => None,
+        (_, SmallIntake::Other(Intake::Nothing)) => SmallReceipt::NoMessage,
+        (_, SmallIntake::Other(_)) => SmallReceipt::Unknown,
     }
 }
 
@@ -732,13 +767,16 @@ pub(crate) fn receive(
     tag: i32,
     wait_mode: WaitMode,
 ) -> Result<Option<i32>, ReceiveError> {
-    if wait_mode == WaitMode::Forever
-        && let Some(mid) = receive_small(tid, tag)
-    {
-        return Ok(Some(mid));
+    let mut purpose = Purpose::Receive;
+    if wait_mode == WaitMode::Forever {
+        match receive_small(tid, tag) {
+            SmallReceipt::Received(mid) => return Ok(Some(mid)),
+            SmallReceipt::NoMessage => purpose = Purpose::ReceiveAfterSpin,
+            SmallReceipt::Unknown => {}
+        }
     }
     let (mut session, Some(mid)) =
-        wait_for_message(tid, tag, wait_mode, true, Session::free_receive_buffer)?
+        wait_for_message(tid, tag, wait_mode, purpose, Session::free_receive_buffer)?
     else {
         return Ok(None);
     };
@@ -754,13 +792,14 @@ pub(crate) fn receive(
 /// Returns the number of the message that a receive call would return. The message stays in the
 /// list.
 pub(crate) fn probe(tid: i32, tag: i32) -> Result<Option<i32>, ReceiveError> {
-    Ok(wait_for_message(tid, tag, WaitMode::OneMessage, false, |_| ())?.1)
+    Ok(wait_for_message(tid, tag, WaitMode::OneMessage, Purpose::Probe, |_| ())?.1)
 }
 
 /// Waits for a message and returns its buffer, without making it the active receive buffer
 /// (`pvm_precv`).
 pub(crate) fn receive_detached(tid: i32, tag: i32) -> Result<Buffer, ReceiveError> {
-    let (mut session, matching_mid) = wait_for_message(tid, tag, WaitMode::Forever, true, |_| ())?;
+    let (mut session, matching_mid) =
+        wait_for_message(tid, tag, WaitMode::Forever, Purpose::Receive, |_| ())?;
     let mid = matching_mid.ok_or(PvmError::SysErr)?;
     session.unqueue_message(mid);
     Ok(session.buffers.remove(mid)?)
