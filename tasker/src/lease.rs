@@ -41,7 +41,7 @@ use std::time::Duration;
 /// nine tenths of the lease.
 const LAST_RESORT_DIVISOR: u64 = 2;
 
-/// Time that the second thread has to kill the descendants of the tasker.
+/// Maximum time in which the second thread kills the descendants of the tasker.
 const LAST_RESORT_TIMEOUT: Duration = Duration::from_millis(200);
 
 /// Until when the tasks may run, on CLOCK_BOOTTIME.

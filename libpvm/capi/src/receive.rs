@@ -722,9 +722,9 @@ enum WaitEnd {
     OtherThreadHasTakenIn,
 }
 
-/// Result of [`receive_small`].
+/// Result of the first attempt of a receive call; see [`receive_small`].
 enum SmallReceipt {
-    /// A small message was received.
+    /// The number of the message's buffer.
     Received(i32),
     /// The call has waited awake for a message, or may not do that. It must go on to sleep.
     NoMessage,

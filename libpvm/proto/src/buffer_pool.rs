@@ -268,6 +268,12 @@ mod tests {
         );
         assert_eq!(try_lock_pool().expect("free").len(), 1);
         clear();
+        check_announced_content();
+        clear();
+    }
+
+    /// Checks the memory for content whose length was announced. The pool is empty at first.
+    fn check_announced_content() {
         // Little memory is allocated for content that is only announced. Content that arrives in
         // pieces as announced is then always in the same memory.
         let mut buffer = Vec::new();
@@ -300,6 +306,5 @@ mod tests {
         recycle(Vec::with_capacity(content_bytes));
         let pooled_buffer = take_pooled(content_bytes, false).expect("pooled");
         assert_eq!(pooled_buffer.capacity(), content_bytes);
-        clear();
     }
 }

@@ -811,12 +811,6 @@ impl Core {
         (&mut self.shm_routes, &mut self.links)
     }
 
-    pub(super) fn shm_routes_links_and_order(
-        &mut self,
-    ) -> (&mut ShmRoutes, &mut Links, &mut CausalOrder<Message>) {
-        (&mut self.shm_routes, &mut self.links, &mut self.order)
-    }
-
     pub(super) fn tid(&self) -> Tid {
         self.own_tid
     }

@@ -1,9 +1,13 @@
 //! Carries out the causal order of messages: stamps and lists of marks on the links, and looks at
 //! the rings. The rules are in [`sempa_proto::causal`].
 
+use super::super::links::Links;
+use super::super::shm::ShmRoutes;
 use super::Core;
 use bytes::{Buf, Bytes};
-use sempa_proto::causal::{CTX_ORDER, HOLD_AGE_MAX, OrderMessage, Position, STAMP_BYTES};
+use sempa_proto::causal::{
+    CTX_ORDER, CausalOrder, HOLD_AGE_MAX, OrderMessage, Position, STAMP_BYTES,
+};
 use sempa_proto::frame::{encode_control, from_bytes, to_bytes};
 use sempa_proto::link::{HEAD_BYTES_MAX, Link, ReceivedMessage};
 use sempa_proto::message::{MESSAGE_HEAD_BYTES, encode_message_head};
@@ -79,6 +83,12 @@ fn sent_position(link: &Link) -> Position {
 }
 
 impl Core {
+    pub(in crate::runtime) fn shm_routes_links_and_order(
+        &mut self,
+    ) -> (&mut ShmRoutes, &mut Links, &mut CausalOrder<Message>) {
+        (&mut self.shm_routes, &mut self.links, &mut self.order)
+    }
+
     // ---- sending
 
     /// Queues a message on its link, behind the list of marks that the peer does not know yet.

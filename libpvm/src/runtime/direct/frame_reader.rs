@@ -529,9 +529,9 @@ impl FrameReader {
         Ok(self.placement.is_none())
     }
 
-    /// Reads the rest of the first record in the buffer, if the buffer has a part of a record. Returns
-    /// false if the record is still incomplete. An incomplete record stays in the buffer, so that no
-    /// byte is moved more than twice, however little of the record arrives at a time.
+    /// Reads the rest of the first record in the buffer, if the buffer has a part of a record.
+    /// Returns false if the record is still incomplete. An incomplete record stays in the buffer,
+    /// so that no byte is moved more than twice, however little of the record arrives at a time.
     fn complete_buffered_record(
         &mut self,
         socket: &TcpStream,
