@@ -12,8 +12,7 @@ mod system {
     #![allow(unsafe_code)] // `membarrier` and the thread pointer have no safe form.
 
     use crate::futex;
-    use std::sync::OnceLock;
-    use std::sync::atomic::{AtomicU32, Ordering, compiler_fence};
+    use std::sync::atomic::{AtomicBool, AtomicU32, Ordering, compiler_fence};
 
     /// Number of reads of the flag before a thread sleeps until the owner clears the flag.
     const READS_BEFORE_SLEEP: u32 = 100;
@@ -58,19 +57,22 @@ mod system {
         call_membarrier(libc::MEMBARRIER_CMD_REGISTER_PRIVATE_EXPEDITED)
     }
 
-    /// True if this kernel has the heavy fence and this process may use it.
-    static IS_AVAILABLE: OnceLock<bool> = OnceLock::new();
+    /// True if this kernel has the heavy fence and this process may use it. No thread waits for
+    /// another one to set the flag: a forked child does not have the thread that would set it.
+    static IS_AVAILABLE: AtomicBool = AtomicBool::new(false);
 
     /// Registers this process for the heavy fence. In a process with several threads the kernel
-    /// needs about 10 ms for the first call.
+    /// needs about 10 ms for the first call; further calls return at once.
     pub(crate) fn register_process() {
-        IS_AVAILABLE.get_or_init(register);
+        if register() {
+            IS_AVAILABLE.store(true, Ordering::Relaxed);
+        }
     }
 
     /// True if [`register_process`] was successful.
     #[inline]
     pub(crate) fn is_available() -> bool {
-        IS_AVAILABLE.get().copied().unwrap_or(false)
+        IS_AVAILABLE.load(Ordering::Relaxed)
     }
 
     /// Executes a full fence in every running thread of the process. The kernel must have it
