@@ -63,9 +63,9 @@ fn take_or_allocate(capacity: usize, prefers_largest: bool) -> Vec<u8> {
 
 /// Puts a buffer into the pool. If the pool already has its maximum number of buffers, the smallest
 /// of these and the new buffer is freed. If the capacity of the buffer would raise the total above
-/// [`POOL_BYTES_MAX`], buffers that were not used for the longest time are freed, so that the sizes
-/// of earlier messages give way to those of the present ones. The new buffer is freed if the pool
-/// is locked, or if its capacity is below [`POOLED_BYTES_MIN`] or above [`POOL_BYTES_MAX`].
+/// [`POOL_BYTES_MAX`], the buffers that were not used for the longest time are freed: the sizes of
+/// earlier messages leave the pool. The new buffer is freed if the pool is locked, or if its
+/// capacity is below [`POOLED_BYTES_MIN`] or above [`POOL_BYTES_MAX`].
 pub fn recycle(mut buffer: Vec<u8>) {
     if buffer.capacity() < POOLED_BYTES_MIN || buffer.capacity() > POOL_BYTES_MAX {
         return;
@@ -298,7 +298,7 @@ mod tests {
         let mut buffer = Vec::new();
         reserve_expected(&mut buffer, 10, content_bytes);
         assert_eq!(buffer.capacity(), content_bytes);
-        // Sizes that are used no longer give way.
+        // A buffer that was not used for the longest time leaves the full pool.
         clear();
         for _ in 0..4 {
             recycle(Vec::with_capacity(POOL_BYTES_MAX / 4));

@@ -105,7 +105,8 @@ fn has_one_thread() -> bool {
 
 fn run_io_thread(shared_state: &Arc<SharedState>, program: &str) {
     sempa_socket::request_short_slice();
-    // With several threads the registration takes so long that no call of the program waits for it.
+    // In a process with several threads the registration takes about 10 ms. This thread waits for
+    // the registration, and no call of the program does.
     biased_lock::register_process();
     let mut drainer_thread = None;
     loop {
