@@ -33,10 +33,10 @@ const CHUNKS_PER_READ_MAX: usize = 16;
 /// Maximum number of signals that are stored for a task which is stopped for a migration. Further
 /// signals are dropped; the kernel, too, merges equal pending signals.
 pub(crate) const DEFERRED_SIGNALS_MAX: usize = 64;
-/// Longest time for the exec of a program, which may be on a slow file system. The main thread is
-/// blocked meanwhile, so the limit is lower if the tasks must be frozen soon; see
-/// [`exec_time_limit`].
-const EXEC_TIMEOUT_MAX: Duration = Duration::from_secs(3);
+/// Longest time for the exec of a program. The program may be on a slow file system, and the kernel
+/// delays new processes while it removes many PID namespaces. The main thread is blocked meanwhile,
+/// so the limit is lower if the tasks must be frozen soon; see [`exec_time_limit`].
+const EXEC_TIMEOUT_MAX: Duration = Duration::from_secs(10);
 /// Shortest time limit for an exec, for a host whose tasks must be frozen at once.
 const EXEC_TIMEOUT_MIN: Duration = Duration::from_millis(200);
 

@@ -5,7 +5,8 @@ mod common;
 
 use common::migration_steps::*;
 use common::{
-    Tasker, is_alive, migration_id, processes_with_text, shell_path, start_order, tid, wait_until,
+    Tasker, is_alive, is_descendant, migration_id, processes_with_text, shell_path, start_order,
+    tid, wait_until,
 };
 use sempa_proto::Micros;
 use sempa_proto::migration::{Failure, FileRequirement, Refusal, TaskFacts, Usage};
@@ -85,13 +86,18 @@ fn children_migrate_and_exit_is_reported_there() {
     let mut output = Vec::new();
     source.wait_for_output(tid(1), &mut output, |text| text == b"ready\n");
     migrate_task(&mut source, &mut target, tid(1), 1, &mut output);
-    let children = processes_with_text("sleep 57721");
-    let sleeper = children
-        .iter()
-        .copied()
-        .find(|p| std::fs::read_link(format!("/proc/{p}/exe")).is_ok_and(|e| e.ends_with("sleep")));
+    // The kernel may not have removed the killed processes of the source yet.
+    let target_pid = target.child.id() as i32;
+    let find_sleeper = || {
+        let children = processes_with_text("sleep 57721");
+        children.into_iter().find(|pid| {
+            let program = std::fs::read_link(format!("/proc/{pid}/exe"));
+            program.is_ok_and(|path| path.ends_with("sleep")) && is_descendant(*pid, target_pid)
+        })
+    };
+    wait_until("the child is at the target", || find_sleeper().is_some());
     nix::sys::signal::kill(
-        nix::unistd::Pid::from_raw(sleeper.expect("it moved")),
+        nix::unistd::Pid::from_raw(find_sleeper().expect("it sleeps on")),
         nix::sys::signal::SIGTERM,
     )
     .expect("kill");

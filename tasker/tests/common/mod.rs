@@ -320,6 +320,13 @@ pub fn is_alive(pid: i32) -> bool {
     proc::stat(pid).is_some_and(|stat| !matches!(stat.state, 'Z' | 'X'))
 }
 
+/// True if the process `pid` descends from the process `ancestor`.
+pub fn is_descendant(pid: i32, ancestor: i32) -> bool {
+    std::iter::successors(Some(pid), |pid| proc::stat(*pid).map(|stat| stat.ppid))
+        .take_while(|pid| *pid > 1)
+        .any(|pid| pid == ancestor)
+}
+
 fn without_output(messages: &[FromTasker]) -> Vec<&FromTasker> {
     messages
         .iter()
