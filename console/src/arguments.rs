@@ -29,7 +29,7 @@ pub(crate) fn parse_option_value<'a>(
 
 /// Returns the error for an option that the command does not have. `arg` includes the dashes.
 pub(crate) fn unknown_option_error(arg: &str) -> ParseError {
-    ParseError::UnknownFlag(arg.trim_start_matches('-').to_string())
+    ParseError::UnknownFlag(arg.strip_prefix('-').unwrap_or(arg).to_string())
 }
 
 /// Returns `args`, the arguments of a command that requires at least one argument.

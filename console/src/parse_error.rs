@@ -14,7 +14,7 @@ pub(crate) enum ParseError {
     /// A single `-`. A shell that takes the `>` of `->` as a redirection leaves only the `-`.
     #[error("unknown flag -; in a shell the option -> needs quotes: '->'")]
     LoneDash,
-    /// The command has no such option.
+    /// The command has no such option. Contains the option without its first dash.
     #[error("unknown flag -{0}")]
     UnknownFlag(String),
     /// The word is neither `t40001` nor `40001`.

@@ -2,17 +2,22 @@
 //! implement the trait without a daemon.
 
 use bytes::Bytes;
-use libpvm::{Error, Match, MigrateError, MigrateReply, Vm};
+use libpvm::{Error, Match, Vm};
 use sempa_proto::body::Packer;
 use sempa_proto::event::Event;
 use sempa_proto::message::{CTX_BASE, DSIG_X86_64, ENC_XDR};
 use sempa_proto::migration::MigrationTargets;
 use sempa_proto::rm::{self, CTX_RM, RmQuery, RmReply, TAG_QUERY, TAG_REPLY};
-use sempa_proto::table::{AddedHost, HostTable, TASK_RM, TaskInfo};
-use sempa_proto::task::{MailboxRequest, MigrationReport, Reply, Request, SpawnRequest};
+use sempa_proto::table::{HostReport, HostTable, TASK_RM, TaskInfo};
+use sempa_proto::task::{MailboxRequest, Reply, Request, SpawnRequest};
 use sempa_proto::{HostId, Message, PvmError, Tid};
+use std::ops::ControlFlow;
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::thread;
 use std::time::Duration;
 
+/// Interval at which a long wait looks for interrupts and shows its progress.
+const WAIT_INTERVAL: Duration = Duration::from_millis(200);
 /// Time limit for a reply of the resource manager.
 const RM_REPLY_TIMEOUT: Duration = Duration::from_secs(5);
 /// Error text for a query to the resource manager when none is running.
@@ -34,12 +39,8 @@ pub(crate) trait VirtualMachine {
         self.tasks(selector)
     }
     fn spawn(&self, request: SpawnRequest) -> Result<Vec<Result<Tid, PvmError>>, Error>;
-    /// Adds a host for each host-file line.
-    fn add_hosts(&self, lines: &[String]) -> Result<Vec<AddedHost>, Error>;
     /// Removes the named hosts.
     fn delete_hosts(&self, names: &[String]) -> Result<Vec<Result<(), PvmError>>, Error>;
-    /// Migrates a task and waits for the end of the migration.
-    fn migrate_and_wait(&self, tid: Tid, target: &str) -> Result<MigrationReport, MigrateError>;
     /// Returns which hosts would accept a task. If `target` is given, queries only that host.
     fn can_migrate(&self, tid: Tid, target: Option<&str>) -> Result<MigrationTargets, Error>;
     /// Returns up to `limit` events of the log, from number `from` on.
@@ -50,6 +51,13 @@ pub(crate) trait VirtualMachine {
     fn ask_rm(&self, query: &RmQuery) -> Result<RmReply, Error>;
     /// Sends a request to the daemon and waits for the reply. [`Reply::Failed`] becomes an error.
     fn ask(&self, request: Request) -> Result<Reply, Error>;
+    /// As [`VirtualMachine::ask`]. Calls `on_wait` at intervals until the reply arrives. Returns
+    /// `None` if `on_wait` breaks; the daemon then still serves the request.
+    fn ask_while(
+        &self,
+        request: Request,
+        on_wait: &mut dyn FnMut() -> ControlFlow<()>,
+    ) -> Result<Option<Reply>, Error>;
 }
 
 impl VirtualMachine for Vm {
@@ -77,24 +85,8 @@ impl VirtualMachine for Vm {
         Self::spawn(self, request)
     }
 
-    fn add_hosts(&self, lines: &[String]) -> Result<Vec<AddedHost>, Error> {
-        self.add_hosts(lines)
-    }
-
     fn delete_hosts(&self, names: &[String]) -> Result<Vec<Result<(), PvmError>>, Error> {
         self.delete_hosts(names)
-    }
-
-    fn migrate_and_wait(&self, tid: Tid, target: &str) -> Result<MigrationReport, MigrateError> {
-        match Self::migrate(self, tid, target, None, true)? {
-            MigrateReply::Done(report) => Ok(report),
-            MigrateReply::Started(id) => {
-                let reason = format!(
-                    "migration {id} has begun, but the daemon did not wait for its end; see 'events'"
-                );
-                Err(Error::new(PvmError::BadMsg, reason).into())
-            }
-        }
     }
 
     fn can_migrate(&self, tid: Tid, target: Option<&str>) -> Result<MigrationTargets, Error> {
@@ -160,6 +152,28 @@ impl VirtualMachine for Vm {
             reply => Ok(reply),
         }
     }
+
+    fn ask_while(
+        &self,
+        request: Request,
+        on_wait: &mut dyn FnMut() -> ControlFlow<()>,
+    ) -> Result<Option<Reply>, Error> {
+        let (sender, receiver) = mpsc::channel();
+        let vm = self.clone();
+        // The receiver is gone if the user has interrupted the command.
+        thread::spawn(move || sender.send(VirtualMachine::ask(&vm, request)));
+        loop {
+            match receiver.recv_timeout(WAIT_INTERVAL) {
+                Ok(reply) => return reply.map(Some),
+                Err(RecvTimeoutError::Timeout) => {
+                    if on_wait().is_break() {
+                        return Ok(None);
+                    }
+                }
+                Err(RecvTimeoutError::Disconnected) => return Err(unexpected_reply_error()),
+            }
+        }
+    }
 }
 
 /// Returns the error for a resource manager with another protocol version.
@@ -192,6 +206,37 @@ pub(crate) fn wait_for_message(vm: &Vm) -> Result<Message, Error> {
     }) {
         Ok(Some(message)) => Ok(message),
         Ok(None) | Err(_) => Err(Error::new(PvmError::SysErr, runtime.lost_reason())),
+    }
+}
+
+/// Reason why something was not done with a task that does not exist.
+pub(crate) const NO_TASK_REASON: &str =
+    "there is no such task; it may have ended: 'ps -a' lists the tasks";
+
+/// Returns the error line for a task that does not exist.
+pub(crate) fn no_task_line(tid: Tid) -> String {
+    format!("{tid}: {NO_TASK_REASON}")
+}
+
+/// True if the virtual machine has no task with this tid. False if the task's host does not answer.
+pub(crate) fn task_has_ended(machine: &dyn VirtualMachine, tid: Tid) -> bool {
+    let status = machine.ask(Request::TaskStatus { tid });
+    status.is_err_and(|error| error.code == PvmError::NoTask)
+}
+
+/// Asks a host to describe its state, with the usage of its tasks if `with_tasks` is true.
+pub(crate) fn describe_host(
+    machine: &dyn VirtualMachine,
+    host: HostId,
+    with_tasks: bool,
+) -> Result<HostReport, Error> {
+    let request = Request::DescribeHost {
+        host: host.tid(),
+        with_tasks,
+    };
+    match machine.ask(request)? {
+        Reply::HostReport(report) => Ok(report),
+        _ => Err(unexpected_reply_error()),
     }
 }
 
@@ -233,4 +278,45 @@ pub(crate) fn put_mailbox_entry(
             message,
         }))
         .map(|_| ())
+}
+
+/// Returns the number that the next event of the log will have.
+pub(crate) fn next_event_number(machine: &dyn VirtualMachine) -> u64 {
+    first_missing_number(|number| {
+        let events = machine.events(number, 1).unwrap_or_default();
+        !events.is_empty()
+    })
+}
+
+/// Returns the lowest number above 0 for which `exists_from` is false, by bisection. `exists_from`
+/// must be false for all higher numbers.
+fn first_missing_number(exists_from: impl Fn(u64) -> bool) -> u64 {
+    let mut too_high = 1;
+    while exists_from(too_high) {
+        too_high *= 2;
+    }
+    let mut existing = too_high / 2;
+    while too_high - existing > 1 {
+        let middle = existing + (too_high - existing) / 2;
+        if exists_from(middle) {
+            existing = middle;
+        } else {
+            too_high = middle;
+        }
+    }
+    too_high
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The end of a log of any length is found.
+    #[test]
+    fn end_of_log_is_found() {
+        for last_number in [0, 1, 2, 3, 7, 8, 9, 1000, 65_537] {
+            let next_number = first_missing_number(|number| number <= last_number);
+            assert_eq!(next_number, last_number + 1);
+        }
+    }
 }

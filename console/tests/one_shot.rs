@@ -59,6 +59,116 @@ fn usage_errors_begin_with_the_program_name() {
     }
 }
 
+/// A command that shows the output of tasks has their exit status: of the first task that failed, in
+/// the order of the spawn.
+#[test]
+#[ignore = "system tier: needs installed programs"]
+fn spawn_has_the_exit_status_of_its_tasks() {
+    let vm = running_vm();
+    let status = |options: &[&str], script: &str| {
+        let words = [&["spawn"], options, &["/bin/sh", "-c", script]].concat();
+        vm.run_console(&words).status.code()
+    };
+    assert_eq!(status(&["->"], "exit 0"), Some(0));
+    assert_eq!(status(&["->"], "exit 3"), Some(3));
+    assert_eq!(status(&["->"], "kill -9 $$"), Some(128 + 9));
+    assert_eq!(status(&["-3", "->"], "exit 4"), Some(4));
+    let file = vm.path_below("output");
+    let file_option = format!("->{}", file.display());
+    assert_eq!(status(&[&file_option], "exit 5"), Some(5));
+    assert_eq!(
+        status(&[], "exit 3"),
+        Some(0),
+        "the command does not wait for tasks whose output goes to the log"
+    );
+}
+
+/// With `--raw`, standard output contains what the tasks write, and nothing else.
+#[test]
+#[ignore = "system tier: needs installed programs"]
+fn raw_output_has_no_prefix() {
+    let vm = running_vm();
+    let result = vm.run_console(&[
+        "spawn",
+        "--raw",
+        "/bin/sh",
+        "-c",
+        "echo hello; echo; exit 2",
+    ]);
+    assert_eq!(
+        (
+            result.stdout.as_str(),
+            result.stderr.as_str(),
+            result.status.code()
+        ),
+        ("hello\n\n", "", Some(2))
+    );
+}
+
+/// A console that reads a script fails if one of its commands failed. It executes all of them.
+#[test]
+#[ignore = "system tier: needs installed programs"]
+fn script_fails_with_its_commands() {
+    let vm = running_vm();
+    let run = |script: &str| {
+        let file = vm.path_below("script");
+        fs::write(&file, script).expect("written");
+        let mut command = vm.console_command();
+        command.stdin(fs::File::open(&file).expect("a script"));
+        let output = command.output().expect("it starts");
+        (
+            output.status.code(),
+            String::from_utf8_lossy(&output.stdout).into_owned(),
+        )
+    };
+    assert_eq!(run("conf\nps -a\nquit\n").0, Some(0));
+    let (status, text) = run("conf\nkill t40099\nid\n");
+    assert_eq!(status, Some(1));
+    assert!(text.contains("pvm> id\nt4000"), "{text}");
+    assert_eq!(run("nosuch\nquit\n").0, Some(1));
+}
+
+/// Signals and migrations of tasks that do not exist fail and say so.
+#[test]
+#[ignore = "system tier: needs installed programs"]
+fn missing_tasks_are_reported() {
+    let vm = running_vm();
+    for words in [
+        &["kill", "t40099"][..],
+        &["sig", "USR1", "t40099"],
+        &["kill", "-c", "t40099"],
+        &["migrate", "t40099", "."],
+        &["can-migrate", "t40099"],
+    ] {
+        let result = vm.run_console(words);
+        assert!(
+            result.status.code() == Some(1)
+                && result.stderr.contains("t40099")
+                && result.stderr.contains("no such task"),
+            "{words:?}: {result:?}"
+        );
+    }
+}
+
+/// A spawn into a directory that does not exist is refused.
+#[test]
+#[ignore = "system tier: needs installed programs"]
+fn spawn_into_missing_directory_is_refused() {
+    let vm = running_vm();
+    let result = vm.run_console(&["spawn", "-:/nowhere/at/all", "/bin/true"]);
+    assert!(
+        result.status.code() == Some(1)
+            && result
+                .stderr
+                .contains("the directory /nowhere/at/all does not exist there"),
+        "{result:?}"
+    );
+    assert!(
+        vm.run_console(&["spawn", "-:/usr", "/bin/true"])
+            .succeeded()
+    );
+}
+
 /// If several consoles halt at the same time, each succeeds or reports that no virtual machine is
 /// running.
 #[test]

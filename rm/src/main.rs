@@ -1,5 +1,7 @@
 //! `pvm-rm`: the resource manager of a Sempa virtual machine.
 
+mod replay_display;
+
 use anyhow::Context;
 use clap::Parser;
 use pvm_rm::api::RealVm;
@@ -11,6 +13,7 @@ use pvm_rm::service::{Options, Service, ServiceError};
 use pvm_rm::spawns::SpawnRules;
 use pvm_rm::store::StoreLocation;
 use pvm_rm::{policy_file, replay};
+use replay_display::ReplayDisplay;
 use sempa_proto::Micros;
 use sempa_proto::runtime_paths::RM_DATABASE_FILE;
 use std::collections::BTreeMap;
@@ -253,8 +256,12 @@ fn run(args: &Args) -> anyhow::Result<()> {
 /// Replays a record under its own policy and under `policy`, and prints both results.
 fn replay(record_path: &Path, policy: EffectivePolicy, json: bool) -> anyhow::Result<()> {
     let entries = recording::read(record_path)?;
-    let recorded_result = replay::replay_recording(&entries, replay::recorded_policy(&entries))?;
-    let other_result = replay::replay_recording(&entries, policy)?;
+    let replay_under = |subject, policy: replay::ReplayPolicy| {
+        let display = ReplayDisplay::new(subject);
+        replay::replay_with_progress(&entries, policy, move |progress| display.show(progress))
+    };
+    let recorded_result = replay_under("recorded policy", replay::recorded_policy(&entries))?;
+    let other_result = replay_under("other policy", policy.into())?;
     if json {
         let results = serde_json::json!({ "recorded": recorded_result, "other": other_result });
         print_line(format_args!("{results}"));

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 /// Names of the required Debian packages.
-pub(crate) const REQUIRED_PACKAGES: [&str; 23] = [
+pub(crate) const REQUIRED_PACKAGES: [&str; 24] = [
     "tablix2",
     "openssh-server",
     "openssh-client",
@@ -34,6 +34,8 @@ pub(crate) const REQUIRED_PACKAGES: [&str; 23] = [
     "libc6-dev",
     // Counts the instructions of the message path.
     "valgrind",
+    // Checks the manual pages.
+    "mandoc",
     // Tests migrate tasks in this language. Perl is always installed.
     "python3",
 ];

@@ -2,7 +2,7 @@
 
 use crate::arguments::parse_tid;
 use crate::command::ShellOptions;
-use crate::commands;
+use crate::commands::{self, unknown_command_hint};
 use clap::Parser;
 use sempa_proto::Tid;
 use std::ffi::OsString;
@@ -64,8 +64,11 @@ pub(crate) enum ArgsError {
     #[error(transparent)]
     Clap(#[from] clap::Error),
     /// The contained word is neither a command nor a file.
-    #[error("{0}: not found")]
+    #[error("{0}: not found. {hint}", hint = unknown_command_hint(.0))]
     NotFound(String),
+    /// `start` names a host file that does not exist. Contains the name.
+    #[error("{0}: there is no such host file")]
+    NoHostFile(String),
     /// Words follow the host file. Contains the name of the host file.
     #[error("{0}: one host file is enough")]
     ExtraWords(String),
@@ -104,7 +107,9 @@ pub(crate) fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Mode, Ar
     } else {
         &words[..]
     };
-    if is_command && first_word != "start" {
+    let asks_for_help = commands::find_command(&first_word)
+        .is_some_and(|spec| commands::asks_for_help(spec, &words[1..]));
+    if is_command && (first_word != "start" || asks_for_help) {
         return Ok(Mode::OneShot {
             words,
             options: ShellOptions {
@@ -116,10 +121,11 @@ pub(crate) fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Mode, Ar
     match host_files {
         [] => {}
         [file] if PathBuf::from(file).is_file() => daemon_args.push(file.into()),
-        [file] => return Err(ArgsError::NotFound(file.clone())),
         [first_word, ..] if PathBuf::from(first_word).is_file() => {
             return Err(ArgsError::ExtraWords(first_word.clone()));
         }
+        [file, ..] if is_command => return Err(ArgsError::NoHostFile(file.clone())),
+        [file] => return Err(ArgsError::NotFound(file.clone())),
         [first_word, ..] => return Err(ArgsError::NotFound(first_word.clone())),
     }
     Ok(if first_word == "start" {
@@ -212,7 +218,14 @@ mod tests {
             parse_mode("pvm --json"),
             Err(no_json_error(None).to_string())
         );
-        assert_eq!(parse_mode("pvm foo"), Err("foo: not found".into()));
+        assert_eq!(
+            parse_mode("pvm foo"),
+            Err("foo: not found. 'help' lists the commands.".into())
+        );
+        assert_eq!(
+            parse_mode("pvm start --help"),
+            one_shot(&["start", "--help"], false)
+        );
     }
 
     #[test]
@@ -237,7 +250,7 @@ mod tests {
         );
         assert_eq!(
             parse_mode("pvm start nofile"),
-            Err("nofile: not found".into())
+            Err("nofile: there is no such host file".into())
         );
     }
 }

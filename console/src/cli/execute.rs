@@ -2,9 +2,11 @@
 
 use super::words::split_words;
 use crate::command::{LocalContext, ParsedCommand, VmCommand};
-use crate::commands::{COMMANDS, parse, take_json};
+use crate::commands::{COMMANDS, hint_lines, parse, take_json};
 use crate::outcome::Outcome;
+use crate::parse_error::ParseError;
 use crate::session::Session;
+use sempa_proto::event::replace_host_numbers;
 
 /// Maximum number of alias replacements per line. A line that needs more replacements contains a
 /// loop of aliases.
@@ -41,16 +43,49 @@ fn run_words(session: &mut Session, words: &[String]) -> Outcome {
             let name = words.first().expect("a command has words");
             run_command(session, name, &*command)
         }
-        Err(error) => Outcome::from_refusal(error),
+        Err(error) => refusal_with_hints(words, &error),
+    }
+}
+
+/// Returns the outcome of words that are not a valid command: the reason, and what the user can do.
+pub(crate) fn refusal_with_hints(words: &[String], error: &ParseError) -> Outcome {
+    Outcome {
+        errors: hint_lines(words, error),
+        ..Outcome::from_refusal(error)
     }
 }
 
 /// Executes a command. If the virtual machine returns an error, the outcome contains an error line
 /// that begins with `name`.
 pub(crate) fn run_command(session: &mut Session, name: &str, command: &dyn VmCommand) -> Outcome {
-    command
+    let mut outcome = command
         .run(session)
-        .unwrap_or_else(|error| Outcome::from_error(format!("{name}: {error}")))
+        .unwrap_or_else(|error| Outcome::from_error(format!("{name}: {error}")));
+    name_hosts(session, &mut outcome);
+    outcome
+}
+
+/// Replaces the numbers of hosts in the error lines by their names. Daemons report numbers where they
+/// do not know a name.
+fn name_hosts(session: &Session, outcome: &mut Outcome) {
+    let mut lines: Vec<&mut String> = outcome
+        .errors
+        .iter_mut()
+        .chain(&mut outcome.refusal)
+        .filter(|line| line.contains("host "))
+        .collect();
+    if lines.is_empty() {
+        return;
+    }
+    // Without a host table the numbers remain.
+    let Ok(table) = session.vm.hosts() else {
+        return;
+    };
+    for line in &mut lines {
+        **line = replace_host_numbers(line, |host| {
+            table.get(host).map(|entry| entry.name.as_str())
+        });
+    }
 }
 
 /// Replaces the first word as long as it is an alias. Returns `None` after [`ALIAS_DEPTH_MAX`]

@@ -1,11 +1,14 @@
 //! The interactive console. It reads commands from `$HOME/.pvmrc`, then from its input, until
 //! `quit`, `halt` or the end of the input.
+//!
+//! If the input is a file or a pipe, the exit status is a failure if a command of the input failed.
+//! The console executes the remaining commands nevertheless, as PVM's console does.
 
 use super::editor::{EditorInput, LineEditor};
 use super::execute;
 use super::words::LINE_BYTES_MAX;
 use crate::daemon::halt::{LocalDaemon, halt_and_wait};
-use crate::outcome::AfterCommand;
+use crate::outcome::{AfterCommand, Outcome};
 use crate::output::terminal::Terminal;
 use crate::session::Session;
 use crate::virtual_machine;
@@ -37,9 +40,8 @@ enum Input {
 enum Frontend {
     /// A terminal with line editing.
     LineEditor(LineEditor),
-    /// A file, a pipe, or a terminal without line editing. If `echo` is true, the console prints
-    /// each line before it executes the line.
-    PlainInput { echo: bool },
+    /// A file, a pipe, or a terminal without line editing.
+    PlainInput { input_is_terminal: bool },
 }
 
 impl Frontend {
@@ -70,8 +72,14 @@ impl Frontend {
         }
     }
 
-    fn echoes_lines(&self) -> bool {
-        matches!(self, Self::PlainInput { echo: true })
+    /// True if the input is a file or a pipe, whose lines no terminal has shown.
+    fn reads_script(&self) -> bool {
+        matches!(
+            self,
+            Self::PlainInput {
+                input_is_terminal: false
+            }
+        )
     }
 
     /// Restores the terminal. After this call no more commands are read.
@@ -105,22 +113,36 @@ pub(crate) fn run(
         .unwrap_or_default();
     for line in String::from_utf8_lossy(&rc_bytes).split_inclusive('\n') {
         if after_command == AfterCommand::ReadLine {
-            after_command = run_line(session, line, true)?;
+            after_command = run_line(session, line, true)?.after_command;
         }
     }
+    let mut script_failed = false;
     if after_command == AfterCommand::ReadLine {
         match run_commands(vm, session, home_dir.as_deref())? {
-            Some(last_command) => after_command = last_command,
+            Some(end) => (after_command, script_failed) = (end.after_command, end.script_failed),
             None => return Ok(ExitCode::FAILURE),
         }
     }
+    let mut exit_code = ExitCode::SUCCESS;
     if after_command == AfterCommand::Halt {
-        return Ok(halt_and_wait(vm, &mut daemon));
+        exit_code = halt_and_wait(vm, &mut daemon);
+    } else {
+        Terminal.print(b"\nConsole: exit handler called\npvmd still running.\n")?;
+        // The virtual machine removes this task when its connection closes, even if `exit` fails.
+        let _ = vm.exit();
     }
-    Terminal.print(b"\nConsole: exit handler called\npvmd still running.\n")?;
-    // The virtual machine removes this task when its connection closes, even if `exit` fails.
-    let _ = vm.exit();
-    Ok(ExitCode::SUCCESS)
+    Ok(if script_failed {
+        ExitCode::FAILURE
+    } else {
+        exit_code
+    })
+}
+
+/// How the input of a console ended.
+struct InputEnd {
+    after_command: AfterCommand,
+    /// True if the input is no terminal and one of its commands failed.
+    script_failed: bool,
 }
 
 /// Reads and executes commands until one of them ends the console. Returns `None` if the connection
@@ -129,8 +151,9 @@ fn run_commands(
     vm: &Vm,
     session: &mut Session,
     home_dir: Option<&Path>,
-) -> io::Result<Option<AfterCommand>> {
+) -> io::Result<Option<InputEnd>> {
     let (frontend, inputs) = start_inputs(vm, home_dir);
+    let mut script_failed = false;
     frontend.start_prompt(session)?;
     // `recv` never fails: an input thread sends [`Input::End`] or [`Input::ConnectionLost`] before
     // the thread exits.
@@ -138,18 +161,23 @@ fn run_commands(
         match input {
             Input::Line(line) => {
                 frontend.flush_pending()?;
-                match run_line(session, &line, frontend.echoes_lines())? {
+                let outcome = run_line(session, &line, frontend.reads_script())?;
+                script_failed |= outcome.failed && frontend.reads_script();
+                match outcome.after_command {
                     AfterCommand::ReadLine => frontend.start_prompt(session)?,
-                    last_action => {
+                    after_command => {
                         frontend.close()?;
-                        return Ok(Some(last_action));
+                        return Ok(Some(InputEnd {
+                            after_command,
+                            script_failed,
+                        }));
                     }
                 }
             }
             Input::End => {
                 frontend.close()?;
                 Terminal.print(b"quit\n")?;
-                return Ok(Some(AfterCommand::Quit));
+                break;
             }
             Input::Message(message) => frontend.show(&session.handle_message(&message))?,
             Input::ConnectionLost(reason) => {
@@ -159,18 +187,21 @@ fn run_commands(
             }
         }
     }
-    Ok(Some(AfterCommand::Quit))
+    Ok(Some(InputEnd {
+        after_command: AfterCommand::Quit,
+        script_failed,
+    }))
 }
 
 /// Executes a line. If `echo` is true and the line ends with a newline, prints the line first, as
 /// PVM's console does.
-fn run_line(session: &mut Session, line: &str, echo: bool) -> io::Result<AfterCommand> {
+fn run_line(session: &mut Session, line: &str, echo: bool) -> io::Result<Outcome> {
     if echo && line.ends_with('\n') {
         Terminal.print(line.as_bytes())?;
     }
     let outcome = execute::run_line(session, line.strip_suffix('\n').unwrap_or(line));
     Terminal.print_interactive(&outcome)?;
-    Ok(outcome.after_command)
+    Ok(outcome)
 }
 
 /// Starts the threads that read lines from standard input and messages from the virtual machine.
@@ -217,9 +248,8 @@ fn open_frontend(vm: &Vm, home_dir: Option<&Path>, sender: &SyncSender<Input>) -
     }
     let line_sender = sender.clone();
     thread::spawn(move || read_lines(&mut io::stdin().lock(), &line_sender));
-    // The terminal already shows a typed line.
     Frontend::PlainInput {
-        echo: !stdin_is_terminal,
+        input_is_terminal: stdin_is_terminal,
     }
 }
 

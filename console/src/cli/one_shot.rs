@@ -1,5 +1,5 @@
 //! Executes one command from the command line. The exit status is zero only if all parts of the
-//! command succeed.
+//! command and all tasks whose output it shows succeed.
 
 use super::execute;
 use crate::command::{LocalContext, ParsedCommand, ShellOptions, VmCommand};
@@ -37,7 +37,8 @@ pub(crate) fn run(
         }
         Ok(None) => return Ok(ExitCode::SUCCESS),
         Err(error) => {
-            Terminal.print_error(&error.to_string());
+            let outcome = execute::refusal_with_hints(words, &error);
+            Terminal.print_oneshot(&outcome, options.prints_json)?;
             return Ok(ExitCode::FAILURE);
         }
     };
@@ -82,8 +83,9 @@ fn exit_code(succeeded: bool) -> ExitCode {
 }
 
 /// Executes `command`, whose name is `name`. If the command starts a job whose output this process
-/// collects, waits for the end of the job. The exit status is a failure if a task of the job was
-/// lost with its host.
+/// collects, waits for the end of the job. The exit status is then the status of the first of its
+/// tasks, in the order in which `spawn` lists them, that failed: its exit code, or 128 plus the
+/// number of the signal that killed it, or 1 if it was lost with its host.
 ///
 /// # Errors
 /// Fails if standard output cannot be written.
@@ -117,5 +119,9 @@ fn run_on_vm(
     }
     // The virtual machine removes this task when its connection closes, even if `exit` fails.
     let _ = vm.exit();
-    Ok(exit_code(!outcome.failed && !session.has_lost_tasks))
+    Ok(if outcome.failed {
+        ExitCode::FAILURE
+    } else {
+        ExitCode::from(session.first_job_failure)
+    })
 }

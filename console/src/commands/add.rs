@@ -4,10 +4,15 @@ use crate::arguments::require_args;
 use crate::command::{CommandSpec, ParsedCommand, VmCommand};
 use crate::outcome::Outcome;
 use crate::output::json;
+use crate::output::progress::{Progress, Waited, ask_showing_progress};
 use crate::session::Session;
+use crate::virtual_machine::unexpected_reply_error;
 use libpvm::Error;
+use sempa_proto::event::{Event, EventKind};
 use sempa_proto::table::AddedHost;
+use sempa_proto::task::{Reply, Request};
 use serde_json::{Value, json};
+use std::collections::BTreeSet;
 
 pub(crate) const SPEC: CommandSpec = CommandSpec {
     name: "add",
@@ -30,7 +35,17 @@ struct AddCommand {
 impl VmCommand for AddCommand {
     fn run(&self, session: &mut Session) -> Result<Outcome, Error> {
         let lines = &self.host_lines;
-        let results = session.vm.add_hosts(lines)?;
+        let request = Request::AddHosts {
+            host_file_lines: lines.clone(),
+        };
+        let mut progress = AddProgress::new(lines);
+        let waited =
+            ask_showing_progress(&session.vm, request, &mut progress, !session.prints_json)?;
+        let results = match waited {
+            Waited::Reply(Reply::HostsAdded(results)) => results,
+            Waited::Reply(_) => return Err(unexpected_reply_error()),
+            Waited::Interrupted(line) => return Ok(Outcome::from_error(line)),
+        };
         let mut outcome = Outcome::with_json(
             results_text(lines, &results),
             results_json(lines, &results),
@@ -55,6 +70,47 @@ impl VmCommand for AddCommand {
             }
         }
         Ok(outcome)
+    }
+}
+
+/// The hosts of one `add` that have neither joined nor failed.
+struct AddProgress {
+    waiting_hosts: BTreeSet<String>,
+}
+
+impl AddProgress {
+    fn new(lines: &[String]) -> Self {
+        let names = lines.iter().map(|line| host_name_in_line(line).to_string());
+        Self {
+            waiting_hosts: names.collect(),
+        }
+    }
+}
+
+impl Progress for AddProgress {
+    fn title(&self) -> String {
+        "add".to_string()
+    }
+
+    fn handle_event(&mut self, event: &Event) -> Option<String> {
+        match &event.kind {
+            EventKind::HostAdded { name, .. } if self.waiting_hosts.remove(name) => {
+                Some(format!("{name} has joined"))
+            }
+            EventKind::HostRefused { name, why } if self.waiting_hosts.remove(name) => {
+                Some(format!("{name} was not added: {why}"))
+            }
+            _ => None,
+        }
+    }
+
+    fn current_step(&self) -> String {
+        let names: Vec<&str> = self.waiting_hosts.iter().map(String::as_str).collect();
+        format!("waiting for {}", names.join(" "))
+    }
+
+    fn without_waiting(&self) -> &'static str {
+        "hosts that have joined stay, and the others join when they answer; 'pvm events' reports it"
     }
 }
 

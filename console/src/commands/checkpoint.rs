@@ -4,9 +4,12 @@
 use crate::arguments::{parse_duration, parse_option_value, parse_tid, unknown_option_error};
 use crate::command::{CommandSpec, Completion, ParsedCommand, VmCommand, WordKind};
 use crate::outcome::Outcome;
+use crate::output::progress::{PlainProgress, Waited, ask_showing_progress};
 use crate::parse_error::ParseError;
 use crate::session::Session;
-use crate::virtual_machine::unexpected_reply_error;
+use crate::virtual_machine::{
+    VirtualMachine, no_task_line, task_has_ended, unexpected_reply_error,
+};
 use libpvm::Error;
 use sempa_proto::checkpoint::{CheckpointFailure, CheckpointReport, CheckpointSchedule};
 use sempa_proto::task::{Reply, Request};
@@ -110,12 +113,30 @@ fn parse(args: &[String]) -> Result<CheckpointCommand, ParseError> {
 impl VmCommand for CheckpointCommand {
     fn run(&self, session: &mut Session) -> Result<Outcome, Error> {
         let job = self.job;
-        match session.vm.ask(Request::Checkpoint {
+        if self.schedule == Some(CheckpointSchedule::Disabled) && !job_exists(&session.vm, job)? {
+            return Ok(Outcome::from_error(format!(
+                "{}; no job of it has periodic checkpoints",
+                no_task_line(job)
+            )));
+        }
+        let request = Request::Checkpoint {
             job,
             schedule: self.schedule,
             end_job: self.ends_job,
             wait_for_end: true,
-        })? {
+        };
+        let mut progress = PlainProgress {
+            title: format!("checkpoint {job}"),
+            step: "the job's tasks are frozen and written to the store",
+            without_waiting: "the checkpoint continues; 'pvm events' reports its end",
+        };
+        let waited =
+            ask_showing_progress(&session.vm, request, &mut progress, !session.prints_json)?;
+        let reply = match waited {
+            Waited::Reply(reply) => reply,
+            Waited::Interrupted(line) => return Ok(Outcome::from_error(line)),
+        };
+        match reply {
             Reply::Done => {
                 let text = format!(
                     "periodic checkpoints of {job} are stopped; existing checkpoints are kept\n"
@@ -141,6 +162,22 @@ impl VmCommand for CheckpointCommand {
             _ => Err(unexpected_reply_error()),
         }
     }
+}
+
+/// True if a task of the job runs, or the job waits for its restart from a checkpoint.
+fn job_exists(machine: &dyn VirtualMachine, job: Tid) -> Result<bool, Error> {
+    if !task_has_ended(machine, job) {
+        return Ok(true);
+    }
+    let awaiting_tasks = machine.ask(Request::FindAwaitingRestart { tids: vec![job] })?;
+    // The first task of a job may end before its descendants.
+    let has_child = || -> Result<bool, Error> {
+        Ok(machine
+            .tasks(Tid::NONE)?
+            .iter()
+            .any(|task| task.parent == job))
+    };
+    Ok(matches!(awaiting_tasks, Reply::AwaitingRestart(tids) if !tids.is_empty()) || has_child()?)
 }
 
 impl CheckpointCommand {

@@ -3,7 +3,7 @@
 use crate::arguments::{parse_option_value, parse_tid, unknown_option_error};
 use crate::command::{CommandSpec, ParsedCommand, VmCommand};
 use crate::outcome::Outcome;
-use crate::output::time::format_utc;
+use crate::output::time::format_local;
 use crate::parse_error::ParseError;
 use crate::session::Session;
 use crate::virtual_machine::{VirtualMachine, unexpected_reply_error};
@@ -180,7 +180,7 @@ fn checkpoints_text(checkpoints: &[CheckpointEntry]) -> String {
         .unwrap_or_default()
         .max(NAME_HEADER.len());
     let mut text = format!(
-        "{NAME_HEADER:width$}  {:>8}  {:24}  {:>5}  {:>12}\n",
+        "{NAME_HEADER:width$}  {:>8}  {:28}  {:>5}  {:>12}\n",
         "JOB", "MADE", "TASKS", "BYTES"
     );
     for CheckpointEntry {
@@ -198,7 +198,7 @@ fn checkpoints_text(checkpoints: &[CheckpointEntry]) -> String {
             Some(reason_text) => format!("{checkpoint_name:width$}  cannot be used: {reason_text}\n"),
             None => {
                 let job_end = job_end
-                    .map(|end_time| format!("  the job ended {}", format_utc(end_time)))
+                    .map(|end_time| format!("  the job ended {}", format_local(end_time)))
                     .unwrap_or_default();
                 let copies_text = if copies_text.is_empty() {
                     String::new()
@@ -207,8 +207,8 @@ fn checkpoints_text(checkpoints: &[CheckpointEntry]) -> String {
                 };
                 let job = job.to_string();
                 format!(
-                    "{checkpoint_name:width$}  {job:>8}  {:24}  {tasks:>5}  {bytes:>12}{copies_text}{job_end}\n",
-                    format_utc(*created_at)
+                    "{checkpoint_name:width$}  {job:>8}  {:28}  {tasks:>5}  {bytes:>12}{copies_text}{job_end}\n",
+                    format_local(*created_at)
                 )
             }
         });
@@ -259,12 +259,13 @@ mod tests {
         let lines: Vec<&str> = text.lines().collect();
         assert_eq!(lines.len(), 5);
         assert!(lines[4].ends_with("4096  copies: h2 h3"), "{text}");
+        let epoch = format_local(Micros(0));
         assert!(
-            lines[3].ends_with("4096  the job ended 1970-01-01T00:00:00.000Z"),
+            lines[3].ends_with(&format!("4096  the job ended {epoch}")),
             "{text}"
         );
         assert!(
-            lines[1].starts_with("a-1           t40002  1970-01-01T00:00:00.000Z")
+            lines[1].starts_with(&format!("a-1           t40002  {epoch}"))
                 && lines[1].ends_with("4096"),
             "{text}"
         );

@@ -15,6 +15,7 @@ pub(crate) const SPEC: CommandSpec = CommandSpec {
         }))
     },
     has_json: false,
+    own_word_count: |_| 0,
     ..CommandSpec::DEFAULT
 };
 

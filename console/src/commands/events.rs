@@ -1,10 +1,11 @@
 //! `events`: shows the event log, and with `--follow` prints events as they occur.
 
+use super::event_view::EventView;
 use crate::arguments::{parse_number, parse_option_value, unknown_option_error};
 use crate::command::{CommandSpec, ParsedCommand, ShellOptions, VmCommand};
 use crate::outcome::Outcome;
 use crate::output::terminal::Terminal;
-use crate::output::time::format_utc;
+use crate::output::time::{format_local, format_utc};
 use crate::parse_error::ParseError;
 use crate::session::Session;
 use crate::session::job_output::TAG_EVENTS;
@@ -23,9 +24,11 @@ const EVENTS_BATCH_MAX: u32 = 1000;
 pub(crate) const SPEC: CommandSpec = CommandSpec {
     name: "events",
     summary: "Show what happened in the virtual machine, and why",
-    detail: "Syntax:  events [ --from number ] [ --follow ]\n\
-             One line for each event: time (UTC), host, what happened.\n\
-             --follow continues until it is interrupted (only as `pvm events --follow`).\n",
+    detail: "Syntax:  events [ --from number ] [ --follow ] [ --verbose ]\n\
+             One line for each event: time, zone, host, what happened.\n\
+             --follow continues until it is interrupted (only as `pvm events --follow`).\n\
+             --verbose adds the steps of migrations, and the consoles that join and leave. With --json all events\n\
+             are printed, with times in UTC.\n",
     parse: |args| parse(args).map(ParsedCommand::vm_command),
     ..CommandSpec::DEFAULT
 };
@@ -36,15 +39,18 @@ struct EventsCommand {
     first_event: u64,
     /// True to print further events as they occur, until the command is interrupted.
     follow: bool,
+    /// True to show also the events that [`EventView`] hides by default.
+    is_verbose: bool,
 }
 
 fn parse(args: &[String]) -> Result<EventsCommand, ParseError> {
-    let (mut first_number, mut follow) = (0, false);
+    let (mut first_number, mut follow, mut is_verbose) = (0, false, false);
     let mut rest = args.iter();
     while let Some(arg) = rest.next() {
         match parse_option_value("events", "--from", arg, &mut rest)? {
             Some(value) => first_number = parse_number("events", value)?,
             None if arg == "--follow" || arg == "-f" => follow = true,
+            None if arg == "--verbose" || arg == "-v" => is_verbose = true,
             None if arg.starts_with('-') => return Err(unknown_option_error(arg)),
             None => return Err(ParseError::WrongArgs("events")),
         }
@@ -52,6 +58,7 @@ fn parse(args: &[String]) -> Result<EventsCommand, ParseError> {
     Ok(EventsCommand {
         first_event: first_number,
         follow,
+        is_verbose,
     })
 }
 
@@ -64,7 +71,7 @@ impl VmCommand for EventsCommand {
         }
         let mut names = HostNames::default();
         names.add_table_names(&session.vm.hosts()?);
-        let (mut shown_events, mut next_event) = (Vec::new(), self.first_event);
+        let (mut all_events, mut next_event) = (Vec::new(), self.first_event);
         loop {
             let events = session.vm.events(next_event, EVENTS_BATCH_MAX)?;
             let Some(last_event) = events.last() else {
@@ -72,14 +79,16 @@ impl VmCommand for EventsCommand {
             };
             next_event = last_event.number + 1;
             events.iter().for_each(|event| names.add_event_name(event));
-            shown_events.extend(events);
+            all_events.extend(events);
         }
+        let mut view = EventView::new(self.is_verbose);
         Ok(Outcome {
-            text: shown_events
+            text: all_events
                 .iter()
+                .filter(|event| view.shows(&event.kind))
                 .map(|event| event_text(&names, event))
                 .collect(),
-            json_values: shown_events
+            json_values: all_events
                 .iter()
                 .map(|event| event_json(&names, event))
                 .collect(),
@@ -94,6 +103,7 @@ impl VmCommand for EventsCommand {
         let error = EventFollower {
             vm,
             host_names: HostNames::default(),
+            view: EventView::new(self.is_verbose || options.prints_json),
             next_event: self.first_event,
             prints_json: options.prints_json,
         }
@@ -106,6 +116,7 @@ impl VmCommand for EventsCommand {
 struct EventFollower<'a> {
     vm: &'a Vm,
     host_names: HostNames,
+    view: EventView,
     /// Number of the next event to print.
     next_event: u64,
     prints_json: bool,
@@ -166,6 +177,9 @@ impl EventFollower<'_> {
             self.host_names.add_table_names(&table);
         }
         self.next_event = event.number + 1;
+        if !self.view.shows(&event.kind) {
+            return Ok(());
+        }
         let line = if self.prints_json {
             format!("{}\n", event_json(&self.host_names, event))
         } else {
@@ -208,7 +222,7 @@ fn event_text(names: &HostNames, event: &Event) -> String {
         .map_or_else(|| event.host.to_string(), str::to_string);
     format!(
         "{} {host} {}\n",
-        format_utc(event.at),
+        format_local(event.at),
         event.kind.with_host_names(|host| names.get(host))
     )
 }
@@ -254,6 +268,7 @@ mod tests {
             Ok(EventsCommand {
                 first_event: from,
                 follow,
+                is_verbose: false,
             })
         };
         assert_eq!(parse_words(&[]), events_command(0, false));
@@ -291,8 +306,11 @@ mod tests {
         };
         assert_eq!(
             event_text(&host_names(), &event),
-            "2026-11-21T09:34:01.123Z ha1 m4: t40002 was not migrated from ha1 to ha3 (requested by t40001): dump failed: \
-             the engine was killed by signal 9\n"
+            format!(
+                "{} ha1 m4: t40002 was not migrated from ha1 to ha3 (requested by t40001): dump failed: \
+             the engine was killed by signal 9\n",
+                format_local(event.at)
+            )
         );
     }
 
@@ -311,14 +329,14 @@ mod tests {
             kind: EventKind::HostVacated { host: id },
         };
         let mut names = host_names();
-        assert!(event_text(&names, &earlier_event).starts_with("1970-01-01T00:00:00.000Z host 7 "));
+        assert!(event_text(&names, &earlier_event).contains(" host 7 "));
         names.add_event_name(&Event {
             number: 2,
             at: Micros(0),
             host: HostId::MASTER,
             kind: host_gone_kind,
         });
-        assert!(event_text(&names, &earlier_event).starts_with("1970-01-01T00:00:00.000Z h7 "));
+        assert!(event_text(&names, &earlier_event).contains(" h7 "));
     }
 
     #[test]

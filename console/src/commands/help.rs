@@ -1,5 +1,6 @@
 //! `help`: explains one command, or lists all commands.
 
+use super::unknown_command_hint;
 use crate::command::{
     CommandSpec, CommandTable, Completion, LocalCommand, LocalContext, ParsedCommand, WordKind,
 };
@@ -9,7 +10,7 @@ use crate::parse_error::ParseError;
 pub(crate) const SPEC: CommandSpec = CommandSpec {
     name: "help",
     summary: "Explain a command",
-    detail: "Syntax:  help [ command ]\n",
+    detail: "Syntax:  help [ command ]\n  or     command --help\n",
     parse: |args| parse(args).map(ParsedCommand::local_command),
     has_json: false,
     completion: Completion::FirstWord(WordKind::Command),
@@ -20,6 +21,13 @@ pub(crate) const SPEC: CommandSpec = CommandSpec {
 struct HelpCommand {
     /// The command to explain.
     command_name: String,
+}
+
+/// Returns the command that explains `spec`.
+pub(crate) fn explain(spec: &CommandSpec) -> ParsedCommand {
+    ParsedCommand::local_command(HelpCommand {
+        command_name: spec.name.to_string(),
+    })
 }
 
 fn parse(args: &[String]) -> Result<HelpCommand, ParseError> {
@@ -38,7 +46,10 @@ impl LocalCommand for HelpCommand {
     fn run(&self, context: &LocalContext) -> Outcome {
         match help_text(context.commands, &self.command_name) {
             Some(text) => Outcome::from_text(text),
-            None => Outcome::from_refusal(ParseError::NotFound(self.command_name.clone())),
+            None => Outcome {
+                errors: vec![unknown_command_hint(&self.command_name)],
+                ..Outcome::from_refusal(ParseError::NotFound(self.command_name.clone()))
+            },
         }
     }
 }

@@ -2,11 +2,12 @@
 //!
 //! A job is a top-level task and all its descendants, as recorded by the resource manager.
 
+use super::live_usage::LiveUsages;
 use crate::arguments::{parse_option_value, parse_task_tid, parse_user};
 use crate::command::{CommandSpec, Completion, ParsedCommand, VmCommand, WordKind};
 use crate::outcome::Outcome;
 use crate::output::tables::{TOTALS_HEADER, totals_columns, totals_json};
-use crate::output::time::format_utc;
+use crate::output::time::format_local;
 use crate::parse_error::ParseError;
 use crate::session::Session;
 use crate::virtual_machine::VirtualMachine;
@@ -129,7 +130,7 @@ impl VmCommand for JobCommand {
 }
 
 fn list_jobs(machine: &dyn VirtualMachine, user: Option<u32>) -> Result<Outcome, Error> {
-    let RmReply::Jobs(jobs) = machine.ask_rm(&RmQuery::Jobs { user })? else {
+    let RmReply::Jobs(mut jobs) = machine.ask_rm(&RmQuery::Jobs { user })? else {
         return Ok(Outcome::from_error(
             "job list: the resource manager knows no jobs",
         ));
@@ -141,6 +142,12 @@ fn list_jobs(machine: &dyn VirtualMachine, user: Option<u32>) -> Result<Outcome,
             "job list: the resource manager does not report waiting spawns",
         ));
     };
+    let live_usages = LiveUsages::read(machine)?;
+    for job in jobs.iter_mut().filter(|job| job.ended_at.is_none()) {
+        if let RmReply::Job { tasks, .. } = machine.ask_rm(&RmQuery::Job(job.job))? {
+            live_usages.add_to_job(job, &tasks);
+        }
+    }
     let lines = jobs
         .iter()
         .map(job_line)
@@ -157,7 +164,7 @@ fn list_jobs(machine: &dyn VirtualMachine, user: Option<u32>) -> Result<Outcome,
 }
 
 /// Returns a line such as "waiting: 3 of worker for job t40002, user 1000, since
-/// 2026-11-21T21:40:12.031Z, number 1 in turn: no host is free".
+/// 2026-11-21 21:40:12.031 UTC, number 1 in turn: no host is free".
 fn waiting_line(spawn: &WaitingSpawn) -> String {
     let WaitingSpawn {
         program,
@@ -168,7 +175,7 @@ fn waiting_line(spawn: &WaitingSpawn) -> String {
         last_result: reason,
         ..
     } = spawn;
-    let since_text = format_utc(spawn.since);
+    let since_text = format_local(spawn.since);
     format!(
         "waiting: {count} of {program} for job {job}, user {user}, since {since_text}, number {position} in turn: {reason}\n"
     )
@@ -189,7 +196,7 @@ fn waiting_json(spawn: &WaitingSpawn) -> Value {
 
 fn jobs_header() -> String {
     format!(
-        "{:>9} {:>8} {TOTALS_HEADER} {:24} {:9} PROGRAM\n",
+        "{:>9} {:>8} {TOTALS_HEADER} {:28} {:9} PROGRAM\n",
         "JOB", "USER", "BEGAN", "STATE"
     )
 }
@@ -200,14 +207,14 @@ fn job_line(job: &JobUsage) -> String {
     } else {
         &job.program
     };
-    let (tid, start_time) = (job.job.to_string(), format_utc(job.started_at));
+    let (tid, start_time) = (job.job.to_string(), format_local(job.started_at));
     let state = match (job.ended_at, &job.suspension) {
         (Some(_), _) => "ended",
         (None, Some(_)) => "suspended",
         (None, None) => "runs",
     };
     format!(
-        "{tid:>9} {:>8} {} {start_time:24} {state:9} {program}\n",
+        "{tid:>9} {:>8} {} {start_time:28} {state:9} {program}\n",
         job.user,
         totals_columns(&job.totals)
     )
@@ -220,11 +227,11 @@ fn suspension_json(suspension: Option<&SuspensionStart>) -> Value {
     )
 }
 
-/// Returns a line such as "t40003: suspended by t80001 since 2026-11-21T21:40:12.031Z".
+/// Returns a line such as "t40003: suspended by t80001 since 2026-11-21 21:40:12.031 UTC".
 fn suspension_line(subject: impl std::fmt::Display, suspension: &SuspensionStart) -> String {
     format!(
         "{subject}: {suspension} since {}\n",
-        format_utc(suspension.since)
+        format_local(suspension.since)
     )
 }
 
@@ -274,9 +281,14 @@ pub(crate) fn job_status(
     command: &str,
     tid: Tid,
 ) -> Result<Outcome, Error> {
-    let RmReply::Job { job, tasks } = machine.ask_rm(&RmQuery::Job(tid))? else {
+    let RmReply::Job { mut job, mut tasks } = machine.ask_rm(&RmQuery::Job(tid))? else {
         return Ok(unknown_job_outcome(command, tid));
     };
+    let live_usages = LiveUsages::read(machine)?;
+    live_usages.add_to_job(&mut job, &tasks);
+    tasks
+        .iter_mut()
+        .for_each(|task| live_usages.add_to_task(task));
     let mut text = jobs_header() + &job_line(&job);
     text += &format!(
         "\n{:>9} {:>12} {:>10} {:>9} {:>5}  {:24} PROGRAM\n",
@@ -308,19 +320,10 @@ fn task_line(task: &TaskUsage) -> String {
         || current_state.to_string(),
         |(_, outcome)| outcome.to_string(),
     );
-    let has_ended = task.end.is_some();
     let cpu_s = (task.usage.user + task.usage.system).0 as f64 / 1e6;
-    let cpu_text = if has_ended {
-        format!("{cpu_s:.2}")
-    } else {
-        "-".to_string()
-    };
+    let cpu_text = format!("{cpu_s:.2}");
     let resident_mib = task.usage.resident_max_bytes as f64 / f64::from(1 << 20);
-    let resident_text = if has_ended {
-        format!("{resident_mib:.1}")
-    } else {
-        "-".to_string()
-    };
+    let resident_text = format!("{resident_mib:.1}");
     let program = if task.program.is_empty() {
         "-"
     } else {

@@ -3,13 +3,21 @@
 use crate::arguments::parse_task_tid;
 use crate::command::{CommandSpec, Completion, ParsedCommand, VmCommand, WordKind};
 use crate::outcome::Outcome;
+use crate::output::progress::{Progress, Waited, ask_showing_progress};
 use crate::parse_error::ParseError;
 use crate::session::Session;
+use crate::virtual_machine::{
+    VirtualMachine, describe_host, no_task_line, task_has_ended, unexpected_reply_error,
+};
 use libpvm::{Error, MigrateError};
 use sempa_proto::engine::Engine;
-use sempa_proto::task::MigrationReport;
-use sempa_proto::{PvmError, Tid};
+use sempa_proto::event::{Event, EventKind};
+use sempa_proto::migration::Step;
+use sempa_proto::task::{MigrationReport, Reply, Request};
+use sempa_proto::{HostId, Micros, PvmError, Tid};
 use serde_json::json;
+use std::fmt;
+use std::time::Instant;
 
 pub(crate) const SPEC: CommandSpec = CommandSpec {
     name: "migrate",
@@ -45,10 +53,177 @@ fn parse(args: &[String]) -> Result<MigrateCommand, ParseError> {
 
 impl VmCommand for MigrateCommand {
     fn run(&self, session: &mut Session) -> Result<Outcome, Error> {
-        Ok(match session.vm.migrate_and_wait(self.tid, &self.target) {
-            Ok(report) => self.success_outcome(&report),
-            Err(error) => self.failure_outcome(&error),
+        if task_has_ended(&session.vm, self.tid) {
+            return Ok(Outcome::from_error(no_task_line(self.tid)));
+        }
+        let target = if self.target == "." {
+            session.vm.local_host().tid().to_string()
+        } else {
+            self.target.clone()
+        };
+        let request = Request::Migrate {
+            tid: self.tid,
+            target,
+            cause: None,
+            wait_for_end: true,
+        };
+        let mut progress = MigrationProgress::new(self.tid, &self.target);
+        let waited =
+            ask_showing_progress(&session.vm, request, &mut progress, !session.prints_json);
+        Ok(match waited {
+            Ok(Waited::Reply(Reply::Migrated(Ok(report)))) => self.success_outcome(&report),
+            Ok(Waited::Reply(Reply::Migrated(Err(error)))) => self.failure_outcome(&error.into()),
+            Ok(Waited::Reply(_)) => return Err(unexpected_reply_error()),
+            Ok(Waited::Interrupted(line)) => Outcome::from_error(line),
+            Err(error) => self.failure_outcome(&error.into()),
         })
+    }
+}
+
+/// The progress of one migration.
+struct MigrationProgress {
+    tid: Tid,
+    target: String,
+    /// The step after the last one that an event has reported.
+    current_step: Step,
+    /// Time of the last event by the clock of its host.
+    last_event_at: Option<Micros>,
+    /// The task's host; `None` before the first event.
+    source: Option<HostId>,
+    transfer: Option<TransferAmounts>,
+}
+
+/// Amounts of a transfer that is under way.
+#[derive(Clone, Copy, Debug)]
+struct TransferAmounts {
+    sent_bytes: u64,
+    /// Resident memory of the task when the transfer was first seen. The images have about this
+    /// size.
+    expected_bytes: u64,
+    /// Bytes per second since the transfer was first seen.
+    rate: f64,
+    first_seen: (Instant, u64),
+}
+
+impl TransferAmounts {
+    fn new(sent_bytes: u64, expected_bytes: u64, now: Instant) -> Self {
+        Self {
+            sent_bytes,
+            expected_bytes,
+            rate: 0.0,
+            first_seen: (now, sent_bytes),
+        }
+    }
+
+    fn update(&mut self, sent_bytes: u64, now: Instant) {
+        let (first_at, first_bytes) = self.first_seen;
+        let seconds = now.duration_since(first_at).as_secs_f64();
+        self.sent_bytes = sent_bytes;
+        if seconds > 0.0 {
+            self.rate = sent_bytes.saturating_sub(first_bytes) as f64 / seconds;
+        }
+    }
+}
+
+/// Formats the amounts with the estimated time until the end; the estimate is omitted while there is
+/// no rate.
+impl fmt::Display for TransferAmounts {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mib = |bytes: f64| bytes / f64::from(1 << 20);
+        let sent = self.sent_bytes as f64;
+        let expected = self.expected_bytes.max(self.sent_bytes) as f64;
+        write!(f, "{:.0} of about {:.0} MiB", mib(sent), mib(expected))?;
+        if self.rate > 0.0 {
+            let remaining_s = (expected - sent) / self.rate;
+            write!(
+                f,
+                ", {:.0} MiB/s, about {remaining_s:.0} s left",
+                mib(self.rate)
+            )?;
+        }
+        Ok(())
+    }
+}
+
+impl MigrationProgress {
+    fn new(tid: Tid, target: &str) -> Self {
+        Self {
+            tid,
+            target: target.to_string(),
+            current_step: Step::ALL[0],
+            last_event_at: None,
+            source: None,
+            transfer: None,
+        }
+    }
+}
+
+impl Progress for MigrationProgress {
+    fn title(&self) -> String {
+        format!("migrate {} to {}", self.tid, self.target)
+    }
+
+    fn handle_event(&mut self, event: &Event) -> Option<String> {
+        let EventKind::MigrationStep {
+            tid,
+            from,
+            step,
+            bytes,
+            ..
+        } = event.kind
+        else {
+            return None;
+        };
+        if tid != self.tid {
+            return None;
+        }
+        self.source = Some(from);
+        let earlier_event_at = self.last_event_at.replace(event.at);
+        let duration = earlier_event_at.map(|at| event.at.since(at));
+        let position = Step::ALL.iter().position(|other| *other == step);
+        let next_step = position.and_then(|index| Step::ALL.get(index + 1));
+        self.current_step = next_step.copied().unwrap_or(step);
+        Some(format!("{step} done{}", amount_text(bytes, duration)))
+    }
+
+    fn refresh(&mut self, machine: &dyn VirtualMachine) {
+        let report = self
+            .source
+            .and_then(|source| describe_host(machine, source, true).ok());
+        let Some(report) = report else {
+            return;
+        };
+        let departure = report.departures.iter().find(|d| d.tid == self.tid);
+        let Some(sent_bytes) = departure.map(|d| d.sent_bytes).filter(|bytes| *bytes > 0) else {
+            return;
+        };
+        let now = Instant::now();
+        let usage = report.task_usages.iter().find(|(tid, _)| *tid == self.tid);
+        let resident_bytes = usage.map_or(0, |(_, usage)| usage.resident_max_bytes);
+        self.transfer
+            .get_or_insert_with(|| TransferAmounts::new(sent_bytes, resident_bytes, now))
+            .update(sent_bytes, now);
+    }
+
+    fn current_step(&self) -> String {
+        match self.transfer {
+            Some(transfer) => format!("{}: {transfer}", self.current_step),
+            None => self.current_step.to_string(),
+        }
+    }
+
+    fn without_waiting(&self) -> &'static str {
+        "the migration continues; 'pvm events' reports its end"
+    }
+}
+
+/// Returns the size of a completed step and its rate; empty if the step has no size.
+fn amount_text(bytes: u64, duration: Option<Micros>) -> String {
+    let mib = bytes as f64 / f64::from(1 << 20);
+    match duration.filter(|duration| duration.0 > 0) {
+        _ if bytes == 0 => String::new(),
+        None => format!(": {mib:.1} MiB"),
+        Some(duration) => format!(": {mib:.1} MiB, {:.0} MiB/s", mib * 1e6 / duration.0 as f64),
     }
 }
 
@@ -113,7 +288,25 @@ fn report_text(tid: Tid, target: &str, report: &MigrationReport) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use sempa_proto::Micros;
+    use std::time::Duration;
+
+    /// A transfer has its amount, its rate and an estimate.
+    #[test]
+    fn transfer_is_estimated() {
+        let start = Instant::now();
+        let mut transfer = TransferAmounts::new(100 << 20, 1000 << 20, start);
+        assert_eq!(transfer.to_string(), "100 of about 1000 MiB");
+        transfer.update(500 << 20, start + Duration::from_secs(2));
+        assert_eq!(
+            transfer.to_string(),
+            "500 of about 1000 MiB, 200 MiB/s, about 2 s left"
+        );
+        transfer.update(1100 << 20, start + Duration::from_secs(5));
+        assert_eq!(
+            transfer.to_string(),
+            "1100 of about 1100 MiB, 200 MiB/s, about 0 s left"
+        );
+    }
 
     #[test]
     fn report_is_one_line() {

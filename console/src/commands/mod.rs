@@ -11,13 +11,17 @@ mod delete;
 mod drain;
 mod echo;
 mod environment;
+mod event_view;
 mod events;
 mod halt;
 mod help;
+mod hints;
+mod hosts;
 mod id;
 mod idump;
 mod job;
 mod jobs;
+mod live_usage;
 mod mailbox;
 mod migrate;
 mod owner;
@@ -38,6 +42,7 @@ mod usage;
 mod version;
 mod why;
 
+pub(crate) use self::hints::{hint_lines, unknown_command_hint};
 use crate::command::{CommandSpec, CommandTable, ParsedCommand};
 use crate::parse_error::ParseError;
 
@@ -57,6 +62,7 @@ pub(crate) const COMMANDS: CommandTable = &[
     &pvm_options::GETOPT,
     &halt::SPEC,
     &help::SPEC,
+    &hosts::SPEC,
     &id::SPEC,
     &idump::SPEC,
     &job::SPEC,
@@ -94,14 +100,23 @@ pub(crate) fn find_command(name: &str) -> Option<&'static CommandSpec> {
 }
 
 /// Parses words into a command. Returns `None` if there are no words.
+/// A command with the option `--help`, or with `-h` as its only word, explains itself.
 pub(crate) fn parse(words: &[String]) -> Result<Option<ParsedCommand>, ParseError> {
     let Some((name, args)) = words.split_first() else {
         return Ok(None);
     };
     match find_command(name) {
+        Some(spec) if asks_for_help(spec, args) => Ok(Some(help::explain(spec))),
         Some(spec) => (spec.parse)(args).map(Some),
         None => Err(ParseError::NotFound(name.clone())),
     }
+}
+
+/// True if the words after the command's name ask for its help text.
+pub(crate) fn asks_for_help(spec: &CommandSpec, args: &[String]) -> bool {
+    let own_args = &args[..(spec.own_word_count)(args)];
+    own_args.iter().any(|arg| arg == "--help")
+        || matches!(args, [only_arg] if only_arg == "-h" || only_arg == "--help")
 }
 
 /// True if the command has JSON output. Also true for an unknown command, whose error is reported
@@ -151,6 +166,31 @@ mod tests {
             );
         }
         assert!(parse(&[]).is_ok_and(|command| command.is_none()));
+    }
+
+    /// Each command explains itself. A word of a program or of an alias is no request for help.
+    #[test]
+    fn every_command_has_help_options() {
+        let is_help = |words: &[&str]| {
+            let words: Vec<String> = words.iter().map(|word| word.to_string()).collect();
+            let spec = find_command(&words[0]).expect("a command");
+            asks_for_help(spec, &words[1..])
+        };
+        for spec in COMMANDS {
+            assert!(is_help(&[spec.name, "--help"]), "{}", spec.name);
+            assert!(is_help(&[spec.name, "-h"]), "{}", spec.name);
+        }
+        assert!(is_help(&["spawn", "-3", "--help"]));
+        assert!(is_help(&["drain", "h2", "--help"]));
+        for words in [
+            ["spawn", "hello", "--help"],
+            ["alias", "x", "--help"],
+            ["echo", "a", "--help"],
+            ["setenv", "X", "--help"],
+            ["ps", "-h", "40000"],
+        ] {
+            assert!(!is_help(&words), "{words:?}");
+        }
     }
 
     #[test]

@@ -2,11 +2,12 @@
 //!
 //! Runs the resource manager's program, which makes the decisions. No virtual machine is needed.
 
+use crate::arguments::{parse_option_value, unknown_option_error};
 use crate::command::{CommandSpec, LocalCommand, LocalContext, ParsedCommand};
 use crate::outcome::Outcome;
 use crate::parse_error::ParseError;
 use std::path::PathBuf;
-use std::process::Command;
+use std::process::{Command, Stdio};
 
 const PROGRAM: &str = "pvm-rm";
 
@@ -14,24 +15,38 @@ pub(crate) const SPEC: CommandSpec = CommandSpec {
     name: "replay",
     summary: "Simulate a resource manager's recorded log under another policy, and compare",
     detail: "Syntax:  replay log --policy file\nThe log is one that 'pvm-rm --record log' has written.\n",
-    parse: |args| match args {
-        [] => Err(ParseError::WrongArgs("replay")),
-        _ => Ok(ParsedCommand::local_command(ReplayCommand {
-            args: args.to_vec(),
-        })),
-    },
+    parse: |args| parse(args).map(ParsedCommand::local_command),
     ..CommandSpec::DEFAULT
 };
 
-#[derive(Debug)]
+#[derive(Debug, PartialEq, Eq)]
 struct ReplayCommand {
-    /// Arguments of the resource manager's program.
-    args: Vec<String>,
+    log: String,
+    /// Name or file of the other policy.
+    policy: String,
+}
+
+fn parse(args: &[String]) -> Result<ReplayCommand, ParseError> {
+    const COMMAND: &str = "replay";
+    let (mut log, mut policy) = (None, None);
+    let mut rest = args.iter();
+    while let Some(arg) = rest.next() {
+        match parse_option_value(COMMAND, "--policy", arg, &mut rest)? {
+            Some(value) => policy = Some(value.to_string()),
+            None if arg.starts_with('-') => return Err(unknown_option_error(arg)),
+            None if log.is_none() => log = Some(arg.clone()),
+            None => return Err(ParseError::WrongArgs(COMMAND)),
+        }
+    }
+    match (log, policy) {
+        (Some(log), Some(policy)) => Ok(ReplayCommand { log, policy }),
+        _ => Err(ParseError::WrongArgs(COMMAND)),
+    }
 }
 
 impl LocalCommand for ReplayCommand {
     fn run(&self, context: &LocalContext) -> Outcome {
-        replay(&self.args, context.prints_json)
+        replay(self, context.prints_json)
     }
 }
 
@@ -46,22 +61,20 @@ fn rm_program() -> PathBuf {
         .unwrap_or_else(|| PROGRAM.into())
 }
 
-/// Runs the resource manager's program with these arguments and returns its output.
-fn replay(rm_args: &[String], prints_json: bool) -> Outcome {
+/// Runs the resource manager's program and returns its output.
+fn replay(request: &ReplayCommand, prints_json: bool) -> Outcome {
     let mut command = Command::new(rm_program());
-    command.arg("--replay").args(rm_args);
+    command.args(["--replay", &request.log, "--policy", &request.policy]);
     if prints_json {
         command.arg("--json");
     }
+    // The progress of the replay and its errors appear at once.
+    command.stderr(Stdio::inherit());
     match command.output() {
         Err(error) => Outcome::from_error(format!(
             "replay: {PROGRAM} cannot be run: {error}; is it installed next to pvm?"
         )),
         Ok(output) => {
-            let error_lines = String::from_utf8_lossy(&output.stderr)
-                .lines()
-                .map(String::from)
-                .collect();
             let text = String::from_utf8_lossy(&output.stdout).into_owned();
             let prints_json = if prints_json {
                 serde_json::from_str(&text).into_iter().collect()
@@ -71,10 +84,35 @@ fn replay(rm_args: &[String], prints_json: bool) -> Outcome {
             Outcome {
                 text,
                 json_values: prints_json,
-                errors: error_lines,
                 failed: !output.status.success(),
                 ..Outcome::default()
             }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::fixtures::words;
+
+    #[test]
+    fn replay_needs_log_and_policy() {
+        let command = ReplayCommand {
+            log: "log".into(),
+            policy: "load".into(),
+        };
+        for line in ["log --policy load", "--policy=load log"] {
+            assert_eq!(parse(&words(line)).as_ref(), Ok(&command), "{line}");
+        }
+        for line in [
+            "",
+            "log",
+            "--policy load",
+            "log --policy",
+            "a b --policy load",
+        ] {
+            assert_eq!(parse(&words(line)), Err(ParseError::WrongArgs("replay")));
         }
     }
 }

@@ -4,7 +4,7 @@ use crate::arguments::{parse_option_value, unknown_option_error};
 use crate::command::{CommandSpec, Completion, ParsedCommand, VmCommand, WordKind};
 use crate::outcome::Outcome;
 use crate::output::tables::host_name;
-use crate::output::time::format_utc;
+use crate::output::time::format_local;
 use crate::parse_error::ParseError;
 use crate::session::Session;
 use crate::virtual_machine::unexpected_reply_error;
@@ -102,7 +102,7 @@ impl VmCommand for RestartCommand {
                 let json_output = json!({ "set": checkpoint_name, "failed": failure.to_string() });
                 let since = match &failure {
                     RestartFailure::RunsElsewhere { holder, .. } => {
-                        format!(" (it runs there since {})", format_utc(holder.since))
+                        format!(" (it runs there since {})", format_local(holder.since))
                     }
                     _ => String::new(),
                 };

@@ -6,9 +6,10 @@ use crate::outcome::Outcome;
 use crate::output::json::results;
 use crate::parse_error::ParseError;
 use crate::session::Session;
-use crate::virtual_machine::VirtualMachine;
+use crate::virtual_machine::{NO_TASK_REASON, VirtualMachine, no_task_line, task_has_ended};
 use libpvm::Error;
 use nix::sys::signal::Signal;
+use sempa_proto::table::TaskInfo;
 use sempa_proto::task::Request;
 use sempa_proto::{PvmError, Tid};
 use serde_json::{Value, json};
@@ -130,12 +131,21 @@ impl VmCommand for KillCommand {
             return Ok(send_signal(&session.vm, &self.tids, SIGTERM, false));
         }
         let tasks = session.vm.tasks(Tid::NONE)?;
-        let children: Vec<Tid> = tasks
-            .iter()
-            .filter(|task| self.tids.contains(&task.parent))
-            .map(|task| task.tid)
-            .collect();
-        Ok(send_signal(&session.vm, &children, SIGTERM, false))
+        let mut children = Vec::new();
+        let mut missing_parents = Vec::new();
+        for parent in &self.tids {
+            let child_count = children.len();
+            let is_child = |task: &&TaskInfo| task.parent == *parent;
+            children.extend(tasks.iter().filter(is_child).map(|task| task.tid));
+            if children.len() == child_count && task_has_ended(&session.vm, *parent) {
+                missing_parents.push(*parent);
+            }
+        }
+        let mut outcome = send_signal(&session.vm, &children, SIGTERM, false);
+        outcome.failed |= !missing_parents.is_empty();
+        let missing_lines = missing_parents.iter().map(|tid| no_task_line(*tid));
+        outcome.errors.extend(missing_lines);
+        Ok(outcome)
     }
 }
 
@@ -181,18 +191,16 @@ fn send_signal_to(
 ) -> Result<(), Error> {
     // The list of leftovers needs all hosts. A host that does not answer must not delay the signal
     // to a running task, so the task's own host is asked first.
-    let has_ended = || {
-        let status = machine.ask(Request::TaskStatus { tid });
-        status.is_err_and(|error| error.code == PvmError::NoTask)
-    };
-    let ends_leftovers = ENDING_SIGNALS.contains(&signal)
-        && has_ended()
+    let request = if !task_has_ended(machine, tid) {
+        Request::Signal { tid, signal }
+    } else if ENDING_SIGNALS.contains(&signal)
         && leftovers
             .get_or_init(|| tids_with_leftovers(machine))
-            .contains(&tid);
-    let request = match ends_leftovers {
-        true => Request::KillLeftovers { tid },
-        false => Request::Signal { tid, signal },
+            .contains(&tid)
+    {
+        Request::KillLeftovers { tid }
+    } else {
+        return Err(Error::new(PvmError::NoTask, NO_TASK_REASON.to_string()));
     };
     machine.ask(request).map(|_| ())
 }

@@ -3,18 +3,22 @@
 use crate::command::{CommandSpec, Completion, ParsedCommand, ShellOptions, VmCommand, WordKind};
 use crate::outcome::Outcome;
 use crate::output::json;
+use crate::output::tables::host_name;
 use crate::parse_error::ParseError;
 use crate::session::Session;
 use crate::session::job_output::{
     JobOutput, OutputDestination, TAG_OUTPUT_BASE, TAG_TRACE_BASE, TraceDestination, console_sink,
 };
-use crate::virtual_machine::VirtualMachine;
+use crate::virtual_machine::{VirtualMachine, next_event_number};
 use libpvm::spawn::{TC_SIBLINGS, siblings_body};
 use libpvm::{Body, Error};
+use sempa_proto::event::EventKind;
 use sempa_proto::job::JobFile;
 use sempa_proto::message::CTX_TASK_CONTROL;
+use sempa_proto::table::HostTable;
 use sempa_proto::task::{
-    SPAWN_ARCH, SPAWN_COMPLEMENT, SPAWN_DEBUG, SPAWN_HOST, SPAWN_NO_PARENT, Sink, SpawnRequest,
+    SPAWN_ARCH, SPAWN_COMPLEMENT, SPAWN_DEBUG, SPAWN_HOST, SPAWN_NO_PARENT, SPAWN_STRICT_DIR, Sink,
+    SpawnRequest,
 };
 use sempa_proto::{Message, PvmError, Tid};
 use serde_json::{Value, json};
@@ -36,9 +40,13 @@ pub(crate) const SPEC: CommandSpec = CommandSpec {
                  ->             show the output here, as a job\n          \
                  ->(file)       write the output to a new file\n          \
                  ->>(file)      append the output to a file\n          \
+                 --raw          as ->, without the task's number before each line\n          \
                  -@             trace the job, show the records here\n          \
                  -@(file)       trace the job, write the records to a new file\n          \
-                 --job (file)   take what is not given here from a job file: program, arguments, count, constraints ...\n",
+                 --job (file)   take what is not given here from a job file: program, arguments, count, constraints ...\n\
+                 In a shell, '->' needs quotes; 'pvm spawn' then ends with the tasks. Its exit status is 0 if all\n\
+                 tasks that it started end with 0, otherwise the status of the first one listed that does not:\n\
+                 the task's own, 128 plus the number of a signal, or 1 if the task was lost with its host.\n",
     parse: |args| {
         if args.is_empty() {
             return Err(ParseError::WrongArgs("spawn"));
@@ -56,6 +64,9 @@ pub(crate) const SPEC: CommandSpec = CommandSpec {
     ..CommandSpec::DEFAULT
 };
 
+/// Number of the newest events among which the reasons of a refused spawn are found.
+const REFUSAL_EVENTS_MAX: u32 = 256;
+
 /// A parsed `spawn` command.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct SpawnCommand {
@@ -64,12 +75,15 @@ struct SpawnCommand {
     /// Number of tasks. Defaults to the job file's number, or 1.
     task_count: Option<u32>,
     /// `PvmTask*` bits. [`SPAWN_NO_PARENT`] is always set: the tasks do not see a parent.
+    /// [`SPAWN_STRICT_DIR`] is always set: a missing working directory is an error.
     flags: i32,
     /// Name of a host or of an architecture, depending on `flags`. Empty if any host may be used.
     location: String,
     /// Working directory. Empty for the host's default.
     working_dir: String,
     output: OutputDestination,
+    /// True if the lines of the output have no prefix.
+    is_raw: bool,
     /// Destination of trace records. `None` if the tasks are not traced.
     trace: Option<TraceDestination>,
     /// The program. May be empty if a job file names it.
@@ -109,10 +123,11 @@ fn parse(args: &[String]) -> Result<SpawnCommand, ParseError> {
     let mut spawn = SpawnCommand {
         job_file: None,
         task_count: None,
-        flags: SPAWN_NO_PARENT,
+        flags: SPAWN_NO_PARENT | SPAWN_STRICT_DIR,
         location: String::new(),
         working_dir: String::new(),
         output: OutputDestination::Log,
+        is_raw: false,
         trace: None,
         program: String::new(),
         args: Vec::new(),
@@ -131,6 +146,9 @@ fn parse(args: &[String]) -> Result<SpawnCommand, ParseError> {
         } else {
             spawn.apply_option(option)?;
         }
+    }
+    if spawn.is_raw && spawn.output == OutputDestination::Log {
+        spawn.output = OutputDestination::Console;
     }
     match rest {
         [file, words @ ..] => (spawn.program, spawn.args) = (file.clone(), words.to_vec()),
@@ -157,6 +175,8 @@ impl SpawnCommand {
             self.trace = Some(
                 nonempty_text(file).map_or(TraceDestination::Console, TraceDestination::NewFile),
             );
+        } else if option == "-raw" {
+            self.is_raw = true;
         } else if option == "?" {
             self.flags |= SPAWN_DEBUG;
         } else if option == "~" {
@@ -276,7 +296,7 @@ impl VmCommand for SpawnCommand {
 
     fn run(&self, session: &mut Session) -> Result<Outcome, Error> {
         let (spawn, job_file) = &self.apply_job_file()?;
-        let job_output = match JobOutput::open(&spawn.output, spawn.trace.as_ref()) {
+        let job_output = match JobOutput::open(&spawn.output, spawn.is_raw, spawn.trace.as_ref()) {
             Ok(opened) => opened,
             Err(line) => return Ok(Outcome::from_refusal(line)),
         };
@@ -319,11 +339,24 @@ impl VmCommand for SpawnCommand {
         let results = results?;
         send_siblings(&session.vm, &results);
         text.push_str(&results_text(&results));
+        if spawn.is_raw && !session.is_interactive {
+            // Standard output contains only what the tasks write. Errors go to standard error.
+            text.clear();
+        }
         let mut outcome = Outcome::with_json(
             text,
             results_json(job, &results),
             results.iter().any(Result::is_err),
         );
+        let refusals = if outcome.failed {
+            read_refusals(&session.vm, spawn)?
+        } else {
+            Vec::new()
+        };
+        if !refusals.is_empty() {
+            outcome.errors.extend(refusals);
+            return Ok(outcome);
+        }
         let errors: BTreeSet<i32> = results
             .iter()
             .filter_map(|result| result.err().map(PvmError::code))
@@ -332,6 +365,10 @@ impl VmCommand for SpawnCommand {
         outcome
             .errors
             .extend(errors.map(|error| spawn_error_text(spawn, error)));
+        if results.contains(&Err(PvmError::NoHost)) {
+            let table = session.vm.hosts()?;
+            outcome.errors.extend(location_hint(spawn, &table));
+        }
         Ok(outcome)
     }
 }
@@ -378,6 +415,48 @@ fn results_json(job: Option<u32>, results: &[Result<Tid, PvmError>]) -> Value {
         Err(code) => json!({ "error": json::error(*code) }),
     };
     json!({ "job": job, "results": results.iter().map(result_json).collect::<Vec<_>>() })
+}
+
+/// Returns the reasons that hosts and the resource manager have recorded for the refusal of the spawn,
+/// each once.
+fn read_refusals(machine: &dyn VirtualMachine, spawn: &SpawnCommand) -> Result<Vec<String>, Error> {
+    let table = machine.hosts()?;
+    let first_number = next_event_number(machine).saturating_sub(u64::from(REFUSAL_EVENTS_MAX));
+    let events = machine.events(first_number, REFUSAL_EVENTS_MAX)?;
+    let refusals = events.into_iter().filter_map(|event| match event.kind {
+        EventKind::SpawnRefused {
+            host,
+            spawner,
+            name,
+            why,
+        } if spawner == machine.tid() && name == spawn.program => Some(format!(
+            "spawn {name}: {}: {why}; nothing was started there",
+            host_name(&table, host)
+        )),
+        _ => None,
+    });
+    let distinct_refusals: BTreeSet<String> = refusals.collect();
+    Ok(distinct_refusals.into_iter().collect())
+}
+
+/// Explains the options for a location after a spawn that found no host. `None` if the spawn named
+/// no host.
+fn location_hint(spawn: &SpawnCommand, table: &HostTable) -> Option<String> {
+    if spawn.flags & SPAWN_HOST == 0 || table.find_by_name(&spawn.location).is_some() {
+        return None;
+    }
+    let location = &spawn.location;
+    // Options of other programs begin with a letter before the name of the host.
+    let meant_host = table
+        .hosts
+        .iter()
+        .find(|host| location.ends_with(&host.name) && !host.name.is_empty());
+    let suggestion = meant_host
+        .map(|host| format!("; did you mean -{}?", host.name))
+        .unwrap_or_default();
+    Some(format!(
+        "no host is named {location}{suggestion}\nThe host follows the dash: -h2 is host h2, -. is the console's own host, -LINUX64 is an architecture."
+    ))
 }
 
 /// Returns the reason why a spawn failed, and what the user can do.
@@ -433,7 +512,7 @@ mod tests {
             ["-v", "--x"],
             "what follows the program belongs to it"
         );
-        assert_eq!(three_task_command.flags, SPAWN_NO_PARENT);
+        assert_eq!(three_task_command.flags, SPAWN_NO_PARENT | SPAWN_STRICT_DIR);
         let request = |line: &str| {
             let request = parse_line(line).build_request(
                 &JobFile::default(),
@@ -441,7 +520,10 @@ mod tests {
                 Sink::default(),
                 Vec::new(),
             );
-            (request.flags & !SPAWN_NO_PARENT, request.where_arg)
+            (
+                request.flags & !(SPAWN_NO_PARENT | SPAWN_STRICT_DIR),
+                request.where_arg,
+            )
         };
         assert_eq!(request("hello"), (0, String::new()));
         assert_eq!(request("-h2 hello"), (SPAWN_HOST, "h2".into()));
@@ -574,6 +656,23 @@ mod tests {
                 .contains("job.toml, line 2: unknown field `cuont`")
         );
         assert!(error_text("--job /nowhere/at/all").contains("/nowhere/at/all cannot be read"));
+    }
+
+    /// A location that is no host is explained, with the host that was probably meant.
+    #[test]
+    fn unknown_host_is_explained() {
+        let table = crate::fixtures::table();
+        let hint = |line: &str| location_hint(&parse_line(line), &table);
+        let hint_for_ha2 = hint("-hha2 x").expect("a hint");
+        assert!(
+            hint_for_ha2.starts_with("no host is named hha2; did you mean -ha2?\n"),
+            "{hint_for_ha2}"
+        );
+        assert!(
+            hint("-nosuch x").is_some_and(|text| text.starts_with("no host is named nosuch\n"))
+        );
+        assert_eq!(hint("-ha2 x"), None);
+        assert_eq!(hint("-LINUX64 x"), None);
     }
 
     /// The text has the layout of PVM, and the JSON output contains the error.

@@ -4,10 +4,11 @@ use super::job::task_json;
 use crate::arguments::{parse_tid, unknown_option_error};
 use crate::command::{CommandSpec, Completion, ParsedCommand, VmCommand, WordKind};
 use crate::outcome::Outcome;
-use crate::output::time::format_utc;
+use crate::output::time::{format_local, format_utc};
 use crate::parse_error::ParseError;
 use crate::session::Session;
 use libpvm::Error;
+use sempa_proto::Micros;
 use sempa_proto::rm::{Decision, DecisionKind, HostState, RmQuery, RmReply, TaskUsage};
 use serde_json::{Value, json};
 
@@ -82,10 +83,11 @@ impl VmCommand for WhyCommand {
                 self.subject
             )));
         };
+        let lines = decision_lines(&decisions);
         let hidden_count = if self.show_all {
             0
         } else {
-            decisions.len().saturating_sub(DECISIONS_SHOWN_MAX)
+            lines.len().saturating_sub(DECISIONS_SHOWN_MAX)
         };
         let current_state =
             current_state.map(|current_state| host_state_text(&self.subject, &current_state));
@@ -93,6 +95,7 @@ impl VmCommand for WhyCommand {
             &self.subject,
             task.as_ref(),
             &decisions,
+            &lines[hidden_count..],
             hidden_count,
             current_state.as_deref(),
         );
@@ -109,10 +112,36 @@ impl VmCommand for WhyCommand {
     }
 }
 
+/// Returns one line for each decision. Successive decisions with the same text become one line with
+/// their number.
+fn decision_lines(decisions: &[Decision]) -> Vec<String> {
+    let texts = decisions
+        .iter()
+        .map(|decision| (decision.at, decision.kind.to_string()));
+    let texts: Vec<(Micros, String)> = texts.collect();
+    let repeated = texts.chunk_by(|(_, first), (_, second)| first == second);
+    repeated
+        .map(|same| {
+            let (first_at, text) = &same[0];
+            let line = format!("{} {text}", format_local(*first_at));
+            match same {
+                [_] => line,
+                [.., (last_at, _)] => format!(
+                    "{line} ({} times, the last at {})",
+                    same.len(),
+                    format_local(*last_at)
+                ),
+                [] => line,
+            }
+        })
+        .collect()
+}
+
 fn decisions_text(
     subject: &str,
     task: Option<&TaskUsage>,
     decisions: &[Decision],
+    shown_lines: &[String],
     hidden_count: usize,
     current_state: Option<&str>,
 ) -> String {
@@ -120,10 +149,7 @@ fn decisions_text(
     if hidden_count > 0 {
         lines.push(format!("({hidden_count} earlier ones: 'why -a {subject}')"));
     }
-    let shown_decisions = decisions.iter().skip(hidden_count);
-    lines.extend(
-        shown_decisions.map(|decision| format!("{} {}", format_utc(decision.at), decision.kind)),
-    );
+    lines.extend_from_slice(shown_lines);
     let last_line = task
         .and_then(|task| placement_note(task, decisions))
         .or(current_state);
@@ -138,14 +164,14 @@ fn task_line(task: &TaskUsage) -> String {
     } else {
         &task.program
     };
-    let start_time = format_utc(task.started_at);
+    let start_time = format_local(task.started_at);
     let description = format!(
         "{}: {program}, job {}, user {}, on {}, began {start_time}",
         task.tid, task.job, task.user, task.host
     );
     match task.end {
         None => description,
-        Some((at, outcome)) => format!("{description}, ended {}: {outcome}", format_utc(at)),
+        Some((at, outcome)) => format!("{description}, ended {}: {outcome}", format_local(at)),
     }
 }
 
@@ -246,6 +272,30 @@ mod tests {
         assert_eq!(parse_line("-x"), Err(ParseError::UnknownFlag("x".into())));
     }
 
+    /// Decisions that repeat become one line with their number.
+    #[test]
+    fn repeated_decisions_are_counted() {
+        let decision = |number: u64, host: &str| Decision {
+            number,
+            at: Micros(number),
+            kind: DecisionKind::OwnerReturned {
+                host: host.into(),
+                why: "olga on pts/1".into(),
+            },
+        };
+        let decisions = [
+            decision(1, "h2"),
+            decision(2, "h2"),
+            decision(3, "h2"),
+            decision(4, "h3"),
+        ];
+        let lines = decision_lines(&decisions);
+        assert_eq!(lines.len(), 2, "{lines:?}");
+        let count = format!(" (3 times, the last at {})", format_local(Micros(3)));
+        assert!(lines[0].ends_with(&count), "{lines:?}");
+        assert!(!lines[1].contains("times"), "{lines:?}");
+    }
+
     /// The text about a host ends with its present state, whatever was decided before.
     #[test]
     fn host_text_ends_with_present_state() {
@@ -263,6 +313,7 @@ mod tests {
                 "h2",
                 None,
                 std::slice::from_ref(&owner_decision),
+                &decision_lines(std::slice::from_ref(&owner_decision)),
                 0,
                 Some(&host_state_text("h2", host_state)),
             );

@@ -5,6 +5,7 @@ use super::options::{TRACE_BUFFER, TRACE_DETAIL};
 use super::records::{HostProperties, RecordFormatter, Timestamp, trace_header};
 use super::{Session, trace_events};
 use crate::clock::unix_micros;
+use crate::output::terminal::Terminal;
 use crate::output::{tables, time};
 use libpvm::{Error, Vm};
 use nix::errno::Errno;
@@ -70,6 +71,8 @@ pub(crate) enum TraceDestination {
 pub(crate) struct JobOutput {
     /// True if the console shows the output.
     shows_output: bool,
+    /// True if the output consists of the tasks' lines only, without prefixes and marks.
+    is_raw: bool,
     /// File that receives the output instead of the console. `None` if the output does not go to a
     /// file, and after a write error.
     file: Option<File>,
@@ -98,13 +101,14 @@ struct JobTrace {
 }
 
 impl JobOutput {
-    /// Opens the files for the output and the trace records of a job. `trace` is `None` if the job
-    /// is not traced.
+    /// Opens the files for the output and the trace records of a job. If `is_raw` is true, the
+    /// output consists of the tasks' lines only. `trace` is `None` if the job is not traced.
     ///
     /// # Errors
     /// Fails if a file cannot be opened.
     pub(crate) fn open(
         output: &OutputDestination,
+        is_raw: bool,
         trace: Option<&TraceDestination>,
     ) -> Result<Self, FileOpenError> {
         let file = match output {
@@ -131,6 +135,7 @@ impl JobOutput {
         };
         Ok(Self {
             shows_output: *output == OutputDestination::Console,
+            is_raw,
             file,
             trace,
         })
@@ -177,7 +182,15 @@ impl JobOutput {
             TaskEvent::FirstSeen | TaskEvent::Created | TaskEvent::Spawned => return out,
         };
         let prefix = format!("[{job}:{tid}] ").into_bytes();
-        let line = [prefix.as_slice(), line, b"\n"].concat();
+        let line = match event {
+            TaskEvent::Line(_) if self.is_raw => [line, b"\n"].concat(),
+            TaskEvent::Ended if self.is_raw => return out,
+            TaskEvent::Lost | TaskEvent::RolledBack if self.is_raw => {
+                Terminal.print_error(&format!("{tid}: {}", String::from_utf8_lossy(line)));
+                return out;
+            }
+            _ => [prefix.as_slice(), line, b"\n"].concat(),
+        };
         if let Some(file) = &mut self.file {
             out.extend(
                 file.write_all(&line)
@@ -300,7 +313,7 @@ impl Session {
             return Vec::new();
         };
         let mut shown_bytes = Vec::new();
-        if output == TaskOutput::End && self.jobs.is_running(job, tid) {
+        if matches!(output, TaskOutput::End(_)) && self.jobs.is_running(job, tid) {
             // A process that was killed for a rollback ends its output like any other.
             shown_bytes = self.await_restart_if_rolled_back(job, tid);
         }
@@ -331,7 +344,6 @@ impl Session {
             return shown_bytes;
         }
         let update = self.jobs.handle_exit(job, tid);
-        self.has_lost_tasks |= update.events.contains(&TaskEvent::Lost);
         shown_bytes.extend(self.show_update(job, tid, &update));
         shown_bytes
     }
@@ -431,11 +443,14 @@ impl Session {
     /// Applies an update to the output of its job. Returns the bytes that the console must show.
     fn show_update(&mut self, job: u32, tid: Tid, update: &JobUpdate) -> Vec<u8> {
         let mut shown_bytes = Vec::new();
+        if self.first_job_failure == 0 {
+            self.first_job_failure = update.finished_with.unwrap_or(0);
+        }
         if let Some(job_output) = self.job_outputs.get_mut(&job) {
             for event in &update.events {
                 shown_bytes.extend(job_output.show_task_event(job, tid, event));
             }
-            if update.is_finished
+            if update.is_finished()
                 && let Some(trace) = &job_output.trace
             {
                 shown_bytes.extend_from_slice(
@@ -447,7 +462,7 @@ impl Session {
                 }
             }
         }
-        if update.is_finished {
+        if update.is_finished() {
             shown_bytes.extend(self.end_job_output(job));
         }
         shown_bytes
@@ -486,7 +501,10 @@ impl Session {
     }
 
     fn end_job_output(&mut self, job: u32) -> Vec<u8> {
-        self.job_outputs.remove(&job);
+        let ended_output = self.job_outputs.remove(&job);
+        if ended_output.is_some_and(|output| output.is_raw) {
+            return Vec::new();
+        }
         format!("[{job}] finished\n").into_bytes()
     }
 

@@ -9,9 +9,19 @@ use sempa_proto::body::Unpacker;
 use sempa_proto::output::{OUTPUT_EOF, OUTPUT_REQUESTED, OUTPUT_STARTED};
 use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet};
+use std::os::unix::process::ExitStatusExt;
+use std::process::ExitStatus;
 
 /// Maximum length of a line in bytes. A longer line is broken into several.
 pub(crate) const OUTPUT_LINE_BYTES_MAX: usize = 64 << 10;
+
+/// Exit code that a shell gives to a command which signal 0 would have ended; signal n has this code
+/// plus n.
+const SIGNAL_EXIT_BASE: i32 = 128;
+
+/// Exit code of a job whose output was lost with a task's host, so that the task's status is
+/// unknown.
+const LOST_TASK_EXIT_CODE: u8 = 1;
 
 /// Content of a message about a task.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -22,8 +32,9 @@ pub(crate) enum TaskOutput {
     Created,
     /// A piece of the task's output.
     Data(Vec<u8>),
-    /// No more output follows.
-    End,
+    /// No more output follows. Contains the wait status of the task's process; `None` if the task
+    /// sends its output elsewhere from now on.
+    End(Option<i32>),
 }
 
 /// Reads a message about a task's output. Returns `None` if the message is malformed or if its tid
@@ -31,7 +42,7 @@ pub(crate) enum TaskOutput {
 pub(crate) fn read_output_message(mut body: Unpacker) -> Option<(Tid, TaskOutput)> {
     let tid = Tid::from_raw(body.read_int().ok()?);
     let output = match body.read_int().ok()? {
-        OUTPUT_EOF => TaskOutput::End,
+        OUTPUT_EOF => TaskOutput::End(body.read_int().ok()),
         OUTPUT_REQUESTED => TaskOutput::Spawned,
         OUTPUT_STARTED => TaskOutput::Created,
         length => TaskOutput::Data(
@@ -61,6 +72,8 @@ struct JobTask {
     /// the console has not yet received the event of the restart. Cleared by later output.
     has_ended_early: bool,
     partial_line: Vec<u8>,
+    /// Exit code of the task's process as a shell reports it; 0 while the task runs.
+    exit_code: u8,
 }
 
 impl JobTask {
@@ -92,6 +105,8 @@ struct Job {
     /// True after the reply to the spawn has been recorded. The job then contains all tasks of the
     /// spawn.
     spawn_replied: bool,
+    /// Tasks of the spawn in the order of its reply. The other tasks of the job descend from them.
+    spawned_tids: Vec<Tid>,
     tasks: BTreeMap<Tid, JobTask>,
     /// Number of tasks that have not ended.
     unended_count: usize,
@@ -114,6 +129,16 @@ impl Job {
         self.task(tid).state = TaskState::Ended;
         self.unended_count -= 1;
         self.unwatched.remove(&tid);
+    }
+
+    /// Returns the exit code of the first spawned task, in the order of the spawn's reply, whose exit
+    /// code is not 0. Returns 0 if there is no such task.
+    fn exit_code(&self) -> u8 {
+        let exit_codes = self
+            .spawned_tids
+            .iter()
+            .filter_map(|tid| self.tasks.get(tid).map(|task| task.exit_code));
+        exit_codes.into_iter().find(|code| *code != 0).unwrap_or(0)
     }
 
     /// Records that a task runs, as far as is known. The notification of its exit is requested
@@ -157,8 +182,24 @@ pub(crate) enum TaskEvent {
 pub(crate) struct JobUpdate {
     /// Events in order of occurrence.
     pub(crate) events: Vec<TaskEvent>,
-    /// True if the message has finished the job. The job has then been removed.
-    pub(crate) is_finished: bool,
+    /// Exit code of the job if the message has finished the job. The job has then been removed.
+    pub(crate) finished_with: Option<u8>,
+}
+
+impl JobUpdate {
+    pub(crate) fn is_finished(&self) -> bool {
+        self.finished_with.is_some()
+    }
+}
+
+/// Returns the exit code that a shell reports for a wait status.
+fn shell_exit_code(wait_status: i32) -> u8 {
+    let status = ExitStatus::from_raw(wait_status);
+    let code = status
+        .code()
+        .or_else(|| status.signal().map(|signal| SIGNAL_EXIT_BASE + signal));
+    code.and_then(|code| u8::try_from(code).ok())
+        .unwrap_or(LOST_TASK_EXIT_CODE)
 }
 
 impl Jobs {
@@ -182,12 +223,13 @@ impl Jobs {
         job.spawn_replied = true;
         for tid in tids {
             job.task(tid);
+            job.spawned_tids.push(tid);
         }
         if job.tasks.is_empty() {
             self.jobs.remove(&job_number);
             return false;
         }
-        self.remove_if_finished(job_number)
+        self.remove_if_finished(job_number).is_some()
     }
 
     /// Handles a message about a task of a job. A message about a task of a removed job, other than
@@ -204,7 +246,9 @@ impl Jobs {
         let job = match self.jobs.entry(job_number) {
             Entry::Occupied(occupied_entry) => occupied_entry.into_mut(),
             // The job was removed when all known tasks had ended. A grandchild may appear later.
-            Entry::Vacant(_) if output == TaskOutput::End => return JobUpdate::default(),
+            Entry::Vacant(_) if matches!(output, TaskOutput::End(_)) => {
+                return JobUpdate::default();
+            }
             Entry::Vacant(vacant_entry) => vacant_entry.insert(Job {
                 spawn_replied: true,
                 ..Job::default()
@@ -223,16 +267,17 @@ impl Jobs {
                 task.has_ended_early = false;
                 task.add_output(&bytes, &mut events);
             }
-            TaskOutput::End if task.state == TaskState::Running => {
+            TaskOutput::End(status) if task.state == TaskState::Running => {
                 task.end_line(&mut events);
+                task.exit_code = status.map_or(0, shell_exit_code);
                 events.push(TaskEvent::Ended);
                 job.end_task(tid);
             }
-            TaskOutput::End => task.has_ended_early = task.state == TaskState::AwaitingRestart,
+            TaskOutput::End(_) => task.has_ended_early = task.state == TaskState::AwaitingRestart,
         }
         JobUpdate {
             events,
-            is_finished: self.remove_if_finished(job_number),
+            finished_with: self.remove_if_finished(job_number),
         }
     }
 
@@ -270,12 +315,13 @@ impl Jobs {
         task.end_line(&mut events);
         if !task.has_ended_early {
             events.push(TaskEvent::Lost);
+            task.exit_code = LOST_TASK_EXIT_CODE;
         }
         events.push(TaskEvent::Ended);
         job.end_task(tid);
         JobUpdate {
             events,
-            is_finished: self.remove_if_finished(job_number),
+            finished_with: self.remove_if_finished(job_number),
         }
     }
 
@@ -292,7 +338,7 @@ impl Jobs {
         }
         JobUpdate {
             events,
-            is_finished: false,
+            finished_with: None,
         }
     }
 
@@ -308,7 +354,7 @@ impl Jobs {
         }
         JobUpdate {
             events,
-            is_finished: false,
+            finished_with: None,
         }
     }
 
@@ -354,14 +400,13 @@ impl Jobs {
         unwatched.into_iter().collect()
     }
 
-    /// If all tasks of the job have ended, removes the job and returns true.
-    fn remove_if_finished(&mut self, job_number: u32) -> bool {
+    /// If all tasks of the job have ended, removes the job and returns its exit code.
+    fn remove_if_finished(&mut self, job_number: u32) -> Option<u8> {
         let has_ended = |job: &Job| job.spawn_replied && job.unended_count == 0;
-        let is_finished = self.jobs.get(&job_number).is_some_and(has_ended);
-        if is_finished {
-            self.jobs.remove(&job_number);
+        if !self.jobs.get(&job_number).is_some_and(has_ended) {
+            return None;
         }
-        is_finished
+        self.jobs.remove(&job_number).map(|job| job.exit_code())
     }
 
     /// True while the job is running.
@@ -419,9 +464,42 @@ mod tests {
                 .events,
             lines
         );
-        let end_update = jobs.handle_output(job, TASK_A, TaskOutput::End);
+        let end_update = jobs.handle_output(job, TASK_A, TaskOutput::End(Some(0)));
         assert_eq!(end_update.events, [line("thi"), TaskEvent::Ended]);
-        assert!(end_update.is_finished && jobs.is_empty());
+        assert!(end_update.is_finished() && jobs.is_empty());
+    }
+
+    /// A job has the exit code of the first spawned task that failed, in the order of the spawn's
+    /// reply. Children of these tasks do not count.
+    #[test]
+    fn job_has_exit_code_of_first_failed_task() {
+        const CHILD: Tid = Tid::from_raw(0x40009);
+        let exit_code = |status_a: i32, status_b: i32| {
+            let mut jobs = Jobs::default();
+            let job = jobs.create_job();
+            jobs.record_spawn(job, [TASK_A, TASK_B].into_iter());
+            jobs.handle_output(job, CHILD, TaskOutput::Created);
+            jobs.handle_output(job, CHILD, TaskOutput::End(Some(9 << 8)));
+            jobs.handle_output(job, TASK_B, TaskOutput::End(Some(status_b)));
+            let end = jobs.handle_output(job, TASK_A, TaskOutput::End(Some(status_a)));
+            end.finished_with
+        };
+        assert_eq!(exit_code(0, 0), Some(0));
+        assert_eq!(exit_code(3 << 8, 4 << 8), Some(3));
+        assert_eq!(exit_code(0, 4 << 8), Some(4));
+        assert_eq!(exit_code(9, 0), Some(128 + 9), "killed by a signal");
+        assert_eq!(exit_code(0x80 | 11, 0), Some(128 + 11), "with a core file");
+    }
+
+    #[test]
+    fn lost_task_fails_its_job() {
+        let mut jobs = Jobs::default();
+        let job = jobs.create_job();
+        jobs.record_spawn(job, [TASK_A].into_iter());
+        assert_eq!(
+            jobs.handle_exit(job, TASK_A).finished_with,
+            Some(LOST_TASK_EXIT_CODE)
+        );
     }
 
     /// A job ends with the last of its tasks and their children.
@@ -434,7 +512,9 @@ mod tests {
             [TaskEvent::FirstSeen, TaskEvent::Spawned]
         );
         assert!(
-            !jobs.handle_output(job, TASK_A, TaskOutput::End).is_finished,
+            !jobs
+                .handle_output(job, TASK_A, TaskOutput::End(Some(0)))
+                .is_finished(),
             "the answer to the spawn may name more tasks"
         );
         let child_update = jobs.handle_output(job, TASK_B, TaskOutput::Created);
@@ -442,12 +522,15 @@ mod tests {
             child_update,
             JobUpdate {
                 events: vec![TaskEvent::FirstSeen, TaskEvent::Created],
-                is_finished: false
+                finished_with: None
             }
         );
         assert!(!jobs.record_spawn(job, [TASK_A].into_iter()));
         assert_eq!(jobs.running_jobs().collect::<Vec<_>>(), [(1, vec![TASK_B])]);
-        assert!(jobs.handle_output(job, TASK_B, TaskOutput::End).is_finished);
+        assert!(
+            jobs.handle_output(job, TASK_B, TaskOutput::End(Some(0)))
+                .is_finished()
+        );
         assert_eq!(
             jobs.handle_output(job, TASK_B, data("late\n")).events,
             [TaskEvent::FirstSeen, line("late")]
@@ -463,14 +546,14 @@ mod tests {
         jobs.record_spawn(job, [TASK_A, TASK_B].into_iter());
         assert_eq!(jobs.take_unwatched(job), [TASK_A, TASK_B]);
         assert!(jobs.take_unwatched(job).is_empty());
-        jobs.handle_output(job, TASK_B, TaskOutput::End);
+        jobs.handle_output(job, TASK_B, TaskOutput::End(Some(0)));
         assert_eq!(jobs.handle_exit(job, TASK_B), JobUpdate::default());
         jobs.handle_output(job, TASK_A, data("half"));
         assert_eq!(
             jobs.handle_exit(job, TASK_A),
             JobUpdate {
                 events: vec![line("half"), TaskEvent::Lost, TaskEvent::Ended],
-                is_finished: true
+                finished_with: Some(0)
             }
         );
         assert_eq!(jobs.handle_exit(job, TASK_A), JobUpdate::default());
@@ -497,17 +580,17 @@ mod tests {
             [(job, TASK_A), (job, TASK_B)]
         );
         assert_eq!(jobs.handle_exit(job, TASK_A), JobUpdate::default());
-        let end_update = jobs.handle_output(job, TASK_B, TaskOutput::End);
+        let end_update = jobs.handle_output(job, TASK_B, TaskOutput::End(Some(0)));
         assert_eq!(end_update.events, [TaskEvent::FirstSeen]);
-        assert!(!end_update.is_finished && jobs.take_unwatched(job).is_empty());
+        assert!(!end_update.is_finished() && jobs.take_unwatched(job).is_empty());
         assert_eq!(jobs.handle_restart(TASK_A), [job]);
         jobs.stop_awaiting_restart(job, TASK_B);
         assert!(jobs.tasks_awaiting_restart().is_empty());
         assert_eq!(jobs.take_unwatched(job), [TASK_A, TASK_B]);
-        jobs.handle_output(job, TASK_A, TaskOutput::End);
+        jobs.handle_output(job, TASK_A, TaskOutput::End(Some(0)));
         let exit_update = jobs.handle_exit(job, TASK_B);
         assert_eq!(exit_update.events, [TaskEvent::Ended]);
-        assert!(exit_update.is_finished);
+        assert!(exit_update.is_finished());
     }
 
     /// A task that was lost with its host and is not restarted ends as lost, also if it was
@@ -518,7 +601,7 @@ mod tests {
         let job = jobs.create_job();
         jobs.record_spawn(job, [TASK_A].into_iter());
         jobs.handle_rollback(job, TASK_A);
-        jobs.handle_output(job, TASK_A, TaskOutput::End);
+        jobs.handle_output(job, TASK_A, TaskOutput::End(Some(0)));
         jobs.handle_restart(TASK_A);
         jobs.handle_output(job, TASK_A, data("x\n"));
         assert_eq!(
@@ -533,12 +616,19 @@ mod tests {
         let mut jobs = Jobs::default();
         let job = jobs.create_job();
         jobs.record_spawn(job, [TASK_A, TASK_B].into_iter());
-        jobs.handle_output(job, TASK_A, TaskOutput::End);
+        jobs.handle_output(job, TASK_A, TaskOutput::End(Some(0)));
         jobs.handle_rollback(job, TASK_B);
         assert_eq!(jobs.handle_restart(TASK_A), [job]);
         assert_eq!(jobs.handle_restart(TASK_B), [job]);
-        assert!(!jobs.handle_output(job, TASK_B, TaskOutput::End).is_finished);
-        assert!(jobs.handle_output(job, TASK_A, TaskOutput::End).is_finished);
+        assert!(
+            !jobs
+                .handle_output(job, TASK_B, TaskOutput::End(Some(0)))
+                .is_finished()
+        );
+        assert!(
+            jobs.handle_output(job, TASK_A, TaskOutput::End(Some(0)))
+                .is_finished()
+        );
     }
 
     /// A job whose tasks end before the reply to the spawn finishes with the reply.
@@ -546,7 +636,7 @@ mod tests {
     fn job_may_end_with_spawn_reply() {
         let mut jobs = Jobs::default();
         let job = jobs.create_job();
-        jobs.handle_output(job, TASK_A, TaskOutput::End);
+        jobs.handle_output(job, TASK_A, TaskOutput::End(Some(0)));
         assert!(jobs.record_spawn(job, [TASK_A].into_iter()));
     }
 
@@ -588,7 +678,7 @@ mod tests {
         };
         assert_eq!(
             read_message(&[0x40002, 0], b""),
-            Some((TASK_A, TaskOutput::End))
+            Some((TASK_A, TaskOutput::End(Some(0))))
         );
         assert_eq!(
             read_message(&[0x40002, -1, 0], b""),

@@ -45,8 +45,9 @@ pub(crate) struct Session<M: ?Sized = dyn VirtualMachine> {
     pub(crate) env: BTreeMap<String, String>,
     pub(crate) jobs: Jobs,
     pub(crate) job_outputs: BTreeMap<u32, JobOutput>,
-    /// True if a task of a job was lost with its host.
-    pub(crate) has_lost_tasks: bool,
+    /// Exit code of the first job of this session that has finished with another exit code than 0;
+    /// 0 if there is none.
+    pub(crate) first_job_failure: u8,
     /// True if the console receives the events of the log.
     follows_events: bool,
     /// Hosts that need no announcement: they existed at the start, were announced, or were added by
@@ -70,7 +71,7 @@ impl<M: VirtualMachine> Session<M> {
             env,
             jobs: Jobs::default(),
             job_outputs: BTreeMap::new(),
-            has_lost_tasks: false,
+            first_job_failure: 0,
             follows_events: false,
             announced_hosts: BTreeSet::new(),
             is_interactive: false,

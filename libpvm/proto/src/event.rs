@@ -371,6 +371,19 @@ pub enum EventKind {
         /// Process ids on the host.
         pids: Vec<i32>,
     },
+    /// The task that starts with the next event of its host is a console.
+    ConsoleJoined {
+        tid: Tid,
+    },
+    /// A host has started no tasks of a spawn.
+    SpawnRefused {
+        host: HostId,
+        /// The task that requested the spawn.
+        spawner: Tid,
+        /// The program.
+        name: String,
+        why: String,
+    },
 }
 
 /// Number of processes that an ended task has left behind on one host.
@@ -416,7 +429,7 @@ impl EventKind {
 }
 
 /// Replaces every host number in `text`, in the form that [`HostId`] prints, by the host's name.
-fn replace_host_numbers<'a>(text: &str, name: impl Fn(HostId) -> Option<&'a str>) -> String {
+pub fn replace_host_numbers<'a>(text: &str, name: impl Fn(HostId) -> Option<&'a str>) -> String {
     const PREFIX: &str = "host ";
     let mut out = String::with_capacity(text.len());
     let mut rest = text;
@@ -509,6 +522,10 @@ impl fmt::Display for EventKind {
                     pids.join(" ")
                 )
             }
+            Self::ConsoleJoined { tid } => write!(f, "{tid} is a console"),
+            Self::SpawnRefused {
+                host, name, why, ..
+            } => write!(f, "{name} was not started on {host}: {why}"),
             Self::GuestsResumed { host, guests, why } => {
                 write!(f, "guests of {host} resumed: {}: {why}", join_tids(guests))
             }

@@ -100,6 +100,11 @@ pub enum HostRequest {
         owner: Tid,
         ctx: i32,
     },
+    /// Describes the state of the host. → [`Reply::HostReport`]
+    Describe {
+        /// True to include the resources that each task has used.
+        with_tasks: bool,
+    },
 }
 
 /// A reply to a [`HostRequest`].

@@ -3,7 +3,8 @@
 //! Each message contains the tid of a task and a mark. A mark is the number of bytes that follow,
 //! or one of the constants of this module.
 
-/// Mark for the end of a task's output.
+/// Mark for the end of a task's output. The wait status of the task's process follows as an integer,
+/// unless the task continues with another collector. PVM's daemons omit the status.
 pub const OUTPUT_EOF: i32 = 0;
 /// Mark for a task that was requested (PVM's `TO_SPAWN`).
 pub const OUTPUT_REQUESTED: i32 = -1;

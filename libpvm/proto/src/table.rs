@@ -1,7 +1,9 @@
 //! The host table, the records of tasks for `pvm_tasks`, and the results of adding hosts.
 
 use crate::error::PvmError;
-use crate::ids::{Epoch, HostId, Tid};
+use crate::ids::{Epoch, HostId, Micros, MigrationId, Tid};
+use crate::migration::Usage;
+use crate::owner::GuestAccess;
 use serde::{Deserialize, Serialize};
 use std::net::{IpAddr, SocketAddr};
 
@@ -67,6 +69,51 @@ impl HostTable {
         signatures.dedup();
         signatures.len()
     }
+}
+
+/// State of a host, as its daemon describes it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct HostReport {
+    /// Version of the daemon's program.
+    pub version: String,
+    /// Duration of silence after which the host is lost.
+    pub lease: Micros,
+    /// Number of spawned tasks that run on the host, without those that serve the virtual machine.
+    pub task_count: u32,
+    /// Number of these tasks that are paused for the owner or suspended.
+    pub stopped_task_count: u32,
+    /// Permission of guests by the owner's directive that is in force.
+    pub guest_access: GuestAccess,
+    /// Reason for the directive; empty if there is none.
+    pub access_reason: String,
+    /// Load and memory; `None` if the kernel does not tell them.
+    pub usage: Option<HostUsage>,
+    /// The spawned tasks with the resources that they have used so far, on all hosts; empty if they
+    /// were not requested.
+    pub task_usages: Vec<(Tid, Usage)>,
+    /// The tasks that are migrating from this host.
+    pub departures: Vec<Departure>,
+}
+
+/// A task that is migrating from a host.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Departure {
+    pub tid: Tid,
+    pub migration: MigrationId,
+    /// Number of bytes of images and memory that have been sent so far.
+    pub sent_bytes: u64,
+}
+
+/// Load and memory of a host at one moment.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct HostUsage {
+    /// Mean number of runnable processes in the last minute, in hundredths.
+    pub load_hundredths: u32,
+    /// Number of processors that are online.
+    pub processor_count: u32,
+    /// Memory that programs can allocate without swapping, in bytes.
+    pub available_bytes: u64,
+    pub total_bytes: u64,
 }
 
 /// Flag in PVM's field `ti_flag`: the daemon has started the task.

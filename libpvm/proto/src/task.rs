@@ -8,7 +8,7 @@
 
 pub use crate::spawn::{
     LeasedSpawn, SPAWN_ARCH, SPAWN_COMPLEMENT, SPAWN_DEBUG, SPAWN_HOST, SPAWN_NO_PARENT,
-    SPAWN_PINNED, Sink, SpawnRequest,
+    SPAWN_PINNED, SPAWN_STRICT_DIR, Sink, SpawnRequest,
 };
 
 use crate::causal::{Mark, Past};
@@ -25,7 +25,7 @@ use crate::link::LinkState;
 use crate::message::Message;
 use crate::migration::{Failure, MigrationTargets, Refusal, RestartGroup, Step};
 use crate::route::RouteMsg;
-use crate::table::{AddedHost, HostTable, TaskInfo};
+use crate::table::{AddedHost, HostReport, HostTable, TaskInfo};
 use crate::tasker::FreezerUnavailable;
 use serde::{Deserialize, Serialize};
 use std::net::IpAddr;
@@ -414,6 +414,13 @@ pub enum Request {
     /// Asks which of these tasks wait for the restart of their job from a checkpoint: the job rolls
     /// back after the loss of a host. → [`Reply::AwaitingRestart`]
     FindAwaitingRestart { tids: Vec<Tid> },
+    /// Asks a host to describe its state. → [`Reply::HostReport`]
+    DescribeHost {
+        /// Tid of the host; its local part is 0.
+        host: Tid,
+        /// True to include the resources that each task has used.
+        with_tasks: bool,
+    },
 }
 
 /// Results of a successful migration.
@@ -488,6 +495,8 @@ pub enum Reply {
     CheckpointsRemoved(Result<RemovalResults, StoreFailure>),
     /// The tasks whose job rolls back. The event log reports the end of each restart.
     AwaitingRestart(Vec<Tid>),
+    /// The state of a host.
+    HostReport(HostReport),
 }
 
 /// Error of a failed migration; the task continues at the source.

@@ -88,7 +88,7 @@ pub(super) struct Pause {
 #[derive(Debug)]
 pub(super) struct ActiveDirective {
     sender: Tid,
-    directive: GuestDirective,
+    pub(super) directive: GuestDirective,
     pub(super) received_at: Micros,
     /// Guests at the time of the directive.
     guests: Vec<Tid>,

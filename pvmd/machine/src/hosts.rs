@@ -1,8 +1,9 @@
 //! The master's management of the host table: starts daemons, adds them to the table and removes
 //! them.
 //!
-//! - The daemons of one request are started in parallel. When all starts have ended, the daemons
-//!   that have started are added with the next change of the table.
+//! - The daemons of one request are started in parallel. The daemons that have started are added with
+//!   the next change of the table when all starts have ended, at the latest [`JOIN_DELAY`] after the
+//!   first of them: a host that does not answer delays no other host.
 //! - Changes are made one at a time, in two phases (prepare, commit), each change under a new
 //!   epoch. Additions and removals that are requested during a change wait for the next change.
 //! - If a host is lost during a change, the change continues without this host.
@@ -24,6 +25,9 @@ const MANUAL_START_TIMEOUT: Micros = Micros::from_secs(660);
 /// Time limit for a started daemon to establish its session. The daemon's own time limit is
 /// slightly shorter.
 const CONNECT_TIMEOUT: Micros = Micros::from_secs(40);
+/// Time for which a started host waits for the other hosts of its request. Hosts that join together
+/// need one change of the table, and one notification for each task that watches for new hosts.
+const JOIN_DELAY: Micros = Micros::from_millis(500);
 /// Time limit for a deleted host to end its tasks.
 const REMOVAL_TIMEOUT: Micros = Micros::from_secs(10);
 /// Largest number of open requests to add hosts.
@@ -217,8 +221,8 @@ impl Machine {
         );
     }
 
-    /// Starts the daemons of the hosts that these lines describe. The hosts are added to the table
-    /// when all starts have ended. An invalid line, or a host that cannot be added, gets an error
+    /// Starts the daemons of the hosts that these lines describe. The requester gets its reply when
+    /// each host has joined or failed. An invalid line, or a host that cannot be added, gets an error
     /// as its result.
     pub(super) fn add_hosts(&mut self, lines: &[String], requester: AddRequester) {
         let is_shutting_down = self.shutdown.is_some();
@@ -431,7 +435,9 @@ impl Machine {
             dsig: started_host.dsig,
             addresses: started_host.addresses,
         };
+        let mut is_first_ready_host = false;
         if let Some(add_request) = changes.add_requests.get_mut(&request_number) {
+            is_first_ready_host = add_request.ready_hosts.is_empty();
             add_request.attempt_count -= 1;
             add_request.ready_hosts.push(JoiningHost {
                 request_number,
@@ -439,7 +445,22 @@ impl Machine {
                 entry,
             });
         }
+        if is_first_ready_host {
+            self.set_timer(JOIN_DELAY, Timer::JoinReadyHosts(request_number));
+        }
         self.advance_add_request(request_number);
+    }
+
+    /// Adds the started hosts of a request with the next table change, although other hosts of the
+    /// request have not started yet.
+    pub(super) fn join_ready_hosts(&mut self, request_number: u64) {
+        let changes = self.host_changes();
+        let Some(add_request) = changes.add_requests.get_mut(&request_number) else {
+            return;
+        };
+        let ready_hosts = std::mem::take(&mut add_request.ready_hosts);
+        changes.pending_adds.extend(ready_hosts);
+        self.begin_table_change();
     }
 
     /// Removes a start attempt that has failed, and records the error as the result for its host.

@@ -14,8 +14,9 @@ use sempa_proto::checkpoint::{
 use sempa_proto::host::SavedTask;
 use sempa_proto::host::{DataMsg, HostMsg};
 use sempa_proto::ids::{HostId, Micros, MigrationId, RequestId};
-use sempa_proto::migration::{Failure, Step};
+use sempa_proto::migration::{Failure, Step, Usage};
 use sempa_proto::route::RouteMsg;
+use sempa_proto::table::HostUsage;
 use sempa_proto::task::{ResumeToken, ToDaemon, ToTask};
 use sempa_proto::tasker::{DumpReport, FromTasker, ToTasker};
 use sempa_proto::{PvmError, Tid};
@@ -89,6 +90,12 @@ pub trait World {
     fn base_environment(&self) -> Vec<Vec<u8>>;
     /// Returns the time in microseconds since 1970, for events and clocks that other hosts see.
     fn unix_time(&self) -> Micros;
+    /// Returns the load and the memory of this host; `None` if the kernel does not tell them.
+    fn host_usage(&self) -> Option<HostUsage>;
+    /// Returns the resources that a process and its ended children have used so far.
+    fn process_usage(&self, pid: i32) -> Usage;
+    /// Returns the number of bytes that this host's running transfers of a migration have sent.
+    fn sent_bytes(&self, migration: MigrationId) -> u64;
     /// Returns an unpredictable number in 1..=i32::MAX.
     fn random_secret(&mut self) -> i32;
 }

@@ -46,6 +46,7 @@ mod guest_stops;
 mod guests;
 mod halt;
 mod handoff_log;
+mod host_reports;
 mod host_table;
 mod hostfile;
 mod hosts;
@@ -136,6 +137,8 @@ pub struct MachineConfig {
 enum Timer {
     /// The start of a daemon has timed out.
     HostStartTimeout(StartId),
+    /// The started hosts of this request to add hosts no longer wait for the others.
+    JoinReadyHosts(u64),
     /// The time limit for a deleted host to end its tasks has passed.
     HostRemovalTimeout(HostId),
     /// The grace period of tasks that were asked to exit is over.
@@ -233,6 +236,7 @@ pub struct Machine {
     scatter_gathers: requests::ScatterGathers,
     spawns: spawn::PendingSpawns,
     pending_execs: VecDeque<spawn::ExecJob>,
+    pending_reports: host_reports::PendingReports,
     world_calls: restart_engine::WorldCalls,
     tasker_has_ended: bool,
     /// `Ok` if the tasker pauses guests by the cgroup freezer, otherwise the reason why the tasker
@@ -281,6 +285,7 @@ impl Machine {
             scatter_gathers: requests::ScatterGathers::default(),
             spawns: spawn::PendingSpawns::default(),
             pending_execs: VecDeque::new(),
+            pending_reports: host_reports::PendingReports::default(),
             world_calls: restart_engine::WorldCalls::new(),
             tasker_has_ended: false,
             freezer_support: None,
@@ -355,7 +360,10 @@ impl Machine {
         self.dispatch_event(event);
         self.run_timers();
         loop {
-            if self.run_protocol_outputs() || self.run_world_call(world) {
+            if self.run_protocol_outputs()
+                || self.run_world_call(world)
+                || self.send_pending_report(world)
+            {
                 continue;
             }
             let Some(job) = self.pending_execs.pop_front() else {
@@ -589,6 +597,7 @@ impl Machine {
         {
             match timer_entry.remove() {
                 Timer::HostStartTimeout(start_id) => self.handle_start_timeout(start_id),
+                Timer::JoinReadyHosts(request_number) => self.join_ready_hosts(request_number),
                 Timer::HostRemovalTimeout(host) => self.handle_removal_timeout(host),
                 Timer::ExitGraceTimeout => self.kill_remaining_tasks(),
                 Timer::DaemonStopTimeout => self.handle_stop_timeout(),

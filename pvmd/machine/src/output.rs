@@ -89,10 +89,13 @@ impl Machine {
         self.send_to_collector(sink, body.finish());
     }
 
-    /// Reports the end of a task's output to the collector.
-    pub(super) fn report_output_ended(&mut self, tid: Tid, sink: Sink) {
+    /// Reports the end of a task's output to the collector. `status` is the wait status of the task's
+    /// process, or `None` if the task continues with another collector. PVM's collectors read only
+    /// the tid and the mark.
+    pub(super) fn report_output_ended(&mut self, tid: Tid, status: Option<i32>, sink: Sink) {
         let mut body = Packer::new(Encoding::Xdr);
         body.pack_items([tid.raw(), OUTPUT_EOF]);
+        body.pack_items(status);
         self.send_to_collector(sink, body.finish());
     }
 

@@ -110,7 +110,10 @@ impl Machine {
                     RpcPurpose::Task { tid, id },
                 );
             }
-            Request::HostSync { host } => self.query_host_clock(tid, id, host),
+            Request::HostSync { host } => self.query_host(tid, id, host, HostRequest::Clock),
+            Request::DescribeHost { host, with_tasks } => {
+                self.query_host(tid, id, host, HostRequest::Describe { with_tasks })
+            }
             Request::SetOutput(sink) => self.set_output(tid, id, sink),
             Request::SetTrace(sink) => {
                 if let Some(task) = self.tasks.get_mut(tid) {
@@ -143,13 +146,13 @@ impl Machine {
         }
     }
 
-    /// Queries the clock of the host whose daemon has the tid `daemon_tid`.
-    fn query_host_clock(&mut self, tid: Tid, id: RequestId, daemon_tid: Tid) {
+    /// Sends a request to the host whose daemon has the tid `daemon_tid`.
+    fn query_host(&mut self, tid: Tid, id: RequestId, daemon_tid: Tid, host_request: HostRequest) {
         let host = daemon_tid
             .birth_host()
             .filter(|host| self.table.get(*host).is_some());
         match host {
-            Some(host) => self.call_host(host, HostRequest::Clock, RpcPurpose::Task { tid, id }),
+            Some(host) => self.call_host(host, host_request, RpcPurpose::Task { tid, id }),
             None => self.reply_error(
                 tid,
                 id,
@@ -401,7 +404,7 @@ impl Machine {
         let old_sink = std::mem::replace(&mut task.output_sink, sink);
         let parent = task.parent;
         if old_sink != sink {
-            self.report_output_ended(tid, old_sink);
+            self.report_output_ended(tid, None, old_sink);
             self.report_output_requested(tid, parent, sink);
             self.report_output_started(tid, parent, sink);
         }

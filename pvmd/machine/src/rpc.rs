@@ -247,6 +247,9 @@ impl Machine {
                 checkpoint,
             } => self.handle_copy_request(reply_to.host, migration, checkpoint),
             HostRequest::Clock => Reply::Clock(self.unix_time),
+            HostRequest::Describe { with_tasks } => {
+                return self.pending_reports.push(reply_to, with_tasks);
+            }
             HostRequest::FreeContext { owner, ctx } => match self.context_owners.get(&ctx) {
                 Some(current_owner) if *current_owner == owner => {
                     self.context_owners.remove(&ctx);

@@ -23,7 +23,7 @@ use sempa_proto::sm::{
 use sempa_proto::table::TASK_FORKED;
 use sempa_proto::task::{
     LeasedSpawn, Reply, SPAWN_ARCH, SPAWN_COMPLEMENT, SPAWN_DEBUG, SPAWN_HOST, SPAWN_NO_PARENT,
-    SPAWN_PINNED, SpawnRequest,
+    SPAWN_PINNED, SPAWN_STRICT_DIR, SpawnRequest,
 };
 use sempa_proto::tasker::{TaskStart, ToTasker};
 use sempa_proto::{HostId, Micros, PvmError, RequestId, Tid};
@@ -457,6 +457,8 @@ impl Machine {
             Err(PvmError::DSysErr)
         } else if permitted_count == 0 {
             Err(GUEST_REFUSED_ERROR)
+        } else if self.refuses_working_dir(world, &job) {
+            Err(PvmError::NoFile)
         } else {
             find_program(world, &job.request)
         };
@@ -489,7 +491,7 @@ impl Machine {
         if results.contains(&Err(GUEST_REFUSED_ERROR))
             && let Some(refusal) = self.guest_refusal(Tid::NONE, &job.request.program)
         {
-            self.log_refusal(format!("{} not started: {refusal}", job.request.program));
+            self.record_guest_refusal(&job, refusal.to_string());
         }
         match job.requester {
             ExecRequester::Daemon(reply_to) => {
@@ -529,6 +531,33 @@ impl Machine {
         }
     }
 
+    /// True if the working directory of the request does not exist on this host and the request
+    /// requires it. Records the reason. Without the requirement, records that the tasks start
+    /// elsewhere.
+    fn refuses_working_dir(&mut self, world: &dyn World, job: &ExecJob) -> bool {
+        let Some(dir) = split_place(&job.request.where_arg)
+            .1
+            .filter(|dir| restart_engine::lacks_dir(world, dir))
+        else {
+            return false;
+        };
+        let name = &job.request.program;
+        let why = format!("the directory {dir} does not exist there, or cannot be entered");
+        let must_refuse = job.request.flags & SPAWN_STRICT_DIR != 0;
+        if must_refuse {
+            self.record_event(EventKind::SpawnRefused {
+                host: self.config.host,
+                spawner: job.parent,
+                name: name.clone(),
+                why,
+            });
+        } else {
+            let default_dir = world.work_dir(None);
+            self.log_refusal(format!("{name} starts in {}: {why}", default_dir.display()));
+        }
+        must_refuse
+    }
+
     /// Returns the number of tasks of this request that the owner of this host permits at present.
     fn permitted_count(&self, job: &ExecJob) -> usize {
         match job.is_service() {
@@ -539,16 +568,39 @@ impl Machine {
         }
     }
 
-    /// Logs why tasks were not started. The same text is logged at most once in
+    /// Logs that this host's owner refuses the tasks, and records it for the spawner. The same text
+    /// is recorded at most once in [`REFUSAL_LOG_INTERVAL`].
+    fn record_guest_refusal(&mut self, job: &ExecJob, why: String) {
+        let (name, spawner) = (job.request.program.clone(), job.parent);
+        if self.is_new_refusal(format!("{name} not started for {spawner}: {why}")) {
+            self.record_event(EventKind::SpawnRefused {
+                host: self.config.host,
+                spawner,
+                name,
+                why,
+            });
+        }
+    }
+
+    /// Logs why tasks were not started as intended. The same text is logged at most once in
     /// [`REFUSAL_LOG_INTERVAL`].
     fn log_refusal(&mut self, text: String) {
-        let last_refusal = &self.spawns.last_refusal;
-        if last_refusal.as_ref().is_none_or(|(logged_at, last_text)| {
-            *last_text != text || self.now.since(*logged_at) >= REFUSAL_LOG_INTERVAL
-        }) {
-            self.spawns.last_refusal = Some((self.now, text.clone()));
+        if self.is_new_refusal(text.clone()) {
             self.log_and_record(text);
         }
+    }
+
+    /// Returns false if the last refusal had the same text and is younger than
+    /// [`REFUSAL_LOG_INTERVAL`].
+    fn is_new_refusal(&mut self, text: String) -> bool {
+        let last_refusal = &self.spawns.last_refusal;
+        let is_new = last_refusal.as_ref().is_none_or(|(logged_at, last_text)| {
+            *last_text != text || self.now.since(*logged_at) >= REFUSAL_LOG_INTERVAL
+        });
+        if is_new {
+            self.spawns.last_refusal = Some((self.now, text));
+        }
+        is_new
     }
 
     fn start_task(

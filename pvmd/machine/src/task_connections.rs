@@ -76,6 +76,9 @@ impl TaskConnections {
     }
 }
 
+/// Name of the console's program.
+const CONSOLE_PROGRAM: &str = "pvm";
+
 impl Machine {
     /// Handles a new connection of a process. The connection is refused if [`CONNECTIONS_MAX`]
     /// connections are already open.
@@ -289,6 +292,9 @@ impl Machine {
         self.tasks.insert(task);
         self.log(format!("{tid} is process {pid} ({})", hello.program));
         let user = self.config.uid;
+        if hello.program == CONSOLE_PROGRAM {
+            self.record_event(EventKind::ConsoleJoined { tid });
+        }
         self.record_event(EventKind::TaskStarted {
             tid,
             parent: Tid::NONE,

@@ -664,7 +664,7 @@ impl Machine {
         self.notify_sources_ended(tid);
         self.forget_guest(&task);
         if task.is_spawned() || task.tasker.is_some() {
-            self.report_output_ended(tid, task.output_sink);
+            self.report_output_ended(tid, Some(status), task.output_sink);
         }
         let watermarks = task.link_watermarks();
         let past = Past {

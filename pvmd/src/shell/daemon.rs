@@ -27,6 +27,7 @@ use super::runtime_dir::RuntimeDir;
 use super::ssh::SshCommand;
 use super::sys::{OpenFilesLimit, raise_files_limit};
 use super::tasker::TaskerProcess;
+use super::transfer_counters::TransferCounters;
 use super::{address, task_listener};
 use anyhow::Context;
 use checkpoint::capabilities::{self, CapabilitySet};
@@ -240,9 +241,15 @@ async fn assemble_and_run(
         net.keep_connected(HostId::MASTER, master_addresses);
     }
     let bulk_fallbacks = BulkFallbacks::new();
+    let transfer_counters = TransferCounters::default();
     let daemon_parts = DaemonParts {
         machine: Machine::new(config, boot_clock::now()),
-        environment: HostEnvironment::new(environment_settings, &paths, uid),
+        environment: HostEnvironment::new(
+            environment_settings,
+            &paths,
+            uid,
+            transfer_counters.clone(),
+        ),
         inputs: input_queue,
         sessions: net,
         tasker: TaskerProcess::new(programs_dir.join("pvm-tasker"), files_limit, inputs.clone()),
@@ -251,12 +258,14 @@ async fn assemble_and_run(
             inputs.clone(),
             rate.clone(),
             bulk_fallbacks.clone(),
+            transfer_counters.clone(),
         ),
         memory_transfers: MemoryTransfers::new(
             paths.clone(),
             inputs.clone(),
             rate,
             bulk_fallbacks.clone(),
+            transfer_counters,
         ),
         bulk_fallbacks,
         host_starter: HostStarter::new(starter_settings, inputs.clone()),

@@ -1,11 +1,16 @@
 //! Facts about this host that the state machine requests: programs, directories, the environment of
 //! tasks, the time, and random numbers.
 
+use super::transfer_counters::TransferCounters;
 use nix::unistd::{AccessFlags, access};
+use procfs::process::Process;
+use procfs::{Current, LoadAverage, Meminfo};
 use pvmd_machine::World;
 use rustls::crypto::SecureRandom;
+use sempa_proto::migration::Usage;
 use sempa_proto::runtime_paths::RuntimePaths;
-use sempa_proto::{Micros, PvmError};
+use sempa_proto::table::HostUsage;
+use sempa_proto::{Micros, MigrationId, PvmError};
 use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
@@ -77,11 +82,17 @@ pub(crate) struct HostEnvironment {
     work_dir: PathBuf,
     env: BTreeMap<OsString, OsString>,
     random_source: &'static dyn SecureRandom,
+    counters: TransferCounters,
 }
 
 impl HostEnvironment {
     /// Creates the environment from `settings` and from the environment variables of this process.
-    pub(crate) fn new(settings: HostEnvironmentSettings, paths: &RuntimePaths, uid: u32) -> Self {
+    pub(crate) fn new(
+        settings: HostEnvironmentSettings,
+        paths: &RuntimePaths,
+        uid: u32,
+        counters: TransferCounters,
+    ) -> Self {
         let process_env: BTreeMap<OsString, OsString> = std::env::vars_os().collect();
         let programs_dir = programs_folder();
         let library_dir = library_folder(
@@ -127,6 +138,7 @@ impl HostEnvironment {
             work_dir: PathBuf::from(work_dir),
             env,
             random_source,
+            counters,
         }
     }
 }
@@ -274,6 +286,36 @@ impl World for HostEnvironment {
         unix_time()
     }
 
+    fn host_usage(&self) -> Option<HostUsage> {
+        let load = LoadAverage::current().ok()?;
+        let memory = Meminfo::current().ok()?;
+        Some(HostUsage {
+            load_hundredths: (load.one * 100.0).round() as u32,
+            processor_count: std::thread::available_parallelism()
+                .map_or(1, |count| u32::try_from(count.get()).unwrap_or(u32::MAX)),
+            available_bytes: memory.mem_available?,
+            total_bytes: memory.mem_total,
+        })
+    }
+
+    fn process_usage(&self, pid: i32) -> Usage {
+        let stat = Process::new(pid).and_then(|process| process.stat());
+        let Ok(stat) = stat else {
+            return Usage::default();
+        };
+        let micros = |ticks: u64| Micros(ticks * 1_000_000 / procfs::ticks_per_second());
+        let child_ticks = |ticks: i64| u64::try_from(ticks).unwrap_or(0);
+        Usage {
+            user: micros(stat.utime + child_ticks(stat.cutime)),
+            system: micros(stat.stime + child_ticks(stat.cstime)),
+            resident_max_bytes: stat.rss * procfs::page_size(),
+        }
+    }
+
+    fn sent_bytes(&self, migration: MigrationId) -> u64 {
+        self.counters.sent_bytes(migration)
+    }
+
     fn random_secret(&mut self) -> i32 {
         let mut bytes = [0; 4];
         // If the kernel gave no random numbers, TLS would have failed before.
@@ -294,7 +336,7 @@ mod tests {
             search_path: Some("/nowhere:/bin".into()),
             ..HostEnvironmentSettings::default()
         };
-        HostEnvironment::new(settings, &paths, 7)
+        HostEnvironment::new(settings, &paths, 7, TransferCounters::default())
     }
 
     #[test]

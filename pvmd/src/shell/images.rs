@@ -15,6 +15,7 @@ use super::runtime_dir::remove_images;
 use super::session::{StreamPurpose, open_announcement, read_frame};
 use super::session_input::{BulkContent, SessionContext, TransferAnnouncement};
 use super::sys::PriorityBoost;
+use super::transfer_counters::TransferCounters;
 use pvmd_machine::io::Event;
 use quinn::{Connection, RecvStream, SendStream, VarInt};
 use sempa_proto::frame::{FrameDecoder, encode_control};
@@ -89,6 +90,7 @@ pub(crate) struct ImageTransfers {
     inputs: InputSender,
     rate: Arc<RateLimit>,
     bulk_fallbacks: BulkFallbacks,
+    counters: TransferCounters,
     /// Expected transfers by migration: the host that sends the images, and the function that
     /// receives them.
     expected_transfers: HashMap<MigrationId, (HostId, ReceiveFn)>,
@@ -104,6 +106,7 @@ impl ImageTransfers {
         inputs: InputSender,
         rate: Arc<RateLimit>,
         bulk_fallbacks: BulkFallbacks,
+        counters: TransferCounters,
     ) -> Self {
         let (expected_transfers, transfers) = (HashMap::new(), HashMap::new());
         Self {
@@ -111,6 +114,7 @@ impl ImageTransfers {
             inputs,
             rate,
             bulk_fallbacks,
+            counters,
             expected_transfers,
             transfers,
             pending_heap_trims: 0,
@@ -175,6 +179,7 @@ impl ImageTransfers {
         complete: impl FnOnce(&Path) -> Result<(), Failure> + Send + 'static,
     ) {
         let dir = self.paths.image_dir(migration);
+        let counter = self.counters.counter(migration);
         self.start_sending(
             migration,
             to,
@@ -184,6 +189,7 @@ impl ImageTransfers {
                 complete(&dir)?;
                 let (writer, reader) = await_connection()?;
                 Sender::new(&dir, writer, rate)
+                    .with_counter(counter)
                     .send(dir_state)
                     .map(|sent_amounts| (sent_amounts, reader))
             },

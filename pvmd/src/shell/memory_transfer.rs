@@ -17,6 +17,7 @@ use super::runtime_dir::remove_recursively;
 use super::session::{StreamPurpose, open_announcement, read_frame};
 use super::session_input::{BulkContent, TransferAnnouncement};
 use super::sys::{PriorityBoost, bytes_unread_by_peer};
+use super::transfer_counters::{TransferCounter, TransferCounters};
 use super::zeros::{self, Part};
 use pvmd_machine::io::Event;
 use sempa_proto::frame::encode_control;
@@ -63,6 +64,7 @@ pub(crate) struct MemoryTransfers {
     inputs: InputSender,
     rate: Arc<RateLimit>,
     bulk_fallbacks: BulkFallbacks,
+    counters: TransferCounters,
     expected_transfers: HashMap<MigrationId, (HostId, UnixListener)>,
     transfers: HashMap<MigrationId, MemoryTransfer>,
 }
@@ -74,12 +76,14 @@ impl MemoryTransfers {
         inputs: InputSender,
         rate: Arc<RateLimit>,
         bulk_fallbacks: BulkFallbacks,
+        counters: TransferCounters,
     ) -> Self {
         Self {
             paths,
             inputs,
             rate,
             bulk_fallbacks,
+            counters,
             expected_transfers: HashMap::new(),
             transfers: HashMap::new(),
         }
@@ -96,6 +100,7 @@ impl MemoryTransfers {
             self.rate.clone(),
         );
         let (task_connection, fallbacks) = (shared_connection.clone(), self.bulk_fallbacks.clone());
+        let counter = self.counters.counter(migration);
         let work = async move {
             let connect_error_text = |why: &dyn std::fmt::Display| {
                 format!("{migration}: no connection for its memory to {to}: {why}")
@@ -136,7 +141,8 @@ impl MemoryTransfers {
             match endpoints {
                 Ok((engine, (writer, reader, shared_connection))) => {
                     *lock(&task_connection) = Some(shared_connection.clone());
-                    serve_memory(engine, writer, reader, shared_connection, rate_limit).await;
+                    let pace = (rate_limit, counter);
+                    serve_memory(engine, writer, reader, shared_connection, pace).await;
                     // The connection is dropped now, so that its descriptor is closed. Otherwise
                     // the descriptor would stay open until the next transfer removes this transfer.
                     *lock(&task_connection) = None;
@@ -315,7 +321,7 @@ async fn serve_memory(
     writer: RecordWriter<BulkConnection>,
     reader: RecordReader<BulkConnection>,
     connection: BulkConnection,
-    rate: Arc<RateLimit>,
+    (rate, counter): (Arc<RateLimit>, TransferCounter),
 ) {
     let Ok(request_socket) = engine.try_clone() else {
         return connection.abort();
@@ -324,7 +330,10 @@ async fn serve_memory(
     let thread_target_has_closed = target_has_closed.clone();
     let reply_thread = spawn_blocking(move || {
         let priority_boost = PriorityBoost::start();
-        forward_from_engine(engine, writer, |bytes| rate.wait_for_slot(bytes));
+        forward_from_engine(engine, writer, |bytes| {
+            counter.fetch_add(bytes as u64, Ordering::Relaxed);
+            rate.wait_for_slot(bytes);
+        });
         drop(priority_boost);
         let deadline = Instant::now() + CLOSE_TIMEOUT;
         while !target_has_closed.load(Ordering::Acquire) && Instant::now() < deadline {

@@ -67,5 +67,6 @@ mod ssh;
 mod sys;
 mod task_listener;
 mod tasker;
+mod transfer_counters;
 mod udp_port;
 mod zeros;

@@ -13,12 +13,14 @@
 //! The results of two policies can therefore be compared with each other, but not with measurements
 //! of a real system.
 
+mod progress;
 mod world;
 
 use crate::model::HostLabels;
 use crate::policy::EffectivePolicy;
 use crate::recording::{RecordedInput, RecordingEntry};
 use crate::service::{Options, Service, ServiceError};
+use progress::Observer;
 use sempa_proto::Micros;
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -26,6 +28,7 @@ use std::fmt::Write;
 use std::sync::Arc;
 use world::World;
 
+pub use progress::ReplayProgress;
 pub use world::TAIL_TIME_MAX;
 
 /// Result of a replay under a policy.
@@ -185,11 +188,31 @@ pub fn replay_recording(
     entries: &[RecordingEntry],
     replay_policy: impl Into<ReplayPolicy>,
 ) -> Result<ReplayResult, ServiceError> {
+    replay_observed(entries, replay_policy.into(), Observer::default())
+}
+
+/// As [`replay_recording`], and calls `observe` whenever the time of the replay advances.
+///
+/// # Errors
+/// As [`replay_recording`].
+pub fn replay_with_progress(
+    entries: &[RecordingEntry],
+    replay_policy: impl Into<ReplayPolicy>,
+    observe: impl Fn(ReplayProgress) + 'static,
+) -> Result<ReplayResult, ServiceError> {
+    replay_observed(entries, replay_policy.into(), Observer::new(observe))
+}
+
+fn replay_observed(
+    entries: &[RecordingEntry],
+    replay_policy: ReplayPolicy,
+    observer: Observer,
+) -> Result<ReplayResult, ServiceError> {
     let ReplayPolicy {
         initial: initial_policy,
         replays_changes: replays_policy_changes,
-    } = replay_policy.into();
-    let world = World::new(entries, replays_policy_changes);
+    } = replay_policy;
+    let world = World::new(entries, replays_policy_changes, observer);
     let options = Options {
         policy: initial_policy,
         starts_watchers: true,

@@ -133,7 +133,7 @@ fn lost_task_ends_its_job() {
         "[1:t80001] lost with its host: the last lines may be missing\n[1:t80001] EOF\n\
          [1] finished\n"
     );
-    assert!(session.has_lost_tasks);
+    assert!(session.first_job_failure != 0);
 }
 
 /// The job of a lost task that rolls back continues after its restart, and ends with the task.
@@ -156,7 +156,7 @@ fn job_that_rolls_back_is_not_lost() {
     let requests = session.vm.requests.take();
     let watches = |r: &Request| matches!(r, Request::Notify(n) if n.subjects == NotifySubjects::TaskExit(vec![tid]));
     assert!(requests.iter().any(watches), "{requests:?}");
-    assert!(as_session(&mut session).has_jobs() && !session.has_lost_tasks);
+    assert!(as_session(&mut session).has_jobs() && session.first_job_failure == 0);
     let shown_bytes = handle_message(&mut session, &output_message(tag, 0x80001, &[0], b""));
     assert_eq!(
         String::from_utf8_lossy(&shown_bytes),
@@ -195,7 +195,7 @@ fn task_killed_for_rollback_does_not_end_its_job() {
         handle_message(&mut session, &end_message),
         b"[1:t80001] EOF\n[1] finished\n"
     );
-    assert!(!session.has_lost_tasks);
+    assert!(session.first_job_failure == 0);
 }
 
 /// A console that handles the exit of a task only after the restart of its job continues with the
@@ -215,7 +215,7 @@ fn restarted_task_is_not_lost_for_late_console() {
     let watches = |r: &Request| matches!(r, Request::Notify(n) if n.subjects == NotifySubjects::TaskExit(tids.clone()));
     let requests = session.vm.requests.take();
     assert!(requests.iter().any(watches), "{requests:?}");
-    assert!(as_session(&mut session).has_jobs() && !session.has_lost_tasks);
+    assert!(as_session(&mut session).has_jobs() && session.first_job_failure == 0);
     assert_eq!(
         handle_message(&mut session, &output_message(tag, 0x80001, &[0], b"")),
         b"[1:t80001] EOF\n[1] finished\n"

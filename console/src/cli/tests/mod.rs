@@ -26,6 +26,7 @@ use sempa_proto::task::{
 };
 use sempa_proto::{HostId, Message, Micros, MigrationId, PvmError, Tid};
 use std::cell::RefCell;
+use std::ops::ControlFlow;
 
 const CONSOLE: Tid = Tid::from_raw(0x40001);
 
@@ -104,6 +105,42 @@ fn job_reply(job: Tid) -> RmReply {
     }
 }
 
+impl FakeVm {
+    fn add_hosts(&self, lines: &[String]) -> Result<Vec<AddedHost>, Error> {
+        let add_host = |line: &String| match line.as_str() {
+            "ha9" => AddedHost {
+                result: Ok(host(9, "ha9")),
+                reason: String::new(),
+            },
+            _ => AddedHost {
+                result: Err(PvmError::CantStart),
+                reason: "ssh: no route to it".into(),
+            },
+        };
+        Ok(lines.iter().map(add_host).collect())
+    }
+
+    fn migrate_and_wait(&self, tid: Tid, target: &str) -> Result<MigrationReport, MigrateError> {
+        match target {
+            "ha2" => Ok(MigrationReport {
+                id: MigrationId(1),
+                image_bytes: 4096,
+                frozen_time: Micros(98_000),
+                engine: Engine::Criu,
+            }),
+            "ha3" => Err(MigrationError {
+                step: Step::Dump,
+                failure: Failure::Killed { signal: 9 },
+            }
+            .into()),
+            "gone" => Err(Error::new(PvmError::SysErr, "the daemon is gone").into()),
+            _ => {
+                Err(Error::new(PvmError::NoHost, format!("moving {tid}: no host {target}")).into())
+            }
+        }
+    }
+}
+
 impl VirtualMachine for FakeVm {
     fn tid(&self) -> Tid {
         CONSOLE
@@ -146,18 +183,23 @@ impl VirtualMachine for FakeVm {
         }])
     }
 
-    fn add_hosts(&self, lines: &[String]) -> Result<Vec<AddedHost>, Error> {
-        let add_host = |line: &String| match line.as_str() {
-            "ha9" => AddedHost {
-                result: Ok(host(9, "ha9")),
-                reason: String::new(),
+    fn ask_while(
+        &self,
+        request: Request,
+        _on_wait: &mut dyn FnMut() -> ControlFlow<()>,
+    ) -> Result<Option<Reply>, Error> {
+        let reply = match request {
+            Request::AddHosts { host_file_lines } => {
+                Reply::HostsAdded(self.add_hosts(&host_file_lines)?)
+            }
+            Request::Migrate { tid, target, .. } => match self.migrate_and_wait(tid, &target) {
+                Ok(report) => Reply::Migrated(Ok(report)),
+                Err(MigrateError::Failed(error)) => Reply::Migrated(Err(error)),
+                Err(MigrateError::Refused(error)) => return Err(error),
             },
-            _ => AddedHost {
-                result: Err(PvmError::CantStart),
-                reason: "ssh: no route to it".into(),
-            },
+            request => self.ask(request)?,
         };
-        Ok(lines.iter().map(add_host).collect())
+        Ok(Some(reply))
     }
 
     fn delete_hosts(&self, names: &[String]) -> Result<Vec<Result<(), PvmError>>, Error> {
@@ -197,26 +239,6 @@ impl VirtualMachine for FakeVm {
             verdicts,
             usable_engines: Vec::new(),
         })
-    }
-
-    fn migrate_and_wait(&self, tid: Tid, target: &str) -> Result<MigrationReport, MigrateError> {
-        match target {
-            "ha2" => Ok(MigrationReport {
-                id: MigrationId(1),
-                image_bytes: 4096,
-                frozen_time: Micros(98_000),
-                engine: Engine::Criu,
-            }),
-            "ha3" => Err(MigrationError {
-                step: Step::Dump,
-                failure: Failure::Killed { signal: 9 },
-            }
-            .into()),
-            "gone" => Err(Error::new(PvmError::SysErr, "the daemon is gone").into()),
-            _ => {
-                Err(Error::new(PvmError::NoHost, format!("moving {tid}: no host {target}")).into())
-            }
-        }
     }
 
     fn events(&self, from: u64, _limit: u32) -> Result<Vec<Event>, Error> {

@@ -1,6 +1,7 @@
 //! Tests of commands that the resource manager answers.
 
 use super::*;
+use crate::output::time::format_local;
 
 /// `job kill` requests the kill from the resource manager and waits for the end of the job.
 #[test]
@@ -108,9 +109,12 @@ fn suspend_uses_rm_for_jobs_and_daemon_for_tasks() {
 #[test]
 fn waiting_spawns_follow_jobs() {
     let outcome = run_line(&mut session(), "job list");
-    let line = "waiting: 3 of worker for job t40002, user 7, since 1970-01-01T00:00:00.000Z, number 1 in turn: \
-                no host is free: h1: owner present (olga on pts/1)";
-    assert_eq!(outcome.text.lines().last(), Some(line));
+    let since = format_local(Micros(5));
+    let line = format!(
+        "waiting: 3 of worker for job t40002, user 7, since {since}, number 1 in turn: \
+         no host is free: h1: owner present (olga on pts/1)"
+    );
+    assert_eq!(outcome.text.lines().last(), Some(line.as_str()));
     let waiting_json = &outcome.json_values[0]["waiting"][0];
     assert_eq!(
         (

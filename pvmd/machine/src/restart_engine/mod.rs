@@ -711,7 +711,7 @@ impl Machine {
 }
 
 /// True if `dir` is not a directory on this host that can be entered.
-fn lacks_dir(world: &dyn World, dir: &str) -> bool {
+pub(super) fn lacks_dir(world: &dyn World, dir: &str) -> bool {
     let default_dir = world.work_dir(None);
     world.work_dir(Some(dir)) == default_dir && default_dir.join(dir) != default_dir
 }

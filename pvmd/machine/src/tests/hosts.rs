@@ -114,6 +114,27 @@ fn unconnected_daemon_start_is_abandoned() {
     assert_eq!(add_results(reply), [Ok("h3".into())]);
 }
 
+/// A host that does not answer delays no other host of the request. The reply follows when the start
+/// of the silent host has ended.
+#[test]
+fn silent_host_delays_no_other_host() {
+    for seed in seeds(10) {
+        let (mut sim, console) = Sim::cluster(seed, 1);
+        let add_id = sim.request(console, add_request(&["h2", "mute3", "h4"]));
+        sim.advance(Micros::from_secs(2));
+        assert!(!sim.procs[console].replies.contains_key(&add_id));
+        let table = sim.nodes[&HostId::MASTER].machine.host_table();
+        let names: Vec<&str> = table.hosts.iter().map(|h| h.name.as_str()).collect();
+        assert_eq!(names, ["h1", "h2", "h4"], "seed {seed}");
+        sim.run_until("reply", |s| s.procs[console].replies.contains_key(&add_id));
+        assert_eq!(
+            add_results(sim.procs[console].replies[&add_id].clone()),
+            [Ok("h2".into()), Err(PvmError::CantStart), Ok("h4".into())]
+        );
+        assert_tables_agree(&sim, &["h1", "h2", "h4"]);
+    }
+}
+
 /// When the reply to the deletion of a host arrives, all tasks of the host have ended. The daemon
 /// of the host then ends, too. Hosts that cannot be deleted get an error code each.
 #[test]

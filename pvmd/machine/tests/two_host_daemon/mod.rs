@@ -6,10 +6,11 @@ use pvmd_machine::{ConnId, CopyPolicy, Event, Machine, MachineConfig, Output, Wo
 use sempa_proto::host::HostMsg;
 use sempa_proto::link::{LinkFrame, LinkKind};
 use sempa_proto::message::DSIG_X86_64;
+use sempa_proto::migration::Usage;
 use sempa_proto::runtime_paths::RuntimePaths;
-use sempa_proto::table::{HostEntry, HostTable};
+use sempa_proto::table::{HostEntry, HostTable, HostUsage};
 use sempa_proto::task::{Claim, Hello, OnDaemonExit, TASK_MAGIC, ToDaemon, ToTask};
-use sempa_proto::{Epoch, HostId, Micros, PvmError, Tid, WIRE_VERSION};
+use sempa_proto::{Epoch, HostId, Micros, MigrationId, PvmError, Tid, WIRE_VERSION};
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
@@ -28,6 +29,15 @@ impl World for EmptyWorld {
     }
     fn unix_time(&self) -> Micros {
         Micros(1)
+    }
+    fn host_usage(&self) -> Option<HostUsage> {
+        None
+    }
+    fn process_usage(&self, _pid: i32) -> Usage {
+        Usage::default()
+    }
+    fn sent_bytes(&self, _migration: MigrationId) -> u64 {
+        0
     }
     fn random_secret(&mut self) -> i32 {
         1

@@ -6,6 +6,7 @@ use super::{
     OPEN_FILES_MAX, PIECE_BYTES_MAX, PIECE_HEAD_BYTES, RECORD_PIECE, TransferMark, io_failure,
     send_failure, send_mark,
 };
+use crate::shell::transfer_counters::TransferCounter;
 use nix::fcntl::{FallocateFlags, fallocate};
 use sempa_proto::migration::Failure;
 use std::collections::BTreeMap;
@@ -14,6 +15,7 @@ use std::io::{self, ErrorKind, Read, Write};
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::Ordering;
 use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -159,6 +161,8 @@ pub(in crate::shell) struct Sender<'a, W> {
     wire_bytes: u64,
     /// Number of file bytes that were sent for directories that were later replaced.
     void_bytes: u64,
+    /// Counter of all file bytes, which progress reports read.
+    counter: TransferCounter,
 }
 
 /// The amounts of a finished transfer.
@@ -193,7 +197,14 @@ impl<'a, W: Write> Sender<'a, W> {
             early_bytes: 0,
             wire_bytes: 0,
             void_bytes: 0,
+            counter: TransferCounter::default(),
         }
+    }
+
+    /// Adds all sent bytes to `counter`.
+    pub(in crate::shell) fn with_counter(mut self, counter: TransferCounter) -> Self {
+        self.counter = counter;
+        self
     }
 
     /// Sends all files, including data that is written during the transfer, and then the end mark.
@@ -391,6 +402,8 @@ impl<'a, W: Write> Sender<'a, W> {
             partly_sent_file.sent_bytes += piece_bytes as u64;
             partly_sent_file.punch_out(piece_bytes);
             self.byte_count += piece_bytes as u64;
+            self.counter
+                .fetch_add(piece_bytes as u64, Ordering::Relaxed);
         }
         Ok(())
     }

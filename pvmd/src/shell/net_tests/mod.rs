@@ -10,6 +10,7 @@ use super::input::{INPUT_QUEUE_MAX, Input};
 use super::net::{Net, SessionChange, bind_udp};
 use super::pki::{Authority, HostCredentials};
 use super::session_input::NetInput;
+use super::transfer_counters::TransferCounters;
 use bytes::Bytes;
 use pvmd_machine::Event;
 use pvmd_machine::pair_streams::LANES_MAX;
@@ -81,7 +82,13 @@ impl Daemon {
         let fallbacks = BulkFallbacks::new();
         Self {
             net,
-            images: ImageTransfers::new(paths, input_sender, Arc::default(), fallbacks.clone()),
+            images: ImageTransfers::new(
+                paths,
+                input_sender,
+                Arc::default(),
+                fallbacks.clone(),
+                TransferCounters::default(),
+            ),
             fallbacks,
             input_queue,
             own_host: host(own_host),

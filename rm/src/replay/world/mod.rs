@@ -6,6 +6,7 @@ mod inputs;
 mod recorded;
 mod vacated;
 
+use super::progress::{Observer, ReplayProgress};
 use super::{ReplayResult, UserResult};
 use crate::recording::{RecordedInput, RecordingEntry};
 use crate::service::TAG_EVENT;
@@ -123,6 +124,7 @@ struct WorldState {
     /// Run times of tasks that did all their work, as (user, seconds).
     run_times: Vec<(u32, f64)>,
     result_so_far: ReplayResult,
+    observer: Observer,
 }
 
 /// The simulated virtual machine. All clones share its state.
@@ -134,7 +136,11 @@ fn seconds(duration: Micros) -> f64 {
 }
 
 impl World {
-    pub(super) fn new(entries: &[RecordingEntry], policy_changes: bool) -> Self {
+    pub(super) fn new(
+        entries: &[RecordingEntry],
+        policy_changes: bool,
+        observer: Observer,
+    ) -> Self {
         let start_time = entries.first().map_or(Micros(0), |entry| entry.at);
         let mut state = WorldState {
             inputs: entries.iter().cloned().collect(),
@@ -144,6 +150,7 @@ impl World {
             recorded_tasks: recorded_tasks(entries),
             now: start_time,
             started_at: start_time,
+            observer,
             ..WorldState::default()
         };
         // The service requests the host table at its start, so the table must be set before.
@@ -348,6 +355,10 @@ impl WorldState {
             task.work_left_s = (task.work_left_s - rate * elapsed_seconds).max(0.0);
         }
         self.now = self.now.max(time);
+        self.observer.report(ReplayProgress {
+            replayed: self.now.since(self.started_at),
+            recorded: self.last_input_at.since(self.started_at),
+        });
     }
 
     /// Processes everything that is due at the current time: ends of tasks, migrations, vacates,

@@ -1,7 +1,9 @@
 //! The operating system as the machines of the simulation see it.
 
 use crate::World;
-use sempa_proto::{Micros, PvmError};
+use sempa_proto::migration::Usage;
+use sempa_proto::table::HostUsage;
+use sempa_proto::{Micros, MigrationId, PvmError};
 use std::path::PathBuf;
 
 #[derive(Debug)]
@@ -29,6 +31,23 @@ impl World for FakeWorld {
     }
     fn unix_time(&self) -> Micros {
         self.unix_time
+    }
+    fn host_usage(&self) -> Option<HostUsage> {
+        Some(HostUsage {
+            load_hundredths: 150,
+            processor_count: 2,
+            available_bytes: 1 << 30,
+            total_bytes: 4 << 30,
+        })
+    }
+    fn process_usage(&self, pid: i32) -> Usage {
+        Usage {
+            user: Micros(pid as u64),
+            ..Usage::default()
+        }
+    }
+    fn sent_bytes(&self, _migration: MigrationId) -> u64 {
+        0
     }
     fn random_secret(&mut self) -> i32 {
         self.secret += 1;

@@ -36,7 +36,7 @@ fn output_goes_to_collector_or_master_log() {
     };
     sim.handle(host_id, task_output(child_tid, "hello"));
     let proc = sim.proc_of(child_tid);
-    sim.exit_proc(proc, 0);
+    sim.exit_proc(proc, 3 << 8);
     sim.run_until("four messages", |s| {
         s.procs[console].notifications(44).len() == 4
     });
@@ -48,6 +48,15 @@ fn output_goes_to_collector_or_master_log() {
         .filter(|marker| *marker != -1)
         .collect();
     assert_eq!((markers.len(), host_markers), (4, vec![-2, 5, 0]));
+    let end_mark = notifications
+        .iter()
+        .map(|n| integers(&n.body))
+        .find(|values| values[1] == 0);
+    assert_eq!(
+        end_mark,
+        Some(vec![child_tid.raw(), 0, 3 << 8]),
+        "the end has the wait status"
+    );
     assert!(
         notifications
             .iter()
