@@ -1,15 +1,17 @@
-//! Errors of the Rust API. The text of each error is a sentence for the user.
+//! Errors of the Rust API. The text of each error is a sentence for the user, also in the form
+//! `{:?}`, because a program whose `main` returns an error prints this form.
 
 use sempa_proto::PvmError;
 use sempa_proto::runtime_paths::VmNameError;
 use sempa_proto::task::{MigrationError, Reply};
+use std::fmt;
 use std::io;
 use std::path::PathBuf;
 use thiserror::Error;
 
 /// Reason why this process could not enroll as a task. Before the error is returned, all
 /// descriptors and threads of the attempt are released.
-#[derive(Debug, Error)]
+#[derive(Error)]
 pub enum EnrollError {
     /// No process listens on the daemon's socket.
     #[error(
@@ -51,13 +53,25 @@ pub enum EnrollError {
     Io { path: PathBuf, source: io::Error },
 }
 
+impl fmt::Debug for EnrollError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
 /// Failed request: PVM's error code and a sentence for the user.
-#[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[derive(Clone, PartialEq, Eq, Error)]
 #[error("{reason}")]
 pub struct Error {
     pub code: PvmError,
     /// Sentence that says what was tried, what happened, and what the user can do.
     pub reason: String,
+}
+
+impl fmt::Debug for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
 }
 
 impl Error {
@@ -93,7 +107,7 @@ impl From<PvmError> for Error {
 }
 
 /// Reason why a migration did not take place.
-#[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[derive(Clone, PartialEq, Eq, Error)]
 pub enum MigrateError {
     /// The migration began and failed; the task continues on its host.
     #[error(transparent)]
@@ -101,4 +115,29 @@ pub enum MigrateError {
     /// The migration did not begin.
     #[error(transparent)]
     Refused(#[from] Error),
+}
+
+impl fmt::Debug for MigrateError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A program whose `main` returns an error prints the form `{:?}` of the error.
+    #[test]
+    fn debug_form_is_the_sentence() {
+        let no_daemon = EnrollError::NoDaemon {
+            path: "/x/pvmd.sock".into(),
+            source: io::ErrorKind::NotFound.into(),
+        };
+        let sentence = no_daemon.to_string();
+        assert!(sentence.starts_with("no daemon answers at /x/pvmd.sock"));
+        assert_eq!(format!("{no_daemon:?}"), sentence);
+        let refused = MigrateError::Refused(Error::new(PvmError::NoHost, "h9 is unknown"));
+        assert_eq!(format!("{refused:?}"), "h9 is unknown");
+    }
 }

@@ -97,21 +97,28 @@ pub fn unmet_requirement() -> Option<String> {
     missing_archive.map(|path| format!("{} is missing: install pvm-examples", path.display()))
 }
 
-/// Builds all examples into `folder`, with the headers and libraries under `prefix`.
-pub fn build_all(prefix: &Path, folder: &Path) -> Result<()> {
-    let sources = folder.join("sources");
-    fs::create_dir_all(&sources)?;
+/// Extracts the sources of all examples into `folder`, which gets the folders `examples` and
+/// `gexamples`, and a link to the headers under `prefix`.
+pub fn extract_sources(prefix: &Path, folder: &Path) -> Result<()> {
+    fs::create_dir_all(folder)?;
     for name in ARCHIVE_NAMES {
         let mut extract_command = Command::new("tar");
         extract_command
             .arg("-xzf")
             .arg(Path::new(ARCHIVE_FOLDER).join(format!("{name}.tar.gz")))
             .arg("-C")
-            .arg(&sources);
+            .arg(folder);
         run_successfully(extract_command, COMPILE_TIMEOUT)?;
     }
     // The Fortran sources search for the header next to their own folder.
-    std::os::unix::fs::symlink(prefix.join("include"), sources.join("include"))?;
+    std::os::unix::fs::symlink(prefix.join("include"), folder.join("include"))?;
+    Ok(())
+}
+
+/// Builds all examples into `folder`, with the headers and libraries under `prefix`.
+pub fn build_all(prefix: &Path, folder: &Path) -> Result<()> {
+    let sources = folder.join("sources");
+    extract_sources(prefix, &sources)?;
     for (name, source, extra_arguments) in EXAMPLE_PROGRAMS {
         let is_fortran = source.ends_with(".f");
         let mut compile_command = Command::new(if is_fortran { "gfortran" } else { "gcc" });

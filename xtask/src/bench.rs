@@ -1,6 +1,5 @@
 //! `cargo xtask bench`: selects and runs the benchmarks, and builds the programs that they measure.
 
-use crate::install::{self, BuildParts};
 use crate::{bench_load, bench_owners, bench_virtual, setup};
 use anyhow::{Context, Result, bail};
 use clap::{Args, ValueEnum};
@@ -8,6 +7,7 @@ use sempa_benches::{DEBIAN_PACKAGES, MicroSettings, PeersSettings};
 use std::io::{BufRead, BufReader};
 use std::path::PathBuf;
 use std::process::Stdio;
+use xtask_install::{self as install, BuildParts};
 
 /// What can be measured.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -179,7 +179,7 @@ fn results_folder(args: &BenchArgs) -> Result<PathBuf> {
     let is_complete_run =
         args.only.is_empty() && args.sizes.is_empty() && args.rate.is_none() && !args.quick;
     let default_folder = if is_complete_run {
-        setup::project_folder().join("benches/results")
+        xtask_install::project_folder().join("benches/results")
     } else {
         install::target_folder()?.join("bench")
     };
@@ -199,7 +199,7 @@ fn measure_balance(args: &BenchArgs) -> Result<bool> {
     let default_folder = if args.quick {
         install::target_folder()?.join("bench")
     } else {
-        setup::project_folder().join("benches/results")
+        xtask_install::project_folder().join("benches/results")
     };
     sempa_benches::bench_balance(&sempa_benches::BalanceSettings {
         prefix: installed_prefix(args)?,
@@ -240,7 +240,7 @@ fn run_soak(args: &BenchArgs) -> Result<bool> {
     let default_folder = if args.quick {
         install::target_folder()?.join("bench")
     } else {
-        setup::project_folder().join("benches/results")
+        xtask_install::project_folder().join("benches/results")
     };
     sempa_benches::bench_soak(&sempa_benches::SoakSettings {
         prefix: installed_prefix(args)?,
@@ -277,7 +277,7 @@ fn measure_layers(args: &BenchArgs) -> Result<bool> {
     if !bench_process.wait()?.success() {
         return Ok(false);
     }
-    let default_folder = setup::project_folder().join("benches/results");
+    let default_folder = xtask_install::project_folder().join("benches/results");
     let results = args.results.as_ref().unwrap_or(&default_folder);
     MicroSettings {
         results_folder: results,

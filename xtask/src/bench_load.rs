@@ -2,7 +2,6 @@
 //! compares the results with SEMPA's figures. Measures single operations of a load watcher, and a
 //! load watcher that runs on a host of a virtual machine.
 
-use crate::install;
 use anyhow::{Context, Result, bail};
 use procfs::process::Process;
 use sempa_tests::run::run_successfully;
@@ -14,6 +13,7 @@ use serde_json::Value;
 use std::fs;
 use std::path::Path;
 use std::time::{Duration, Instant};
+use xtask_install as install;
 
 /// Rows of the table, as (description, key in the JSON output, SEMPA's figure, maximum of our
 /// figure in microseconds).

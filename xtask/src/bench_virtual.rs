@@ -1,11 +1,11 @@
 //! `cargo xtask bench decide` and `cargo xtask bench sim`: run benchmarks of the resource manager
 //! (`rm/benches`) that need no other host. The output of the benchmarks is printed and stored.
 
-use crate::{install, setup};
 use anyhow::{Context, Result};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
+use xtask_install as install;
 
 /// Measures the cost of decisions of the resource manager. Returns false if the median of a cost
 /// exceeds its limit.
@@ -22,7 +22,7 @@ pub(crate) fn simulate_days(results_folder: &Path) -> Result<bool> {
     let results_option = |name: &str| {
         format!(
             "--{name}={}",
-            setup::project_folder()
+            xtask_install::project_folder()
                 .join(format!("benches/results/{name}.json"))
                 .display()
         )

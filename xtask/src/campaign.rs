@@ -7,7 +7,6 @@
 mod journal;
 mod steps;
 
-use crate::install;
 use crate::runner;
 use crate::skips::SkipDecider;
 use crate::test;
@@ -22,6 +21,7 @@ use std::process::{Command, Stdio};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 use steps::{CAMPAIGN_PARTS, CampaignStep};
+use xtask_install as install;
 
 /// Time limit of one step. A step that exceeds the limit is killed and recorded as failed.
 const STEP_TIMEOUT: Duration = Duration::from_secs(2 * 60 * 60);
@@ -145,7 +145,7 @@ pub(crate) fn run(args: &CampaignArgs) -> Result<bool> {
 fn commit_description() -> String {
     let git_result = Command::new("git")
         .args(["describe", "--always", "--dirty", "--abbrev=12"])
-        .current_dir(crate::setup::project_folder())
+        .current_dir(xtask_install::project_folder())
         .output();
     let text = git_result.map(|git_result| {
         String::from_utf8_lossy(&git_result.stdout)

@@ -1,11 +1,11 @@
 //! `cargo xtask conformance`: compares PVM 3.4.6 and Sempa with the conformance suite
 //! (`tests/conformance`).
 
-use crate::install::{self, BuildParts};
 use crate::setup;
 use anyhow::{Result, bail};
 use sempa_tests::conformance::{self, Outcome, System};
 use sempa_tests::requirements;
+use xtask_install::{self as install, BuildParts};
 
 /// Runs the programs of the suite on the systems that `against` names. `name_parts` contains parts
 /// of program names; without any part, all programs run. If `as_installed` is true, nothing is

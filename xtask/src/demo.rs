@@ -5,7 +5,6 @@
 //! namespaces that end with this process, so nothing remains after an interrupted demo.
 
 use crate::demo_output::print_demo_line;
-use crate::install::{self, BuildParts};
 use crate::timeline::Timeline;
 use crate::{one_host_demo, setup};
 use anyhow::{Context, Result, bail, ensure};
@@ -21,6 +20,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::time::{Duration, Instant};
+use xtask_install::{self as install, BuildParts};
 
 /// Time limit for each condition that the demo waits for, long enough for a loaded machine.
 const WAIT_TIMEOUT: Duration = Duration::from_secs(60);
@@ -86,7 +86,7 @@ pub(crate) fn run(json_file: &Path) -> Result<bool> {
     let json_path = if json_file.is_absolute() {
         json_file.to_path_buf()
     } else {
-        setup::project_folder().join(json_file)
+        xtask_install::project_folder().join(json_file)
     };
     if let Some(folder) = json_path.parent() {
         fs::create_dir_all(folder)?;

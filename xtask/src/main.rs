@@ -8,7 +8,6 @@ mod campaign;
 mod conformance;
 mod demo;
 mod demo_output;
-mod install;
 mod one_host_demo;
 mod runner;
 mod setup;
@@ -17,10 +16,10 @@ mod test;
 mod tidy;
 mod timeline;
 
-use anyhow::Result;
 use clap::{Parser, Subcommand};
 use std::path::PathBuf;
 use std::process::ExitCode;
+use xtask_install::InstallCommand;
 
 #[derive(Parser)]
 #[command(
@@ -51,18 +50,8 @@ enum XtaskCommand {
     /// Run checks that take hours: full matrices, soak, lies, conformance, fuzzing, limits;
     /// resumable
     Campaign(campaign::CampaignArgs),
-    /// Build the programs and install them under a folder
-    Install {
-        /// The folder: programs go to DIR/bin, DIR/lib and DIR/include
-        #[arg(long)]
-        prefix: PathBuf,
-    },
-    /// Install a CRIU that works on this kernel
-    Criu {
-        /// The folder to install it in
-        #[arg(long, default_value = setup::CRIU_PREFIX)]
-        prefix: PathBuf,
-    },
+    #[command(flatten)]
+    Install(InstallCommand),
     /// Compare PVM 3.4.6 and Sempa with the conformance suite (tests/conformance)
     Conformance {
         /// `pvm3`: Debian's PVM; `sempa`: Sempa, with programs built for it and with programs built
@@ -85,8 +74,7 @@ fn main() -> ExitCode {
         XtaskCommand::Test { words } => test::run(&words),
         XtaskCommand::Tidy => tidy::run_checks(),
         XtaskCommand::Campaign(words) => campaign::run(&words),
-        XtaskCommand::Install { prefix } => build_and_install(&prefix),
-        XtaskCommand::Criu { prefix } => setup::ensure_criu_at(&prefix).map(|()| true),
+        XtaskCommand::Install(command) => command.run().map(|()| true),
         XtaskCommand::Conformance {
             against,
             as_installed,
@@ -102,14 +90,4 @@ fn main() -> ExitCode {
             ExitCode::FAILURE
         }
     }
-}
-
-fn build_and_install(prefix: &std::path::Path) -> Result<bool> {
-    install::build(install::RELEASE_PROFILE, install::BuildParts::Programs)?;
-    install::install_files(prefix, install::RELEASE_PROFILE)?;
-    println!(
-        "installed under {}: put {0}/bin on PATH and {0}/lib in LD_LIBRARY_PATH",
-        prefix.display()
-    );
-    Ok(true)
 }

@@ -1,12 +1,12 @@
 //! Lists and runs the tests of the workspace. Uses nextest if it is installed; otherwise runs the
 //! test binaries directly.
 
-use crate::install;
 use anyhow::{Context, Result, bail};
 use serde_json::Value;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use xtask_install as install;
 
 /// A test function, as its test binary lists it.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -3,11 +3,12 @@
 
 use anyhow::{Context, Result, bail};
 use sempa_tests::requirements;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::Command;
+use xtask_install::{CRIU_PREFIX, ensure_criu_at};
 
 /// Names of the required Debian packages.
-pub(crate) const REQUIRED_PACKAGES: [&str; 24] = [
+pub(crate) const REQUIRED_PACKAGES: [&str; 25] = [
     "tablix2",
     "openssh-server",
     "openssh-client",
@@ -30,6 +31,8 @@ pub(crate) const REQUIRED_PACKAGES: [&str; 24] = [
     "gcc",
     "gfortran",
     "make",
+    // imake, for programs with an Imakefile.
+    "xutils-dev",
     "pkg-config",
     "libc6-dev",
     // Counts the instructions of the message path.
@@ -40,19 +43,8 @@ pub(crate) const REQUIRED_PACKAGES: [&str; 24] = [
     "python3",
 ];
 
-/// The prefix under which this program installs CRIU.
-pub(crate) const CRIU_PREFIX: &str = "/opt/sempa/criu";
-
 pub(crate) fn is_root() -> bool {
     requirements::is_root()
-}
-
-/// Returns the top folder of the project.
-pub(crate) fn project_folder() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR"))
-        .parent()
-        .unwrap_or(Path::new("/"))
-        .to_path_buf()
 }
 
 /// Installs the missing packages and CRIU. If the user is not root, only prints what is missing.
@@ -143,59 +135,4 @@ fn run_apt(arguments: &[&str]) -> Result<()> {
         arguments.join(" "),
         String::from_utf8_lossy(&apt_output.stderr).trim()
     )
-}
-
-/// Checks that the CRIU that the tasker finds works on this kernel; otherwise installs a new one
-/// under `prefix`.
-///
-/// # Errors
-/// No CRIU works, and none can be installed.
-pub(crate) fn ensure_criu_at(prefix: &Path) -> Result<()> {
-    if let Some(program) = requirements::find_engine().filter(|program| criu_works(program)) {
-        println!("setup: {} works", program.display());
-        return Ok(());
-    }
-    let script = project_folder().join("xtask/scripts/install-criu.sh");
-    println!(
-        "setup: getting a CRIU for this kernel into {}",
-        prefix.display()
-    );
-    let status = Command::new("bash")
-        .arg(&script)
-        .arg("--prefix")
-        .arg(prefix)
-        .status()?;
-    match status.code() {
-        Some(0) => Ok(()),
-        Some(3) => {
-            bail!("CRIU is installed but does not work on this kernel; tasks cannot migrate here")
-        }
-        _ => bail!(
-            "{} failed; tasks cannot migrate without CRIU",
-            script.display()
-        ),
-    }
-}
-
-/// True if `criu check` succeeds and the version is known to work. The version alone is not
-/// sufficient, because the result depends on the kernel.
-fn criu_works(program: &Path) -> bool {
-    let run_criu = |argument: &str| Command::new(program).arg(argument).output();
-    let version_text = run_criu("--version")
-        .map(|output| String::from_utf8_lossy(&output.stdout).into_owned())
-        .unwrap_or_default();
-    let version_number = version_text
-        .lines()
-        .find_map(|line| line.strip_prefix("Version:"))
-        .unwrap_or("0")
-        .trim()
-        .to_string();
-    let mut number_parts = version_number
-        .split('.')
-        .map(|number_part| number_part.parse::<u32>().unwrap_or(0));
-    let is_known_version = (
-        number_parts.next().unwrap_or(0),
-        number_parts.next().unwrap_or(0),
-    ) >= (4, 1);
-    is_known_version && run_criu("check").is_ok_and(|output| output.status.success())
 }

@@ -51,6 +51,8 @@ const MAKE: TestNeed = TestNeed::Program("make", "make");
 const PKG_CONFIG: TestNeed = TestNeed::Program("pkg-config", "pkg-config");
 const PYTHON: TestNeed = TestNeed::Program("python3", "python3");
 const PVM: TestNeed = TestNeed::Program("/usr/bin/pvm", "pvm");
+const LIBPVM: TestNeed = TestNeed::Program("/usr/lib/x86_64-linux-gnu/libpvm3.so.3", "libpvm3");
+const IMAKE: TestNeed = TestNeed::Program("xmkmf", "xutils-dev");
 const PVM_EXAMPLES: TestNeed = TestNeed::Program("/usr/bin/hello.pvm", "pvm-examples");
 const PVM_DEV: TestNeed = TestNeed::Program("/usr/include/pvm3.h", "pvm-dev");
 const TABLIX: TestNeed = TestNeed::Program("/usr/bin/tablix2", "tablix2");
@@ -121,6 +123,9 @@ const TEST_NEEDS: &[(&str, &str, &[TestNeed])] = &[
         &[MAKE, PKG_CONFIG, GCC],
     ),
     ("sempa-tests::example_programs", "fortran", &[GFORTRAN]),
+    ("sempa-tests::other_pvm", "", &[GCC]),
+    ("sempa-tests::other_pvm", "library_of", &[LIBPVM]),
+    ("sempa-tests::other_pvm", "daemon_of", &[PVM]),
     ("sempa-tests::owner", "", &[Criu]),
     ("sempa-tests::owner_protection_faults", "", &[Criu]),
     ("sempa-tests::owner_policy", "", &[Criu]),
@@ -129,6 +134,9 @@ const TEST_NEEDS: &[(&str, &str, &[TestNeed])] = &[
     ("sempa-tests::pre_copy", "", &[Criu]),
     ("sempa-tests::process_ids", "of_three_hosts", &[Criu]),
     ("sempa-tests::process_ids", "restarted", &[Criu]),
+    ("sempa-tests::pvm_root", "", &[MAKE, GCC]),
+    ("sempa-tests::pvm_root", "examples", &[Examples]),
+    ("sempa-tests::pvm_root", "imake", &[IMAKE]),
     ("sempa-tests::routes", "", &[Criu]),
     ("sempa-tests::soak", "", &[Criu]),
     ("sempa-tests::suspend", "", &[Criu]),

@@ -5,7 +5,6 @@
 //! is built before the long run, so that an error in its code appears early. Clippy, rustdoc and
 //! cargo-deny follow the tests. A failed check does not stop the run, but the run counts as failed.
 
-use crate::install::{self, BuildParts};
 use crate::runner::{self, Test, TestCounts, TestSelection};
 use crate::setup;
 use crate::skips::SkipDecider;
@@ -14,6 +13,7 @@ use anyhow::Result;
 use std::collections::BTreeMap;
 use std::process::{Command, Stdio};
 use std::time::{Instant, SystemTime};
+use xtask_install::{self as install, BuildParts};
 
 /// Environment variable and value that set the seed of proptest. With a fixed seed, only a change
 /// of the code can cause a new failure.

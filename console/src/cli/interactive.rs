@@ -7,6 +7,7 @@
 use super::editor::{EditorInput, LineEditor};
 use super::execute;
 use super::words::LINE_BYTES_MAX;
+use crate::commands::banner;
 use crate::daemon::halt::{LocalDaemon, halt_and_wait};
 use crate::outcome::{AfterCommand, Outcome};
 use crate::output::terminal::Terminal;
@@ -106,6 +107,10 @@ pub(crate) fn run(
     if let Err(error) = session.register_interactive() {
         Terminal.print_error(&format!("pvm: {error}"));
         return Ok(ExitCode::FAILURE);
+    }
+    // PVM's console prints nothing here. What a script reads stays the same.
+    if io::stdin().is_terminal() && io::stdout().is_terminal() {
+        Terminal.print(banner().as_bytes())?;
     }
     let mut after_command = AfterCommand::ReadLine;
     let rc_bytes = rc_path

@@ -43,6 +43,8 @@ mod version;
 mod why;
 
 pub(crate) use self::hints::{hint_lines, unknown_command_hint};
+pub(crate) use self::version::banner;
+
 use crate::command::{CommandSpec, CommandTable, ParsedCommand};
 use crate::parse_error::ParseError;
 

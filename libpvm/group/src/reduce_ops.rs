@@ -66,8 +66,7 @@ where
 {
     /// Compares complex numbers by their modulus.
     fn is_less_than(self, other: Self) -> bool {
-        let modulus = |z: Self| z.0.into().hypot(z.1.into());
-        modulus(self) < modulus(other)
+        modulus(self.0.into(), self.1.into()) < modulus(other.0.into(), other.1.into())
     }
 
     fn sum(self, other: Self) -> Self {
@@ -80,6 +79,25 @@ where
             self.0 * other.1 + self.1 * other.0,
         )
     }
+}
+
+/// Returns the modulus of a complex number, without an overflow of the squares. `f64::hypot` would
+/// call the C library `libm`, which programs do not link that were built for PVM's archive.
+fn modulus(real: f64, imaginary: f64) -> f64 {
+    let (real, imaginary) = (real.abs(), imaginary.abs());
+    if real.is_infinite() || imaginary.is_infinite() {
+        return f64::INFINITY;
+    }
+    let (larger, smaller) = if real < imaginary {
+        (imaginary, real)
+    } else {
+        (real, imaginary)
+    };
+    if larger == 0.0 {
+        return smaller;
+    }
+    let ratio = smaller / larger;
+    larger * (1.0 + ratio * ratio).sqrt()
 }
 
 /// Computes `x[i] = x[i] op y[i]` for all elements. The arrays need not be aligned.

@@ -3,6 +3,7 @@
 
 use crate::engine::Engine;
 use crate::ids::{HostId, Micros, MigrationId, Tid};
+use crate::library_fault::{ForeignLibrary, LoadFailure};
 use crate::migration::{Failure, MigrationCause, Step, Usage};
 use crate::suspend;
 use crate::text;
@@ -384,6 +385,18 @@ pub enum EventKind {
         name: String,
         why: String,
     },
+    /// A process of a task uses the library of another PVM; its PVM calls fail.
+    ForeignLibrary {
+        host: HostId,
+        tid: Tid,
+        fault: ForeignLibrary,
+    },
+    /// The program of a task did not start, because a shared library could not be loaded.
+    LibraryMissing {
+        host: HostId,
+        tid: Tid,
+        failure: LoadFailure,
+    },
 }
 
 /// Number of processes that an ended task has left behind on one host.
@@ -526,6 +539,8 @@ impl fmt::Display for EventKind {
             Self::SpawnRefused {
                 host, name, why, ..
             } => write!(f, "{name} was not started on {host}: {why}"),
+            Self::ForeignLibrary { host, tid, fault } => write!(f, "{tid} on {host}: {fault}"),
+            Self::LibraryMissing { host, tid, failure } => write!(f, "{tid} on {host}: {failure}"),
             Self::GuestsResumed { host, guests, why } => {
                 write!(f, "guests of {host} resumed: {}: {why}", join_tids(guests))
             }

@@ -40,6 +40,7 @@ pub mod host;
 pub mod ids;
 pub mod job;
 pub mod lease;
+pub mod library_fault;
 pub mod link;
 pub mod load;
 pub mod message;

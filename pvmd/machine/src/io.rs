@@ -14,6 +14,7 @@ use sempa_proto::checkpoint::{
 use sempa_proto::host::SavedTask;
 use sempa_proto::host::{DataMsg, HostMsg};
 use sempa_proto::ids::{HostId, Micros, MigrationId, RequestId};
+use sempa_proto::library_fault::ForeignLibrary;
 use sempa_proto::migration::{Failure, Step, Usage};
 use sempa_proto::route::RouteMsg;
 use sempa_proto::table::HostUsage;
@@ -341,6 +342,13 @@ pub enum Event {
     UnauthenticatedPeer {
         /// The peer and the reason, in one sentence.
         text: String,
+    },
+    /// A process of a task has connected to the tasks' socket with the library of another PVM. Its
+    /// connection is closed.
+    ForeignLibrary {
+        /// The spawn token in the environment of the process.
+        spawn_token: i32,
+        fault: ForeignLibrary,
     },
     /// The time of [`super::Machine::next_wakeup_time`] has been reached.
     Wake,

@@ -53,6 +53,7 @@ mod hosts;
 pub mod io;
 mod lease;
 mod leftovers;
+mod library_faults;
 mod mailbox;
 mod migrations;
 mod notify;
@@ -454,6 +455,9 @@ impl Machine {
             }
             Event::UnauthenticatedPeer { text } => {
                 self.log_warning_and_record(text);
+            }
+            Event::ForeignLibrary { spawn_token, fault } => {
+                self.handle_foreign_library(spawn_token, fault)
             }
             Event::Wake => {}
             Event::Stop { why } => self.handle_stop_request(&why),

@@ -102,6 +102,7 @@ impl Machine {
     /// Forwards output of a task to its collector. Output of a task without a collector goes to the
     /// log.
     pub(super) fn forward_task_output(&mut self, tid: Tid, bytes: Vec<u8>) {
+        self.look_for_load_failure(tid, &bytes);
         let arriving_sink = self
             .migrations
             .arrivals
@@ -114,6 +115,11 @@ impl Machine {
             .map(|t| t.output_sink)
             .or(arriving_sink)
             .unwrap_or_default();
+        self.send_task_output(tid, sink, bytes);
+    }
+
+    /// Sends output of a task to a collector, or to the log if `sink` names no collector.
+    pub(super) fn send_task_output(&mut self, tid: Tid, sink: Sink, bytes: Vec<u8>) {
         if sink.tid.is_task() {
             let mut body = Packer::new(Encoding::Xdr);
             body.pack_int(tid.raw())

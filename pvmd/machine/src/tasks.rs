@@ -20,6 +20,7 @@ use sempa_proto::event::EventKind;
 use sempa_proto::host::{
     DataMsg, HostMsg, NotifySubject, PendingItem, PendingNotification, TaskRecord,
 };
+use sempa_proto::library_fault::LoadFailure;
 use sempa_proto::link::{LinkFrame, RETAINED_BYTES_MAX};
 use sempa_proto::migration::Usage;
 use sempa_proto::table::{TASK_CONNECTED, TASK_FORKED, TASK_RM, TaskInfo};
@@ -196,6 +197,11 @@ pub(super) struct Task {
     /// Hosts that may still send items to the task's old location: those that were in the host
     /// table when the new location became known.
     pub(super) undrained_hosts: Vec<HostId>,
+    /// True if a process of the task was reported to use the library of another PVM.
+    pub(super) has_foreign_library: bool,
+    /// The dynamic loader's last message in the output of the task, if the task has not connected
+    /// yet.
+    pub(super) load_failure: Option<LoadFailure>,
 }
 
 impl Task {
@@ -249,6 +255,8 @@ impl Task {
             is_being_killed: false,
             drained_hosts: BTreeSet::new(),
             undrained_hosts: Vec::new(),
+            has_foreign_library: false,
+            load_failure: None,
         }
     }
 
@@ -410,6 +418,13 @@ impl Tasks {
 
     pub(super) fn get_mut(&mut self, tid: Tid) -> Option<&mut Task> {
         self.live_tasks.get_mut(&tid)
+    }
+
+    /// Returns the task whose current process has this spawn token.
+    pub(super) fn get_by_spawn_token(&mut self, spawn_token: i32) -> Option<&mut Task> {
+        self.live_tasks
+            .values_mut()
+            .find(|task| task.spawn_token == Some(spawn_token))
     }
 
     pub(super) fn insert(&mut self, task: Task) {
@@ -663,6 +678,7 @@ impl Machine {
         }
         self.notify_sources_ended(tid);
         self.forget_guest(&task);
+        self.report_load_failure(&task, status);
         if task.is_spawned() || task.tasker.is_some() {
             self.report_output_ended(tid, Some(status), task.output_sink);
         }

@@ -236,20 +236,19 @@ async fn assemble_and_run(
     };
     let claim_lease = lease::replacement_delay(config.lease);
     log_startup(&name, &addresses, &runtime_dir);
-    tokio::spawn(task_listener::accept_tasks(listener, uid, inputs.clone()));
+    let transfer_counters = TransferCounters::default();
+    let environment =
+        HostEnvironment::new(environment_settings, &paths, uid, transfer_counters.clone());
+    let library = environment.library().map(Path::to_path_buf);
+    let accept_future = task_listener::accept_tasks(listener, uid, inputs.clone(), library);
+    tokio::spawn(accept_future);
     if !master_addresses.is_empty() {
         net.keep_connected(HostId::MASTER, master_addresses);
     }
     let bulk_fallbacks = BulkFallbacks::new();
-    let transfer_counters = TransferCounters::default();
     let daemon_parts = DaemonParts {
         machine: Machine::new(config, boot_clock::now()),
-        environment: HostEnvironment::new(
-            environment_settings,
-            &paths,
-            uid,
-            transfer_counters.clone(),
-        ),
+        environment,
         inputs: input_queue,
         sessions: net,
         tasker: TaskerProcess::new(programs_dir.join("pvm-tasker"), files_limit, inputs.clone()),

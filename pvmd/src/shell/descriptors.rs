@@ -85,6 +85,11 @@ impl TaskFrameReader {
         }
     }
 
+    /// Returns the bytes that were read but are not part of a returned frame.
+    pub(crate) fn unread(&mut self) -> &[u8] {
+        self.decoder.buffer_mut()
+    }
+
     /// Returns the descriptors of the frame that [`TaskFrameReader::next_frame`] returned last.
     /// This frame announces `announced_count` descriptors.
     ///

@@ -81,6 +81,8 @@ pub(crate) struct HostEnvironment {
     search_path: Vec<PathBuf>,
     work_dir: PathBuf,
     env: BTreeMap<OsString, OsString>,
+    /// Path of the library that tasks load; `None` if this host has none.
+    library: Option<PathBuf>,
     random_source: &'static dyn SecureRandom,
     counters: TransferCounters,
 }
@@ -122,6 +124,8 @@ impl HostEnvironment {
             .filter(|dir| !dir.is_empty())
             .map(PathBuf::from)
             .collect();
+        // Programs that were installed for all users, and the programs of the virtual machine.
+        search_path.extend(programs_dir.as_ref().map(|folder| folder.join(ARCH_NAME)));
         search_path.extend(programs_dir);
         let home_dir = || {
             variable_value("HOME")
@@ -137,9 +141,14 @@ impl HostEnvironment {
             search_path,
             work_dir: PathBuf::from(work_dir),
             env,
+            library: library_dir.map(|dir| dir.join(LIBRARY_FILE)),
             random_source,
             counters,
         }
+    }
+
+    pub(crate) fn library(&self) -> Option<&Path> {
+        self.library.as_deref()
     }
 }
 

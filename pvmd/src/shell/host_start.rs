@@ -17,7 +17,7 @@ use pvmd_machine::io::{Event, HostPlan, HosterOrder, StartId, StartedHost};
 use sempa_proto::PvmError;
 use std::collections::{HashMap, VecDeque};
 use std::net::SocketAddr;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::sync::Arc;
 use std::time::Duration;
@@ -42,6 +42,11 @@ const SHELL_EXIT_TIMEOUT: Duration = Duration::from_secs(20);
 const OUTPUT_BYTES_MAX: u64 = 64 << 10;
 /// Maximum number of lines of standard error that are stored for the error message.
 const STDERR_LINES_MAX: usize = 20;
+/// Start of the line in which the remote command names the daemon that PATH finds.
+const FOUND_DAEMON_MARK: &str = "pvmd in PATH:";
+/// Starts of lines that the daemon of PVM 3.4 writes to its standard error: log lines, and its
+/// refusal to run as root.
+const FOREIGN_DAEMON_STARTS: [&str; 2] = ["[pvmd pid", "*** Error: PVM is being run as user"];
 
 /// Settings that apply to all hosts started by this master.
 pub(crate) struct HostStarterSettings {
@@ -383,7 +388,8 @@ impl HostStart<'_> {
             return format!("{quoted_program} {slave_option}{extra_options}");
         }
         let script = format!(
-            "if [ -x {quoted_program} ]; then exec {quoted_program} -s{extra_options}; else exec pvmd -s{extra_options}; fi"
+            "if [ -x {quoted_program} ]; then exec {quoted_program} -s{extra_options}; else \
+             echo {FOUND_DAEMON_MARK} \"$(command -v pvmd)\" >&2; exec pvmd -s{extra_options}; fi"
         );
         format!("sh -c {}", shell_words::quote(&script))
     }
@@ -475,6 +481,12 @@ impl HostStart<'_> {
         Err(self.failure_reason(&stderr_lines, exit_code))
     }
 
+    fn foreign_daemon_reason(&self, stderr_lines: &VecDeque<String>) -> Option<String> {
+        let set_command = self.plan.command.as_deref();
+        let set_command = set_command.or(self.settings.daemon_command.as_deref());
+        foreign_daemon_reason(stderr_lines, set_command, &self.settings.program)
+    }
+
     /// Determines the reason of a failure from the remote shell's standard error and its exit
     /// status. The status `None` means that a signal ended the shell.
     fn failure_reason(&self, stderr_lines: &VecDeque<String>, status: Option<i32>) -> Refusal {
@@ -495,6 +507,11 @@ impl HostStart<'_> {
                 PvmError::NoHost,
                 "the host is unknown: check its name, or give its address with ip=",
             )
+        } else if let Some(reason) = self.foreign_daemon_reason(stderr_lines) {
+            return Refusal {
+                error: PvmError::CantStart,
+                text: reason,
+            };
         } else if status == Some(127) || stderr_contains_any(&["not found", "no such file"]) {
             (
                 PvmError::CantStart,
@@ -514,6 +531,79 @@ impl HostStart<'_> {
             text: format!(
                 "{error_meaning} (the remote shell ended with {status}; last line of its standard error: {last_line})"
             ),
+        }
+    }
+}
+
+/// Returns the reason of a failure if the remote shell has started the daemon of another PVM;
+/// otherwise `None`. `set_command` is the daemon's command that the user has set, `own_program` the
+/// path of this program.
+fn foreign_daemon_reason(
+    stderr_lines: &VecDeque<String>,
+    set_command: Option<&str>,
+    own_program: &Path,
+) -> Option<String> {
+    let is_foreign_line = |line: &String| {
+        FOREIGN_DAEMON_STARTS
+            .iter()
+            .any(|start| line.starts_with(start))
+    };
+    if !stderr_lines.iter().any(is_foreign_line) {
+        return None;
+    }
+    let own_program = own_program.display();
+    let Some(command) = set_command else {
+        let found_program = stderr_lines
+            .iter()
+            .find_map(|line| line.strip_prefix(FOUND_DAEMON_MARK))
+            .map_or("pvmd", str::trim);
+        return Some(format!(
+            "{own_program} does not exist there, and {found_program}, which PATH finds there, is the daemon of another \
+             PVM, not Sempa's: install Sempa there in the same place, or name its pvmd with dx= in the host file or \
+             with PVM_DPATH in the environment of the master"
+        ));
+    };
+    Some(format!(
+        "{command:?} starts the daemon of another PVM there, not Sempa's: let dx= or PVM_DPATH name the pvmd of a \
+         Sempa installation on that host, or remove the setting and install Sempa there as {own_program}"
+    ))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn reason(stderr: &str, set_command: Option<&str>) -> Option<String> {
+        let lines = stderr.lines().map(str::to_string).collect();
+        foreign_daemon_reason(&lines, set_command, Path::new("/opt/sempa/bin/pvmd"))
+    }
+
+    #[test]
+    fn daemon_of_another_pvm_is_named() {
+        let stderr =
+            "pvmd in PATH: /usr/bin/pvmd\n[pvmd pid7] 11/30 07:03:34 slave_config: bad args\n";
+        let text = reason(stderr, None).expect("a reason");
+        for part in [
+            "/opt/sempa/bin/pvmd does not exist",
+            "/usr/bin/pvmd, which PATH finds",
+            "PVM_DPATH",
+        ] {
+            assert!(text.contains(part), "{text}");
+        }
+        let text = reason(stderr, Some("/usr/bin/pvmd")).expect("a reason");
+        assert!(
+            text.starts_with("\"/usr/bin/pvmd\" starts the daemon of another PVM"),
+            "{text}"
+        );
+        let as_root =
+            "*** Error: PVM is being run as user \"root\" ***!\nThis is not a good idea\n";
+        assert!(reason(as_root, None).is_some());
+        for other in [
+            "",
+            "pvmd in PATH: /usr/bin/pvmd\nsh: 1: exec: pvmd: not found\n",
+            "bash: [pvmd pid",
+        ] {
+            assert_eq!(reason(other, None), None, "{other}");
         }
     }
 }

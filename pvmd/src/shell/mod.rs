@@ -38,6 +38,7 @@ mod descriptors;
 mod driver;
 mod env;
 mod failpoints;
+mod foreign_library;
 mod handshakes;
 mod host_env;
 mod host_start;

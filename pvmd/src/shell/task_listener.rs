@@ -2,6 +2,7 @@
 //! frames in both directions, and disconnects tasks that violate the protocol or do not read.
 
 use super::descriptors::{TaskFrameReader, send_with_descriptors};
+use super::foreign_library;
 use super::input::{Input, InputSender, LogRateLimit, TaskConnection};
 use super::local_socket::LocalSocket;
 use super::outbox::{LINK_BYTES_MAX, OutboxReader, Outgoing, outbox};
@@ -16,7 +17,7 @@ use sempa_proto::task::{TASK_MAGIC, ToDaemon, ToTask};
 use std::io::IoSlice;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::PermissionsExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -58,15 +59,24 @@ struct TaskListener {
     inputs: InputSender,
     refusal_log_limit: LogRateLimit,
     next_conn_id: AtomicU64,
+    /// Path of the library that tasks of this host load; `None` if it is not known.
+    library: Option<PathBuf>,
 }
 
 /// Accepts connections of tasks and serves each connection in a tokio task. Never returns.
-pub(crate) async fn accept_tasks(listener: UnixListener, uid: u32, inputs: InputSender) {
+/// `library` is the path of the library that tasks load.
+pub(crate) async fn accept_tasks(
+    listener: UnixListener,
+    uid: u32,
+    inputs: InputSender,
+    library: Option<PathBuf>,
+) {
     let task_listener = Arc::new(TaskListener {
         uid,
         inputs,
         refusal_log_limit: LogRateLimit::new(),
         next_conn_id: AtomicU64::new(1),
+        library,
     });
     let pending_hellos = Arc::new(Semaphore::new(PENDING_HELLOS_MAX));
     loop {
@@ -144,6 +154,10 @@ impl TaskListener {
                     Err(reason) => reason.to_string(),
                 },
                 Ok(Ok(None)) => return None,
+                Ok(Err(_)) if foreign_library::is_greeting(connection.frame_reader.unread()) => {
+                    self.report_foreign_library(pid).await;
+                    return None;
+                }
                 Ok(Err(reason)) => reason.to_string(),
                 Err(_) => format!("no hello arrived within {} s", HELLO_TIMEOUT.as_secs()),
             }
@@ -163,6 +177,30 @@ impl TaskListener {
             .await;
         }
         None
+    }
+
+    /// Reports a process that uses the library of another PVM. The process must wait for an answer
+    /// meanwhile, so that its files in /proc exist.
+    async fn report_foreign_library(&self, pid: i32) {
+        let own_library = self.library.clone();
+        let inspection =
+            tokio::task::spawn_blocking(move || foreign_library::inspect(pid, own_library));
+        let Ok(process) = inspection.await else {
+            return;
+        };
+        if let Some(spawn_token) = process.spawn_token {
+            let event = Event::ForeignLibrary {
+                spawn_token,
+                fault: process.fault,
+            };
+            // A failure has no consequence: the daemon is about to exit.
+            let _ = self.inputs.send(Input::Event(event)).await;
+        } else if self.refusal_log_limit.try_acquire() {
+            tracing::warn!(
+                "refused process {pid} on the tasks' socket: {}",
+                process.fault
+            );
+        }
     }
 
     /// Serves a connection from its hello to its end: writes the queued frames, forwards the

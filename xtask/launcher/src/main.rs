@@ -1,40 +1,90 @@
-//! The program behind the alias `cargo xtask`: builds xtask with the profile that the requested
-//! command needs, and runs xtask.
+//! The program behind the alias `cargo xtask`: builds the program that implements the requested
+//! command, with the profile that the command needs, and runs this program.
 //!
-//! The commands `test` and `campaign` need the whole workspace with profile `ci`. Cargo selects the
-//! features of dependencies for all packages of a build together, so a separate build of xtask
-//! would compile many dependencies a second time. Therefore this program builds the whole workspace
-//! for these commands. This program has no dependencies.
+//! Cargo selects the features of dependencies for all packages of a build together, so a separate
+//! build of one package would compile many dependencies a second time. Therefore this program builds
+//! together what a command needs:
+//!
+//! * `install` and `criu`: the installed programs and the package `xtask-install`, but no package of
+//!   tests or benchmarks.
+//! * `test` and `campaign`: the whole workspace with profile `ci`.
+//! * other commands: xtask.
+//!
+//! This program has no dependencies.
 
+#[path = "../../install/src/packages.rs"]
+mod packages;
+
+use packages::INSTALLED_PACKAGES;
+use std::ffi::OsString;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
 
-/// Commands that run tests; they need the profile [`TEST_PROFILE`].
-const TEST_COMMANDS: [&str; 2] = ["test", "campaign"];
 /// Profile of the build in which the tests run.
 const TEST_PROFILE: &str = "ci";
+/// Profile of all other builds.
+const RELEASE_PROFILE: &str = "release";
+/// The package, and its program, with the commands that install Sempa.
+const INSTALL_PACKAGE: &str = "xtask-install";
+
+/// A build of cargo, and the program of this build that implements a command.
+struct CommandBuild {
+    profile: &'static str,
+    /// Arguments of cargo that select the packages.
+    packages: Vec<&'static str>,
+    program: &'static str,
+}
+
+impl CommandBuild {
+    /// Returns the build for a command of `cargo xtask`.
+    fn for_command(name: &str) -> Self {
+        match name {
+            "install" | "criu" => Self {
+                profile: RELEASE_PROFILE,
+                packages: INSTALLED_PACKAGES
+                    .into_iter()
+                    .chain([INSTALL_PACKAGE])
+                    .flat_map(|package| ["--package", package])
+                    .collect(),
+                program: INSTALL_PACKAGE,
+            },
+            "test" | "campaign" => Self {
+                profile: TEST_PROFILE,
+                packages: vec!["--workspace", "--all-targets"],
+                program: "xtask",
+            },
+            _ => Self {
+                profile: RELEASE_PROFILE,
+                packages: vec!["--package", "xtask"],
+                program: "xtask",
+            },
+        }
+    }
+
+    /// Builds and runs the program with these arguments. Returns only if this fails.
+    fn run(&self, arguments: &[OsString]) -> String {
+        let build_status = cargo(&["build", "--locked", "--profile", self.profile])
+            .args(&self.packages)
+            .status();
+        match build_status {
+            Ok(status) if status.success() => {}
+            Ok(_) => return "the build failed".to_string(),
+            Err(error) => return format!("cargo cannot be executed: {error}"),
+        }
+        let program = target_folder().join(self.profile).join(self.program);
+        let error = Command::new(&program).args(arguments).exec();
+        format!("{} cannot be executed: {error}", program.display())
+    }
+}
 
 fn main() -> ExitCode {
     let arguments: Vec<_> = std::env::args_os().skip(1).collect();
-    let runs_tests = arguments
+    let command_name = arguments
         .first()
-        .is_some_and(|word| TEST_COMMANDS.iter().any(|test| word == test));
-    let mut command = if runs_tests {
-        let build_arguments = ["build", "--locked", "--workspace", "--all-targets"];
-        let build_status = cargo(&build_arguments)
-            .args(["--profile", TEST_PROFILE])
-            .status();
-        if !build_status.is_ok_and(|status| status.success()) {
-            eprintln!("xtask: the build failed");
-            return ExitCode::FAILURE;
-        }
-        Command::new(target_folder().join(TEST_PROFILE).join("xtask"))
-    } else {
-        cargo(&["run", "--locked", "--release", "--package", "xtask", "--"])
-    };
-    let error = command.args(arguments).exec();
-    eprintln!("xtask: {error}");
+        .map_or_else(String::new, |word| word.to_string_lossy().into_owned());
+    let failure = CommandBuild::for_command(&command_name).run(&arguments);
+    eprintln!("xtask: {failure}");
     ExitCode::FAILURE
 }
 

@@ -1,7 +1,6 @@
 //! Lists the steps of a campaign, part by part.
 
 use crate::runner::Test;
-use crate::setup;
 use crate::skips::SkipDecider;
 use std::path::PathBuf;
 
@@ -113,7 +112,7 @@ impl CampaignStep {
             part,
             program: cargo.into(),
             arguments: to_strings(arguments),
-            folder: setup::project_folder(),
+            folder: xtask_install::project_folder(),
             env: Vec::new(),
             skip_reason: None,
         }

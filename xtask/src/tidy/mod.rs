@@ -17,11 +17,11 @@ mod lexer;
 mod sizes;
 mod words;
 
-use crate::setup::project_folder;
 use anyhow::{Context, Result, ensure};
 use std::fmt;
 use std::fs;
 use std::process::Command;
+use xtask_install::project_folder;
 
 /// Maximum number of columns of a comment line, including its indentation.
 pub(crate) const COMMENT_WIDTH_MAX: usize = 100;

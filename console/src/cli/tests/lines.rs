@@ -60,7 +60,10 @@ fn simple_commands_answer_as_in_pvm() {
         "PvmRoute Currently Set to 1\n"
     );
     assert_eq!(run_successfully(&mut session, "id"), "t40001\n");
-    assert_eq!(run_successfully(&mut session, "version"), "3.4.6\n");
+    assert_eq!(
+        run_successfully(&mut session, "version"),
+        concat!("3.4.6\nSempa ", env!("CARGO_PKG_VERSION"), "\n")
+    );
     assert_eq!(run_successfully(&mut session, "reset"), "");
     assert_eq!(run_successfully(&mut session, "put svc 1"), "");
     assert_eq!(

@@ -1,5 +1,6 @@
 //! Enrolment, messages, spawns, exit notifications, the mailbox, and requests of resource managers.
 
+mod library_faults;
 mod output_collection;
 mod placement_leases;
 mod resource_manager;

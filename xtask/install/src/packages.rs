@@ -1,0 +1,13 @@
+//! Names of cargo packages that an installation builds. The launcher of `cargo xtask` includes this
+//! file too, so it uses no other crate.
+
+/// Packages that build the installed programs and libraries.
+pub(crate) const INSTALLED_PACKAGES: [&str; 7] = [
+    "pvm-console",
+    "pvmd",
+    "pvm-rm",
+    "pvm-load-watcher",
+    "pvm-tasker",
+    "pvm3-capi",
+    "gpvm3",
+];

@@ -1,0 +1,122 @@
+//! Copies the programs and files of a build to their locations under a prefix.
+
+use crate::build::{c_library_folder, profile_folder, target_folder};
+use crate::project_folder;
+use crate::pvm_root::install_pvm_root;
+use crate::replace::{install_file, replace_file, replace_link};
+use anyhow::{Context, Result};
+use std::fs;
+use std::path::{Path, PathBuf};
+
+/// Names of the installed programs.
+const INSTALLED_PROGRAMS: [&str; 6] = [
+    "pvm",
+    "pvmd",
+    "pvm-rm",
+    "pvm-load-watcher",
+    "pvm-tasker",
+    "pvm_gstat",
+];
+/// Copies the programs and files of a build to their locations under `prefix`. Each file is
+/// replaced as a whole, so that running programs are not affected.
+///
+/// # Errors
+/// A program was not built, or the prefix cannot be written.
+pub fn install_files(prefix: &Path, profile: &str) -> Result<()> {
+    let build_folder = target_folder()?.join(profile_folder(profile));
+    let c_library_folder = c_library_folder(profile)?;
+    for folder in ["bin", "lib/pkgconfig", "include"] {
+        let folder = prefix.join(folder);
+        fs::create_dir_all(&folder).with_context(|| format!("cannot make {}", folder.display()))?;
+    }
+    for name in INSTALLED_PROGRAMS {
+        install_file(
+            &build_folder.join(name),
+            &prefix.join("bin").join(name),
+            0o755,
+        )?;
+    }
+    install_file(
+        &c_library_folder.join("libpvm3.so"),
+        &prefix.join("lib/libpvm3.so.3"),
+        0o755,
+    )?;
+    replace_link("libpvm3.so.3", &prefix.join("lib/libpvm3.so"))?;
+    let capi_folder = project_folder().join("libpvm/capi");
+    for header in ["pvm3.h", "pvmproto.h", "pvmtev.h"] {
+        install_file(
+            &capi_folder.join("include").join(header),
+            &prefix.join("include").join(header),
+            0o644,
+        )?;
+    }
+    install_file(
+        &c_library_folder.join("libpvm3.a"),
+        &prefix.join("lib/libpvm3.a"),
+        0o644,
+    )?;
+    write_package_config(prefix, &capi_folder.join("pvm3.pc.in"))?;
+    install_groups_and_fortran(prefix, &build_folder)?;
+    install_pvm_root(prefix)?;
+    install_manuals(prefix)
+}
+
+/// Installs the group library with its programs, and the files that Fortran programs need.
+fn install_groups_and_fortran(prefix: &Path, build_folder: &Path) -> Result<()> {
+    install_file(
+        &build_folder.join("libgpvm3.so"),
+        &prefix.join("lib/libgpvm3.so.3"),
+        0o755,
+    )?;
+    replace_link("libgpvm3.so.3", &prefix.join("lib/libgpvm3.so"))?;
+    install_file(
+        &build_folder.join("libgpvm3.a"),
+        &prefix.join("lib/libgpvm3.a"),
+        0o644,
+    )?;
+    replace_link("pvm_gstat", &prefix.join("bin/pvmgroups"))?;
+    write_package_config(prefix, &project_folder().join("libpvm/group/gpvm3.pc.in"))?;
+    replace_file(&prefix.join("lib/libfpvm3.a"), fpvm3::ARCHIVE, 0o644)?;
+    replace_file(
+        &prefix.join("include/fpvm3.h"),
+        fpvm3::HEADER.as_bytes(),
+        0o644,
+    )
+}
+
+/// Writes a file for pkg-config. `template_path` is the path of the template.
+fn write_package_config(prefix: &Path, template_path: &Path) -> Result<()> {
+    let text =
+        fs::read_to_string(template_path).with_context(|| template_path.display().to_string())?;
+    let absolute_prefix = std::path::absolute(prefix)?.display().to_string();
+    let text = text
+        .replace("@PREFIX@", &absolute_prefix)
+        .replace("@prefix@", &absolute_prefix)
+        .replace("@VERSION@", env!("CARGO_PKG_VERSION"));
+    let name = template_path.file_stem().unwrap_or_default();
+    replace_file(
+        &prefix.join("lib/pkgconfig").join(name),
+        text.as_bytes(),
+        0o644,
+    )
+}
+
+fn install_manuals(prefix: &Path) -> Result<()> {
+    let Ok(entries) = fs::read_dir(project_folder().join("docs/man")) else {
+        return Ok(());
+    };
+    let pages: Vec<PathBuf> = entries.flatten().map(|entry| entry.path()).collect();
+    for page in pages
+        .iter()
+        .filter(|page| page.extension().is_some_and(|end| end == "1"))
+    {
+        let folder = prefix.join("share/man/man1");
+        fs::create_dir_all(&folder)?;
+        install_file(
+            page,
+            &folder.join(page.file_name().unwrap_or_default()),
+            0o644,
+        )?;
+    }
+    Ok(())
+}
