@@ -5,7 +5,7 @@
 //! namespaces that end with this process, so nothing remains after an interrupted demo.
 
 use crate::demo_output::print_demo_line;
-use crate::timeline::Timeline;
+use crate::timeline::{LiveTimeline, Timeline};
 use crate::{one_host_demo, setup};
 use anyhow::{Context, Result, bail, ensure};
 use sempa_proto::event::EventKind;
@@ -80,9 +80,6 @@ pub(crate) fn run(json_file: &Path) -> Result<bool> {
         },
     )?;
     let outcome = run_scenario(&vm).inspect_err(|_| eprintln!("{}", vm.events_and_logs()))?;
-    if let Some(timeline) = &outcome.timeline {
-        timeline.print();
-    }
     let json_path = if json_file.is_absolute() {
         json_file.to_path_buf()
     } else {
@@ -117,11 +114,7 @@ fn run_scenario(vm: &Vm) -> Result<DemoOutcome> {
         owned_host.name()
     ));
     let login = SshLogin::log_in(vm.testbed(), "olga", owned_host)?;
-    vm.wait_for_event(
-        WAIT_TIMEOUT,
-        "clean host after the login",
-        |entry| matches!(entry.kind, EventKind::HostVacated { host } if host.index() == index),
-    )?;
+    print_until_clean(vm, index, &host_names)?;
     let mut reasons = remaining_guests(vm, owned_host.name())?;
     print_demo_line(&format!(
         "{} is clean; olga works, then logs out",
@@ -177,6 +170,22 @@ fn run_scenario(vm: &Vm) -> Result<DemoOutcome> {
         search_s: search_duration.as_secs_f64(),
         fitness,
     })
+}
+
+/// Prints the timeline of the login while its events happen, until the host is clean.
+fn print_until_clean(vm: &Vm, index: u16, host_names: &BTreeMap<u16, String>) -> Result<()> {
+    let mut live_timeline = LiveTimeline::default();
+    wait_for(WAIT_TIMEOUT, || {
+        let events = vm.events().map_err(|error| error.to_string())?;
+        live_timeline.print_new(index, host_names, &events);
+        let is_clean = |kind: &EventKind| matches!(kind, EventKind::HostVacated { host } if host.index() == index);
+        match events.iter().any(|entry| is_clean(&entry.kind)) {
+            true => Ok(()),
+            false => Err("no clean host after the login".to_string()),
+        }
+    })?;
+    println!();
+    Ok(())
 }
 
 /// Adds the hosts over ssh, and waits until a load watcher runs on each host. Prints the progress

@@ -1,12 +1,12 @@
 //! Makes a timeline of the events after an owner's login, from the event log. The timeline is
-//! printed as a table and written as JSON.
+//! printed while the events happen, and written as JSON.
 
 use sempa_proto::Tid;
 use sempa_proto::event::EventKind;
 use sempa_proto::migration::Step;
 use sempa_tests::vm::EventEntry;
 use serde::Serialize;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// The events that concern the guests of one host after one login. All fields with the suffix `_ms`
 /// are milliseconds after the login record.
@@ -59,6 +59,19 @@ impl Timeline {
     /// Returns the timeline of the first login on the host `host_index`; `None` if the event log
     /// contains no login on this host. `names` are the host names by index.
     pub(crate) fn from_events(
+        host_index: u16,
+        names: &BTreeMap<u16, String>,
+        events: &[EventEntry],
+    ) -> Option<Self> {
+        let mut timeline = Self::with_unfinished(host_index, names, events)?;
+        timeline
+            .moves
+            .retain(|completed_migration| completed_migration.running_ms.is_some());
+        Some(timeline)
+    }
+
+    /// As [`Timeline::from_events`], with migrations that have begun but are not complete.
+    fn with_unfinished(
         host_index: u16,
         names: &BTreeMap<u16, String>,
         events: &[EventEntry],
@@ -133,13 +146,14 @@ impl Timeline {
         timeline.moves = migrations
             .into_iter()
             .map(|(_, migration)| migration)
-            .filter(|completed_migration| completed_migration.running_ms.is_some())
             .collect();
         // Without a directive for the whole host, each task was stopped by its own migration.
         let last_stop_ms = || {
+            let is_clean = timeline.host_clean_ms.is_some();
             timeline
                 .moves
                 .iter()
+                .filter(|_| is_clean)
                 .filter_map(|completed_migration| completed_migration.stopped_ms)
                 .reduce(f64::max)
         };
@@ -174,19 +188,15 @@ impl Timeline {
         descriptions
     }
 
-    /// Prints the timeline as a table.
-    pub(crate) fn print(&self) {
-        println!(
-            "\nWhat happened on {} ({}), in ms since the login:\n",
-            self.host, self.why
-        );
-        let print_row = |at_ms: Option<f64>, description: &str| match at_ms {
-            Some(at_ms) => println!("  {at_ms:>9.1}  {description}"),
-            None => println!("          -  {description}"),
-        };
-        print_row(Some(0.0), "login record written by sshd");
-        print_row(self.login_seen_ms, "login seen by the load watcher");
-        let mut rows: Vec<(Option<f64>, String)> = Vec::new();
+    /// Returns the times and descriptions of all rows whose time is known, in the order of time.
+    fn rows(&self) -> Vec<(f64, String)> {
+        let mut rows = vec![
+            (Some(0.0), "login record written by sshd".to_string()),
+            (
+                self.login_seen_ms,
+                format!("login seen by the load watcher ({})", self.why),
+            ),
+        ];
         for migration in &self.moves {
             let task_and_hosts =
                 format!("{} {} -> {}", migration.tid, migration.from, migration.to);
@@ -210,14 +220,60 @@ impl Timeline {
         }
         rows.push((self.guests_stopped_ms, "all guests stopped".to_string()));
         rows.push((self.host_clean_ms, format!("{} is clean", self.host)));
-        rows.sort_by(|a, b| a.0.partial_cmp(&b.0).unwrap_or(std::cmp::Ordering::Equal));
-        for (at_ms, description) in rows {
-            print_row(at_ms, &description);
+        let rows = rows.into_iter();
+        let mut rows: Vec<(f64, String)> = rows
+            .filter_map(|(at_ms, description)| Some((at_ms?, description)))
+            .collect();
+        rows.sort_by(|(a, _), (b, _)| a.total_cmp(b));
+        rows
+    }
+}
+
+/// Prints the rows of a timeline as they become known.
+#[derive(Debug, Default)]
+pub(crate) struct LiveTimeline {
+    printed_rows: BTreeSet<String>,
+    printed_failures: usize,
+}
+
+impl LiveTimeline {
+    /// Prints the rows that were not printed before. Before the login is known, there is none.
+    pub(crate) fn print_new(
+        &mut self,
+        host_index: u16,
+        names: &BTreeMap<u16, String>,
+        events: &[EventEntry],
+    ) {
+        for line in self.new_lines(host_index, names, events) {
+            println!("{line}");
         }
-        for failure in &self.failures {
-            println!("             {failure}");
+    }
+
+    fn new_lines(
+        &mut self,
+        host_index: u16,
+        names: &BTreeMap<u16, String>,
+        events: &[EventEntry],
+    ) -> Vec<String> {
+        let mut lines = Vec::new();
+        let Some(timeline) = Timeline::with_unfinished(host_index, names, events) else {
+            return lines;
+        };
+        if self.printed_rows.is_empty() {
+            lines.push(format!(
+                "\nWhat happens on {}, in ms since the login:\n",
+                timeline.host
+            ));
         }
-        println!();
+        for (at_ms, description) in timeline.rows() {
+            if self.printed_rows.insert(description.clone()) {
+                lines.push(format!("  {at_ms:>9.1}  {description}"));
+            }
+        }
+        let new_failures = timeline.failures.iter().skip(self.printed_failures);
+        lines.extend(new_failures.map(|failure| format!("             {failure}")));
+        self.printed_failures = timeline.failures.len();
+        lines
     }
 }
 
@@ -338,6 +394,14 @@ mod tests {
             ),
             (Some(40.0), Some(30.5), 5)
         );
+        // Each row appears once, as soon as its event is known.
+        let mut live_timeline = LiveTimeline::default();
+        let mut line_counts = |count: usize| {
+            let lines = live_timeline.new_lines(2, &names, &events[..count]);
+            lines.len()
+        };
+        assert_eq!([1, 2, 3, 3].map(&mut line_counts), [0, 3, 1, 0]);
+        assert_eq!([4, 7, 7].map(&mut line_counts), [1, 4, 0]);
         assert!(Timeline::from_events(1, &names, &events).is_none());
         assert!(
             !Timeline::from_events(2, &names, &events[..3])
