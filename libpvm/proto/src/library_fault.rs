@@ -3,16 +3,25 @@
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
+/// How a program got the library of another PVM.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub enum LibrarySource {
+    /// The process has loaded a shared library; contains its path.
+    Loaded(String),
+    /// The program was linked with an archive.
+    Linked,
+    /// The memory map of the process could not be read.
+    #[default]
+    Unknown,
+}
+
 /// A program that uses the library of another PVM. Its library cannot talk to Sempa's daemon, so
 /// every PVM call of the program fails.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ForeignLibrary {
     /// Path of the program.
     pub program: String,
-    /// Path of the shared library that the process has loaded; `None` if the program was linked
-    /// with an archive.
-    #[serde(rename = "loaded")]
-    pub library: Option<String>,
+    pub source: LibrarySource,
     /// Path of Sempa's library on this host; `None` if the daemon does not know it.
     #[serde(rename = "expected")]
     pub own_library: Option<String>,
@@ -21,19 +30,23 @@ pub struct ForeignLibrary {
 impl fmt::Display for ForeignLibrary {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let own_library = self.own_library.as_deref().unwrap_or("libpvm3.so.3");
-        match &self.library {
-            Some(library) => write!(
+        let program = &self.program;
+        match &self.source {
+            LibrarySource::Loaded(library) => write!(
                 f,
-                "{} loaded {library} instead of Sempa's {own_library}, so its PVM calls fail; a start script \
+                "{program} loaded {library} instead of Sempa's {own_library}, so its PVM calls fail; a start script \
                  probably put another folder first in LD_LIBRARY_PATH: change the script, or spawn with \
-                 LD_PRELOAD={own_library} and PVM_EXPORT=LD_PRELOAD in the environment of the spawner",
-                self.program
+                 LD_PRELOAD={own_library} and PVM_EXPORT=LD_PRELOAD in the environment of the spawner"
             ),
-            None => write!(
+            LibrarySource::Linked => write!(
                 f,
-                "{} was linked with the archive libpvm3.a of another PVM, so its PVM calls fail; link it again \
-                 with Sempa's library",
-                self.program
+                "{program} was linked with the archive libpvm3.a of another PVM, so its PVM calls fail; link it again \
+                 with Sempa's library"
+            ),
+            LibrarySource::Unknown => write!(
+                f,
+                "{program} uses the library of another PVM instead of Sempa's {own_library}, so its PVM calls fail; \
+                 check LD_LIBRARY_PATH in its start script, and the library with which it was linked"
             ),
         }
     }
@@ -113,7 +126,7 @@ mod tests {
     fn sentence_names_libraries_and_remedy() {
         let fault = ForeignLibrary {
             program: "/h/master1".into(),
-            library: Some("/usr/lib/libpvm3.so.3.4.6".into()),
+            source: LibrarySource::Loaded("/usr/lib/libpvm3.so.3.4.6".into()),
             own_library: Some("/opt/sempa/lib/libpvm3.so.3".into()),
         };
         let text = fault.to_string();
@@ -124,10 +137,15 @@ mod tests {
         ] {
             assert!(text.contains(part), "{text}");
         }
-        let linked = ForeignLibrary {
-            library: None,
-            ..fault
-        };
-        assert!(linked.to_string().contains("link it again"), "{linked}");
+        for (source, text) in [
+            (LibrarySource::Linked, "link it again"),
+            (LibrarySource::Unknown, "check LD_LIBRARY_PATH"),
+        ] {
+            let fault = ForeignLibrary {
+                source,
+                ..fault.clone()
+            };
+            assert!(fault.to_string().contains(text), "{fault}");
+        }
     }
 }

@@ -5,7 +5,7 @@ use super::env::{env_var, root_refusal, runtime_paths_variable};
 use super::host_env::HostEnvironmentSettings;
 use super::net::LEASE_DEFAULT;
 use super::runtime_dir::RuntimeDir;
-use super::{address, slave, sys};
+use super::{address, foreign_library, slave, sys};
 use anyhow::{Context, bail};
 use clap::Parser;
 use nix::unistd::{gethostname, getuid};
@@ -57,6 +57,10 @@ struct Arguments {
         requires = "slave"
     )]
     join: Option<String>,
+    /// Print which PVM library a process uses. The daemon starts this program so, because it has
+    /// given up the capability to read the files of other processes.
+    #[arg(long, value_name = "PID", hide = true)]
+    inspect_process: Option<i32>,
     /// File with hosts to add at once, one on each line (`PVMHOSTFILE` if not given).
     hostfile: Option<PathBuf>,
 }
@@ -79,6 +83,9 @@ fn parse_mask(text: &str) -> Result<u32, MaskError> {
 pub fn main() -> i32 {
     sys::close_inherited_fds();
     let arguments = Arguments::parse();
+    if let Some(pid) = arguments.inspect_process {
+        return foreign_library::print_inspection(pid);
+    }
     if arguments.slave {
         return slave::run_slave(arguments.foreground, arguments.join.as_deref());
     }

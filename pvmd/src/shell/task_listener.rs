@@ -2,7 +2,7 @@
 //! frames in both directions, and disconnects tasks that violate the protocol or do not read.
 
 use super::descriptors::{TaskFrameReader, send_with_descriptors};
-use super::foreign_library;
+use super::foreign_library::{self, ForeignProcess};
 use super::input::{Input, InputSender, LogRateLimit, TaskConnection};
 use super::local_socket::LocalSocket;
 use super::outbox::{LINK_BYTES_MAX, OutboxReader, Outgoing, outbox};
@@ -61,6 +61,8 @@ struct TaskListener {
     next_conn_id: AtomicU64,
     /// Path of the library that tasks of this host load; `None` if it is not known.
     library: Option<PathBuf>,
+    /// Limits the inspections of processes with the library of another PVM.
+    inspections: Semaphore,
 }
 
 /// Accepts connections of tasks and serves each connection in a tokio task. Never returns.
@@ -77,6 +79,7 @@ pub(crate) async fn accept_tasks(
         refusal_log_limit: LogRateLimit::new(),
         next_conn_id: AtomicU64::new(1),
         library,
+        inspections: Semaphore::new(foreign_library::INSPECTIONS_MAX),
     });
     let pending_hellos = Arc::new(Semaphore::new(PENDING_HELLOS_MAX));
     loop {
@@ -182,24 +185,22 @@ impl TaskListener {
     /// Reports a process that uses the library of another PVM. The process must wait for an answer
     /// meanwhile, so that its files in /proc exist.
     async fn report_foreign_library(&self, pid: i32) {
-        let own_library = self.library.clone();
-        let inspection =
-            tokio::task::spawn_blocking(move || foreign_library::inspect(pid, own_library));
-        let Ok(process) = inspection.await else {
-            return;
+        let inspection = {
+            let _permit = self.inspections.acquire().await;
+            ForeignProcess::inspect(pid).await
         };
-        if let Some(spawn_token) = process.spawn_token {
-            let event = Event::ForeignLibrary {
-                spawn_token,
-                fault: process.fault,
-            };
+        let process = inspection.unwrap_or_else(|error| {
+            tracing::warn!("cannot find out which library process {pid} has loaded: {error:#}");
+            ForeignProcess::default()
+        });
+        let spawn_token = process.spawn_token;
+        let fault = process.into_fault(self.library.as_deref());
+        if let Some(spawn_token) = spawn_token {
             // A failure has no consequence: the daemon is about to exit.
+            let event = Event::ForeignLibrary { spawn_token, fault };
             let _ = self.inputs.send(Input::Event(event)).await;
         } else if self.refusal_log_limit.try_acquire() {
-            tracing::warn!(
-                "refused process {pid} on the tasks' socket: {}",
-                process.fault
-            );
+            tracing::warn!("refused process {pid} on the tasks' socket: {fault}");
         }
     }
 

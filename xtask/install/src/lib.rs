@@ -1,5 +1,6 @@
 //! Builds Sempa and installs it under a prefix, and installs a CRIU that works on this machine.
 
+mod archive;
 mod build;
 mod criu;
 mod packages;

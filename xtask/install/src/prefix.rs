@@ -1,5 +1,6 @@
 //! Copies the programs and files of a build to their locations under a prefix.
 
+use crate::archive::seal_archive;
 use crate::build::{c_library_folder, profile_folder, target_folder};
 use crate::project_folder;
 use crate::pvm_root::install_pvm_root;
@@ -50,15 +51,22 @@ pub fn install_files(prefix: &Path, profile: &str) -> Result<()> {
             0o644,
         )?;
     }
-    install_file(
-        &c_library_folder.join("libpvm3.a"),
-        &prefix.join("lib/libpvm3.a"),
-        0o644,
-    )?;
+    install_archive("libpvm3", &c_library_folder, prefix)?;
     write_package_config(prefix, &capi_folder.join("pvm3.pc.in"))?;
     install_groups_and_fortran(prefix, &build_folder)?;
     install_pvm_root(prefix)?;
     install_manuals(prefix)
+}
+
+/// Installs the archive of the library `name` from a folder of built libraries.
+fn install_archive(name: &str, build_folder: &Path, prefix: &Path) -> Result<()> {
+    let file_name = format!("{name}.a");
+    let bytes = seal_archive(
+        &build_folder.join(&file_name),
+        &build_folder.join(format!("{name}.so")),
+    )
+    .with_context(|| format!("cannot make {file_name}"))?;
+    replace_file(&prefix.join("lib").join(file_name), &bytes, 0o644)
 }
 
 /// Installs the group library with its programs, and the files that Fortran programs need.
@@ -69,11 +77,7 @@ fn install_groups_and_fortran(prefix: &Path, build_folder: &Path) -> Result<()> 
         0o755,
     )?;
     replace_link("libgpvm3.so.3", &prefix.join("lib/libgpvm3.so"))?;
-    install_file(
-        &build_folder.join("libgpvm3.a"),
-        &prefix.join("lib/libgpvm3.a"),
-        0o644,
-    )?;
+    install_archive("libgpvm3", build_folder, prefix)?;
     replace_link("pvm_gstat", &prefix.join("bin/pvmgroups"))?;
     write_package_config(prefix, &project_folder().join("libpvm/group/gpvm3.pc.in"))?;
     replace_file(&prefix.join("lib/libfpvm3.a"), fpvm3::ARCHIVE, 0o644)?;

@@ -7,7 +7,7 @@ use crate::tests::scenario::list_events;
 use crate::tests::sim::Sim;
 use sempa_proto::Tid;
 use sempa_proto::event::EventKind;
-use sempa_proto::library_fault::{ForeignLibrary, LoadFailure};
+use sempa_proto::library_fault::{ForeignLibrary, LibrarySource, LoadFailure};
 use sempa_proto::task::{Request, Sink, SpawnRequest};
 use sempa_proto::tasker::FromTasker;
 
@@ -132,7 +132,7 @@ fn foreign_library_is_reported_once() {
         .expect("a token");
     let fault = ForeignLibrary {
         program: "/h/master1".into(),
-        library: Some("/usr/lib/libpvm3.so.3".into()),
+        source: LibrarySource::Loaded("/usr/lib/libpvm3.so.3".into()),
         own_library: Some("/opt/sempa/lib/libpvm3.so.3".into()),
     };
     for token in [spawn_token, spawn_token, spawn_token.wrapping_add(1)] {
