@@ -155,7 +155,8 @@ impl Runtime {
     }
 
     /// As [`Runtime::tasks`], with an entry for each ended task that has left processes behind
-    /// ([`TaskInfo::is_leftover`]).
+    /// ([`TaskInfo::is_leftover`]). Tasks that PVM does not have ([`TaskInfo::is_hidden`]) are
+    /// omitted.
     ///
     /// # Errors
     /// As [`Runtime::tasks`].
@@ -172,7 +173,10 @@ impl Runtime {
             return unpack_tasks(body).map_err(|e| rm_error(operation, e));
         }
         match self.request_and_wait(Request::Tasks { selector }) {
-            Reply::Tasks(tasks) => Ok(tasks),
+            Reply::Tasks(mut tasks) => {
+                tasks.retain(|task| !task.is_hidden());
+                Ok(tasks)
+            }
             other => Err(Error::from_reply(operation, other)),
         }
     }

@@ -2,11 +2,14 @@
 
 use procfs::process::Process;
 use procfs::{CurrentSI, KernelStats};
+use pvm_load_watcher::host_daemons::resident_bytes;
 use pvm_load_watcher::host_policy::user_name;
+use pvm_load_watcher::load_attribution::task_processes;
 use pvm_load_watcher::status::{GuestStatus, STATUS_TASKS_MAX};
 use sempa_proto::load::is_load_watcher;
 use sempa_proto::table::{TASK_FORKED, TASK_SERVICE_FLAGS, TaskInfo};
 use sempa_proto::task::Reply;
+use std::path::Path;
 
 /// True for a task that was spawned and does not serve the virtual machine.
 pub(crate) fn is_guest(task: &TaskInfo) -> bool {
@@ -60,5 +63,9 @@ fn guest_status(task: &TaskInfo, boot_s: Option<u64>) -> GuestStatus {
         since_us: start_time.unwrap_or(0),
         cpu_s: cpu_ticks as f64 / ticks_per_second as f64,
         leftover_processes: task.leftover_processes,
+        resident_bytes: task_processes(Path::new("/proc"), task.pid)
+            .into_iter()
+            .map(resident_bytes)
+            .sum(),
     }
 }

@@ -12,10 +12,12 @@
 //!   owner verdict from all sources (pure).
 //! - Policy: [`policy`] and [`hours`] parse policy files (pure). [`owner_override`] and
 //!   [`published_policy`] read and write owners' overrides and policies. [`host_policy`] merges all
-//!   sources. [`guests`] decides whether guests may run (pure).
+//!   sources. [`guests`] decides whether guests may run (pure), [`eviction`] whether they can leave
+//!   (pure).
 //! - Enforcement: [`cpu_confinement`] confines guests to the processors that the owner allows.
 //! - Communication: [`file_watcher`] reports changes of files. [`report`] decides when to sample
-//!   and to send a report (pure). [`status`] answers queries of users of this host.
+//!   and to send a report (pure). [`status`] answers queries of users of this host;
+//!   [`host_daemons`] finds daemons of this host without a load watcher that answers.
 //! - [`user_files`]: files of users in a directory that all users share. `file_users` selects the
 //!   users if there are too many; `accounts` looks up accounts without waiting.
 //! - [`system`]: clocks and nice levels.
@@ -24,9 +26,11 @@ mod accounts;
 pub mod cgroup;
 pub mod cpu_confinement;
 pub mod cpu_usage;
+pub mod eviction;
 mod file_users;
 pub mod file_watcher;
 pub mod guests;
+pub mod host_daemons;
 pub mod host_policy;
 pub mod hours;
 pub mod load_attribution;

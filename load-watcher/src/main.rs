@@ -4,6 +4,7 @@
 mod directive;
 mod guest_status;
 mod rm_link;
+mod status_report;
 mod watcher;
 
 use clap::Parser;
@@ -16,19 +17,18 @@ use std::process::ExitCode;
 use thiserror::Error;
 use watcher::Watcher;
 
-/// Watches one host for the resource manager of a Sempa virtual machine: samples its load and
-/// detects its owner.
+/// Watches one host of a Sempa virtual machine: samples its load, detects its owner, and has guests
+/// stopped while the owner needs the machine.
 ///
-/// The resource manager starts one load watcher on every host; if one dies, the daemon of its host
-/// starts another. A load watcher outlives the resource manager, so that the owner stays protected,
-/// and reports to the next one. A user who is logged in counts as the owner of the host, unless
-/// there was no input for a quarter of an hour. The owner's policy decides what guests may do then
-/// and otherwise: see `pvm help owner`.
+/// The daemon of each host starts one load watcher; if one dies, the daemon starts another. A
+/// resource manager asks it for reports, or replaces it by its own. A user who is logged in counts
+/// as the owner of the host, unless there was no input for a quarter of an hour. The owner's
+/// policy decides what guests may do then and otherwise: see `pvm help owner`.
 #[derive(Debug, Parser)]
 #[command(name = "pvm-load-watcher", version)]
 struct Args {
     /// Task id of the resource manager, as 't40002'; without it the load watcher reports to the
-    /// first one that asks.
+    /// first one that asks for reports.
     #[arg(long, value_name = "TID", value_parser = parse_tid)]
     report_to: Option<Tid>,
     /// Message context of the reports.

@@ -7,9 +7,10 @@
 //! [`write()`] perform I/O.
 
 use crate::hours::WeeklyHours;
-use crate::policy::{Policy, PolicyError, line_of_key};
+use crate::policy::{LeaveAfter, Policy, PolicyError, line_of_key};
 use crate::user_files::{self, FileVersion, UntrustedFileError, UserFile};
 use sempa_proto::Micros;
+use sempa_proto::owner::EvictionMode;
 use serde::Deserialize;
 use std::collections::BTreeSet;
 use std::io;
@@ -45,7 +46,7 @@ pub enum Presence {
 pub struct OwnerOverride {
     /// The declared presence; `None` if the override only contains settings.
     pub presence: Option<DeclaredPresence>,
-    /// Additional policy settings: times without guests, a number of cores.
+    /// Additional policy settings: times without guests, a number of cores, whether guests end.
     pub policy: Policy,
 }
 
@@ -72,6 +73,8 @@ struct OverrideFile {
     visit: bool,
     never: Option<Vec<WeeklyHours>>,
     cores: Option<u32>,
+    #[serde(default)]
+    end: bool,
 }
 
 impl OwnerOverride {
@@ -89,6 +92,7 @@ impl OwnerOverride {
             visit: ends_with_visit,
             never: forbidden_hours,
             cores,
+            end: ends_guests,
         } = content;
         let presence = match (state, at_us, until_us) {
             (Some(state), Some(declared_at_us), Some(expires_at_us))
@@ -114,14 +118,31 @@ impl OwnerOverride {
                 });
             }
         };
-        Ok(Self {
+        let mut owner_override = Self {
             presence,
             policy: Policy {
                 forbidden_hours,
                 cores,
                 ..Policy::default()
             },
-        })
+        };
+        owner_override.set_ends_guests(ends_guests);
+        Ok(owner_override)
+    }
+
+    /// True if guests that must stop are ended at once.
+    pub fn ends_guests(&self) -> bool {
+        self.policy.eviction_mode == Some(EvictionMode::Kill)
+    }
+
+    /// States whether guests that must stop are ended at once, instead of what the other policies
+    /// state.
+    pub fn set_ends_guests(&mut self, ends_guests: bool) {
+        let policy = &mut self.policy;
+        (policy.eviction_mode, policy.leave_after) = match ends_guests {
+            true => (Some(EvictionMode::Kill), Some(LeaveAfter::Seconds(0))),
+            false => (None, None),
+        };
     }
 
     /// Formats the override as the text of its file.
@@ -153,6 +174,9 @@ impl OwnerOverride {
         }
         if let Some(cores) = self.policy.cores {
             toml_text.push_str(&format!("cores = {cores}\n"));
+        }
+        if self.ends_guests() {
+            toml_text.push_str("end = true\n");
         }
         toml_text
     }
@@ -348,11 +372,13 @@ mod tests {
 
     proptest! {
         #[test]
-        fn formatted_override_parses_unchanged(start_s in 0_u64..1 << 40, duration_s in 0_u64..1 << 20, is_here: bool, ends_with_visit: bool, cores: u32) {
+        fn formatted_override_parses_unchanged(start_s in 0_u64..1 << 40, duration_s in 0_u64..1 << 20, is_here: bool, ends_with_visit: bool, cores: u32, ends_guests: bool) {
             let state = if is_here { Presence::Here } else { Presence::Away };
             let declared_presence = DeclaredPresence { state, declared_at: Micros::from_secs(start_s), expires_at: Micros::from_secs(start_s + duration_s), ends_with_visit };
             let hours = Some(vec!["mon-fri 9-17".parse().expect("good")]);
-            let owner_override = OwnerOverride { presence: Some(declared_presence), policy: Policy { cores: Some(cores), forbidden_hours: hours, ..Policy::default() } };
+            let mut owner_override = OwnerOverride { presence: Some(declared_presence), policy: Policy { cores: Some(cores), forbidden_hours: hours, ..Policy::default() } };
+            owner_override.set_ends_guests(ends_guests);
+            prop_assert_eq!(owner_override.ends_guests(), ends_guests);
             prop_assert_eq!(OwnerOverride::parse("x", &owner_override.to_toml()), Ok(owner_override));
         }
 

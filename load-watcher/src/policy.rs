@@ -205,6 +205,9 @@ pub struct Policy {
     pub idle_after_min: Option<u32>,
     /// Programs and users that are never admitted.
     pub blocked: Option<Blocked>,
+    /// False if guests need not stop for an owner here, so that no load watcher is needed. Has no
+    /// effect in the settings of a user who is not an owner.
+    pub watch: Option<bool>,
 }
 
 /// Error of a policy file that was refused. The previous policy of the same file stays in force; if
@@ -376,6 +379,7 @@ impl Policy {
                     .map(|eviction_mode| format!("\"{eviction_mode}\"")),
             ),
             ("idle_after_min", self.idle_after_min.map(|n| n.to_string())),
+            ("watch", self.watch.map(|watch| watch.to_string())),
             (
                 "blocked.programs",
                 blocked.programs.as_ref().map(string_list),
@@ -420,6 +424,21 @@ impl MergedPolicy {
         Self { policy, settings }
     }
 
+    /// Returns the origin of `watch = false`; `None` if the policy does not contain it.
+    pub(crate) fn switch_off_source(&self) -> Option<String> {
+        let mut settings = self.settings.iter();
+        settings
+            .find(|(name, value, _)| *name == "watch" && value == "false")
+            .map(|(.., origin)| origin.clone())
+    }
+
+    /// Removes the setting `watch`, which has no effect in the settings of a user who is not an
+    /// owner.
+    pub(crate) fn remove_watch(&mut self) {
+        self.policy.watch = None;
+        self.settings.retain(|(name, ..)| *name != "watch");
+    }
+
     /// Returns this policy with the settings of `lower_priority` that this policy does not contain.
     /// `lower_priority` is a policy of lower priority.
     pub fn fill_missing_from(self, lower_priority: Self) -> Self {
@@ -449,6 +468,7 @@ impl MergedPolicy {
             eviction_mode: lower_eviction_mode,
             idle_after_min,
             blocked,
+            watch,
         } = lower_priority.policy;
         let mut merged_blocked = policy.blocked.unwrap_or_default();
         let blocked = blocked.unwrap_or_default();
@@ -465,6 +485,7 @@ impl MergedPolicy {
             eviction_mode: policy.eviction_mode.or(lower_eviction_mode),
             idle_after_min: policy.idle_after_min.or(idle_after_min),
             blocked: Some(merged_blocked),
+            watch: policy.watch.or(watch),
         };
         Self { policy, settings }
     }
@@ -514,6 +535,7 @@ impl MergedPolicy {
                 programs: merge_lists(blocked.0.programs, blocked.1.programs),
                 users: merge_lists(blocked.0.users, blocked.1.users),
             }),
+            watch: combine_options(a.watch, b.watch, |a, b| a || b),
         };
         let source_settings: Vec<(&str, String, String)> =
             self.settings.into_iter().chain(other.settings).collect();
@@ -591,6 +613,7 @@ mod tests {
             "only",
             "owners",
             "then",
+            "watch",
         ];
         let uncommented_text: String = EXAMPLE_POLICY
             .lines()

@@ -23,7 +23,7 @@ const RM_EXIT_TAG: i32 = 1;
 pub(crate) struct RmSubscription {
     /// The resource manager that receives the reports; `None` after it has exited.
     rm_tid: Mutex<Option<Tid>>,
-    /// Readable after a resource manager has requested the reports, until
+    /// Readable after a resource manager has requested the reports or has exited, until
     /// [`RmSubscription::take_change_event`].
     change_event: EventFd,
     /// Readable after the daemon has asked whether this load watcher runs, until
@@ -71,6 +71,7 @@ impl RmSubscription {
                     .map(Tid::from_raw);
                 if *rm_tid == exited_rm {
                     *rm_tid = None;
+                    let _ = self.change_event.write(1);
                 }
             }
             TAG_REPORT_ADDRESS if message.src.is_task() => {
@@ -92,7 +93,8 @@ impl RmSubscription {
         *self.rm_tid.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns true if a resource manager has requested the reports since the last call.
+    /// Returns true if a resource manager has requested the reports or has exited since the last
+    /// call.
     pub(crate) fn take_change_event(&self) -> bool {
         self.change_event.read().is_ok()
     }

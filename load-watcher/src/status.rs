@@ -66,6 +66,10 @@ pub struct GuestStatus {
     /// is then one of these processes.
     #[serde(default)]
     pub leftover_processes: u32,
+    /// Resident memory of all processes of the guest, in bytes; 0 if unknown. Memory that processes
+    /// share counts once for each.
+    #[serde(default)]
+    pub resident_bytes: u64,
 }
 
 /// The status that a load watcher sends to users of its host.
@@ -94,6 +98,10 @@ pub struct WatcherStatus {
     pub leave_at_us: Option<u64>,
     /// How guests are evicted: `move`, `kill` or `checkpoint`; `None` if guests may run.
     pub then: Option<String>,
+    /// Reason why no guest can leave, although `leave_at_us` is set; empty if guests can leave or
+    /// are ended.
+    #[serde(default)]
+    pub cannot_leave: String,
     /// Mechanism by which guests are stopped: `control groups`, `signals`, or `unknown`.
     #[serde(default)]
     pub stopped_by: String,
@@ -113,6 +121,15 @@ pub struct WatcherStatus {
     /// Reason why the daemon has refused the last directive; empty if it is in force.
     #[serde(default)]
     pub directive_error: String,
+    /// The source that contains `watch = false`; empty if owners are protected.
+    #[serde(default)]
+    pub switched_off_by: String,
+    /// The time of the answer by the clock to which the owner's hours refer, with its time zone.
+    #[serde(default)]
+    pub clock: String,
+    /// Process id of the load watcher as the client sees it; 0 in the answer itself.
+    #[serde(default)]
+    pub pid: i32,
 }
 
 /// The socket on which a load watcher answers queries.
@@ -181,6 +198,8 @@ fn parse_socket_name(line: &str) -> Option<(&str, u32)> {
 /// A connection to a load watcher whose answer has not arrived completely.
 struct OpenQuery {
     name: String,
+    /// Process id of the load watcher, as this process sees it.
+    pid: i32,
     stream: UnixStream,
     answer: Vec<u8>,
 }
@@ -215,6 +234,7 @@ impl OpenQuery {
         }
         Ok(Self {
             name: name.to_string(),
+            pid: server_credentials.pid(),
             stream,
             answer: Vec::new(),
         })
@@ -226,7 +246,11 @@ impl OpenQuery {
         loop {
             match self.stream.read(&mut bytes) {
                 Ok(0) => {
-                    return Some(serde_json::from_slice(&self.answer).map_err(io::Error::other));
+                    let status = serde_json::from_slice(&self.answer).map_err(io::Error::other);
+                    return Some(status.map(|status: WatcherStatus| WatcherStatus {
+                        pid: self.pid,
+                        ..status
+                    }));
                 }
                 Ok(count) => self.answer.extend_from_slice(&bytes[..count]),
                 Err(e) if e.kind() == io::ErrorKind::WouldBlock => return None,
@@ -509,6 +533,7 @@ mod tests {
             servers.push(server);
             open_queries.push(OpenQuery {
                 name: name.into(),
+                pid: 0,
                 stream: client,
                 answer: Vec::new(),
             });

@@ -8,6 +8,7 @@ use crate::hours::LocalTime;
 use nix::libc;
 use procfs::process::Process;
 use sempa_proto::Micros;
+use std::ffi::CStr;
 use std::io;
 use std::mem::MaybeUninit;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -26,23 +27,62 @@ pub fn time_of_day() -> Micros {
     )
 }
 
-/// Returns the day of the week and the minute of the day at a time, in the time zone of `TZ` or of
-/// the machine. `unix_seconds` is the time in seconds since 1970.
-pub fn local_time(unix_seconds: u64) -> LocalTime {
+/// Returns a time in the time zone of `TZ` or of the machine.
+fn broken_down_time(unix_seconds: u64) -> libc::tm {
     let c_time = libc::time_t::try_from(unix_seconds).unwrap_or(0);
     let mut tm_value = MaybeUninit::<libc::tm>::zeroed();
     // SAFETY: both pointers refer to live values of the right type. An all-zero `tm` is valid, so
     // the value may be read even if the call fails.
-    let tm_value = unsafe {
+    unsafe {
         libc::localtime_r(&raw const c_time, tm_value.as_mut_ptr());
         tm_value.assume_init()
-    };
+    }
+}
+
+/// Returns the day of the week and the minute of the day at a time, in the time zone of `TZ` or of
+/// the machine. `unix_seconds` is the time in seconds since 1970.
+pub fn local_time(unix_seconds: u64) -> LocalTime {
+    let tm_value = broken_down_time(unix_seconds);
     // In `tm_wday`, 0 is Sunday.
     let day = (tm_value.tm_wday.rem_euclid(7) + 6) % 7;
     let minute = tm_value.tm_hour.clamp(0, 23) * 60 + tm_value.tm_min.clamp(0, 59);
     LocalTime {
         day: day as u8,
         minute: minute as u16,
+    }
+}
+
+/// Describes a time by the clock to which the owner's hours refer: "10:41, CEST (UTC+02:00)".
+/// `unix_seconds` is the time in seconds since 1970.
+pub fn describe_clock(unix_seconds: u64) -> String {
+    let tm_value = broken_down_time(unix_seconds);
+    let zone = if tm_value.tm_zone.is_null() {
+        String::new()
+    } else {
+        // SAFETY: `tm_zone` points to a text of the C library that is never freed.
+        unsafe { CStr::from_ptr(tm_value.tm_zone) }
+            .to_string_lossy()
+            .into_owned()
+    };
+    let (hour, minute) = (tm_value.tm_hour, tm_value.tm_min);
+    format!(
+        "{hour:02}:{minute:02}, {}",
+        describe_zone(&zone, tm_value.tm_gmtoff)
+    )
+}
+
+/// Describes a time zone by its abbreviation and its offset from UTC.
+fn describe_zone(zone: &str, offset_seconds: i64) -> String {
+    let (sign, minutes) = (
+        if offset_seconds < 0 { '-' } else { '+' },
+        offset_seconds.unsigned_abs() / 60,
+    );
+    let offset = format!("UTC{sign}{:02}:{:02}", minutes / 60, minutes % 60);
+    match zone {
+        "UTC" | "" => "UTC".to_string(),
+        // Zones without an abbreviation have a number instead.
+        _ if zone.starts_with(['+', '-']) => offset,
+        _ => format!("{zone} ({offset})"),
     }
 }
 
@@ -99,6 +139,21 @@ mod tests {
             difference_minutes <= 14 * 60 || difference_minutes >= 7 * 1440 - 14 * 60,
             "{local_time_of_week:?}"
         );
+    }
+
+    /// The time zone of a clock is stated with its offset.
+    #[test]
+    fn clock_names_its_zone() {
+        for (zone, offset_seconds, expected) in [
+            ("CEST", 7200, "CEST (UTC+02:00)"),
+            ("NST", -12_600, "NST (UTC-03:30)"),
+            ("UTC", 0, "UTC"),
+            ("+0545", 20_700, "UTC+05:45"),
+        ] {
+            assert_eq!(describe_zone(zone, offset_seconds), expected);
+        }
+        let clock = describe_clock(1_000_000_000);
+        assert!(clock.contains(':') && clock.contains(", "), "{clock}");
     }
 
     /// The nice level is raised to the requested level. A level that is higher than requested is

@@ -7,8 +7,9 @@
 
 use crate::Args;
 use crate::directive::DirectiveSender;
-use crate::guest_status::{guest_statuses, is_guest, stop_mechanism};
+use crate::guest_status::is_guest;
 use crate::rm_link::RmSubscription;
+use crate::status_report::StatusInputs;
 use anyhow::Context;
 use libpvm::{Body, Vm};
 use nix::sys::epoll::Epoll;
@@ -32,16 +33,16 @@ use pvm_load_watcher::probes::{InputProbe, read_session_files, terminal_input_ti
 use pvm_load_watcher::report::{REPORTED_LOGINS_MAX, Reporter, SAMPLE_INTERVAL_CHANGING_LOAD};
 use pvm_load_watcher::sampler::Sampler;
 use pvm_load_watcher::sessions::Session;
-use pvm_load_watcher::status::{PolicySetting, StatusListener, WatcherStatus};
+use pvm_load_watcher::status::{StatusListener, WatcherStatus};
 use pvm_load_watcher::system::{local_time, raise_nice_level, time_of_day, to_micros};
 use pvm_load_watcher::user_files::FILE_PREFIX;
 use sempa_proto::load::{LoadReport, LoadSample, OwnerVerdict};
 use sempa_proto::message::DSIG_X86_64;
-use sempa_proto::owner::{GuestAccess, GuestDirective, REASON_BYTES_MAX};
+use sempa_proto::owner::{GuestDirective, REASON_BYTES_MAX};
 use sempa_proto::rm::CTX_RM;
 use sempa_proto::runtime_paths::GUEST_CPUS_FILE;
 use sempa_proto::sm::SM_ALIVE;
-use sempa_proto::table::TaskInfo;
+use sempa_proto::table::{HostTable, TaskInfo};
 use sempa_proto::task::{Reply, Request};
 use sempa_proto::text::truncate;
 use sempa_proto::{Micros, Tid, frame};
@@ -60,9 +61,9 @@ const TASK_QUERY_INTERVAL: Micros = Micros::from_secs(10);
 /// Minimum interval between two queries of the tasks while the owner limits guests. It is shorter
 /// than [`TASK_QUERY_INTERVAL`], because the limits must be applied to new guests soon.
 const LIMITED_TASK_QUERY_INTERVAL: Micros = Micros::from_secs(1);
-/// Time for which a resource manager may run without requesting reports; after this time, the load
-/// watcher exits. While there is no resource manager, the load watcher continues to run.
-const NO_REQUEST_TIMEOUT: Micros = Micros::from_secs(30);
+/// Time for which the load watcher still answers queries after the owner's side has switched it
+/// off, so that this side learns that its setting was read.
+const SWITCH_OFF_DELAY: Micros = Micros::from_secs(10);
 /// Interval at which paths that cannot be watched are read.
 const UNWATCHED_READ_INTERVAL: Micros = Micros::from_secs(10);
 
@@ -92,9 +93,9 @@ struct Observations {
 pub(crate) struct Watcher {
     vm: Vm,
     rm_subscription: Arc<RmSubscription>,
-    /// Time since which a resource manager runs that has not requested reports; `None` if there is
-    /// no such resource manager.
-    not_requested_since: Option<Micros>,
+    /// Time since which the owner's side has switched this load watcher off; `None` if it has not,
+    /// or if a resource manager needs the reports.
+    switched_off_since: Option<Micros>,
     /// An epoll instance that is readable when a user of this host queries the status, when logind
     /// reports a change, or when a resource manager requests reports.
     wake_epoll: Epoll,
@@ -102,6 +103,8 @@ pub(crate) struct Watcher {
     vm_name: String,
     args: Args,
     uid: u32,
+    /// Login name of the user of the virtual machine.
+    user: String,
     started_at: Instant,
     sampler: Sampler,
     file_watcher: FileWatcher,
@@ -236,11 +239,12 @@ impl Watcher {
         let mut watcher = Self {
             vm,
             rm_subscription,
-            not_requested_since: None,
+            switched_off_since: None,
             wake_epoll: epoll,
             vm_name: vmid,
             args,
             uid: euid,
+            user: user_name(euid),
             started_at: Instant::now(),
             sampler,
             file_watcher,
@@ -266,6 +270,11 @@ impl Watcher {
         watcher.read_sessions();
         watcher.observations.input_probe.read_if_due(time_of_day());
         Ok(watcher)
+    }
+
+    /// True if a resource manager uses the reports, so that it migrates tasks for owners.
+    fn has_rm(&self) -> bool {
+        self.rm_subscription.rm_tid().is_some()
     }
 
     fn now(&self) -> Micros {
@@ -334,6 +343,7 @@ impl Watcher {
         self.host_policy.update_logins(&logins);
         self.log_new_errors(&previous_errors);
         self.observations.terminal_input = terminal_input_times(&self.args.terminals, &logins);
+        let has_rm = self.has_rm();
         let policy = &self.host_policy.merged_policy().policy;
         let idle_after_min = policy.idle_after_min.unwrap_or(DEFAULT_IDLE_AFTER_MIN);
         let signs = OwnerSigns {
@@ -347,6 +357,7 @@ impl Watcher {
             overrides: self.host_policy.overrides(),
             owners: self.host_policy.owners(),
             idle_after: Micros::from_secs(u64::from(idle_after_min) * 60),
+            own_user: (!has_rm).then_some(self.user.as_str()),
         };
         self.assessment = self.owner_detector.derive_verdict(now, &signs);
         let input_is_old = |at: &Micros| now.since(*at) >= signs.idle_after;
@@ -372,6 +383,11 @@ impl Watcher {
         });
         self.sampler
             .set_memory_matters(policy.memory_free.is_some());
+        if let Some(source) = self.host_policy.switched_off_by() {
+            let reason = format!("watch = false in {source}: no owner is watched for");
+            (self.assessment.verdict, self.assessment.reason) = (OwnerVerdict::default(), reason);
+            self.guest_decision = GuestDecision::default();
+        }
         self.send_directive();
         let decision_changed = self.reported_decision.as_ref() != Some(&self.guest_decision);
         if decision_changed
@@ -569,7 +585,7 @@ impl Watcher {
             return self.file_watcher.is_unwatched(UTMP_PATH_INDEX);
         }
         self.deadlines.slow_checks = now + SLOW_CHECKS_INTERVAL;
-        self.exit_if_not_requested(now);
+        self.exit_if_switched_off(now);
         if now >= self.deadlines.unwatched_read {
             self.deadlines.unwatched_read = now + UNWATCHED_READ_INTERVAL;
             self.retry_unwatched(|path_index| path_index != UTMP_PATH_INDEX);
@@ -600,16 +616,17 @@ impl Watcher {
         true
     }
 
-    /// Exits if the current resource manager has not requested reports for [`NO_REQUEST_TIMEOUT`]:
-    /// such a resource manager uses another load watcher on this host or needs none. Without a
-    /// resource manager the load watcher continues to run, to protect the owner.
-    fn exit_if_not_requested(&mut self, now: Micros) {
-        if self.rm_subscription.rm_tid().is_some() || self.vm.runtime().rm().is_none() {
-            self.not_requested_since = None;
-        } else if now.since(*self.not_requested_since.get_or_insert(now)) >= NO_REQUEST_TIMEOUT {
-            tracing::info!(
-                "the current resource manager does not request reports; this load watcher exits",
-            );
+    /// Exits if the owner's side has switched this load watcher off and no resource manager needs
+    /// its reports. The exit status 0 tells the daemon that no load watcher is wanted.
+    fn exit_if_switched_off(&mut self, now: Micros) {
+        let Some(source) = self.host_policy.switched_off_by() else {
+            self.switched_off_since = None;
+            return;
+        };
+        if self.has_rm() {
+            self.switched_off_since = None;
+        } else if now.since(*self.switched_off_since.get_or_insert(now)) >= SWITCH_OFF_DELAY {
+            tracing::info!("{source} contains watch = false; this load watcher exits");
             drop(self.vm.exit());
             std::process::exit(0);
         }
@@ -677,6 +694,8 @@ impl Watcher {
                 }
                 self.answer_queries();
                 if self.rm_subscription.take_change_event() {
+                    // Whether a resource manager runs decides which logins count.
+                    self.assess_and_notify()?;
                     self.prepare_report()?;
                 }
             }
@@ -716,66 +735,27 @@ impl Watcher {
 
     /// Collects the status of this host, with which the load watcher answers a user's query.
     fn collect_status(&self) -> WatcherStatus {
-        let (guests_text, leave_at_us, eviction_mode) = match self.guest_decision.access {
-            GuestAccess::Welcome => ("welcome", None, None),
-            GuestAccess::Paused {
-                evict_at: leave_at,
-                eviction: eviction_mode,
-            } => ("stopped", leave_at.map(|at| at.0), Some(eviction_mode)),
+        let request = |request| self.vm.runtime().request_and_wait(request);
+        let hosts = match request(Request::Config) {
+            Reply::Hosts(table) => table,
+            _ => HostTable::default(),
         };
-        let presence_text = match self.assessment.verdict {
-            OwnerVerdict::Absent { .. } => "absent",
-            OwnerVerdict::Uncertain { .. } => "maybe",
-            OwnerVerdict::Present { .. } => "present",
-        };
-        let policy_setting = |(name, value, origin): &(&str, String, String)| PolicySetting {
-            name: name.to_string(),
-            value: value.clone(),
-            from: origin.clone(),
-        };
-        let directive_error = self.directive_sender.refusal().map(str::to_string);
-        let refusal_line = directive_error
-            .iter()
-            .map(|error| format!("the daemon has refused the directive about guests: {error}"));
-        let refusal_line: Vec<String> = refusal_line.collect();
-        let tasks = self.query_tasks();
-        let host = match self.vm.runtime().request_and_wait(Request::Config) {
-            Reply::Hosts(table) => table.get(self.vm.host()).map(|entry| entry.name.clone()),
-            _ => None,
-        };
-        let (stopped_by, stopped_by_why) =
-            stop_mechanism(self.vm.runtime().request_and_wait(Request::QueryFreezer));
-        WatcherStatus {
-            vm: self.vm_name.clone(),
-            user: user_name(self.uid),
-            host: host.unwrap_or_default(),
-            owner: presence_text.into(),
-            confidence: self.assessment.confidence,
-            why: self.assessment.reason.clone(),
-            sources: self
-                .assessment
-                .sources
-                .iter()
-                .map(|(name, description)| (name.to_string(), description.clone()))
-                .collect(),
-            guests: guests_text.into(),
-            guests_why: self.guest_decision.reason.clone(),
-            leave_at_us,
-            then: eviction_mode.map(|eviction_mode| eviction_mode.to_string()),
-            stopped_by: stopped_by.into(),
-            stopped_by_why,
-            policy: self
-                .host_policy
-                .merged_policy()
-                .settings
-                .iter()
-                .map(policy_setting)
-                .collect(),
-            wrong: [self.host_policy.errors(), refusal_line].concat(),
-            directive_error: directive_error.unwrap_or_default(),
-            tasks: guest_statuses(&tasks),
-            read_files: self.host_policy.read_files().to_vec(),
+        StatusInputs {
+            vm: &self.vm_name,
+            user: &self.user,
+            host: self.vm.host(),
+            hosts: &hosts,
+            has_rm: self.has_rm(),
+            assessment: &self.assessment,
+            decision: &self.guest_decision,
+            host_policy: &self.host_policy,
+            directive_refusal: self.directive_sender.refusal(),
+            tasks: &self.query_tasks(),
+            freezer: request(Request::QueryFreezer),
+            engine: request(Request::QueryEngine),
+            now: time_of_day(),
         }
+        .into_status()
     }
 }
 

@@ -76,7 +76,7 @@ struct Args {
     /// With '--replay': print the result as JSON.
     #[arg(long, requires = "replay")]
     json: bool,
-    /// Start no load watchers: load and owners stay unknown, and no task is migrated.
+    /// Start no load watchers and use none: load and owners stay unknown, and no task is migrated.
     #[arg(long)]
     no_watchers: bool,
 }

@@ -1,5 +1,6 @@
-//! Runs one load watcher on every host: starts it, and restarts it when it ends or does not report.
-//! The module does no input or output: the service carries out the output of [`Watchers::poll`].
+//! Runs one load watcher on every host: adopts the one that the daemon has started, otherwise
+//! starts one, and restarts it when it ends or does not report. The module does no input or
+//! output: the service carries out the output of [`Watchers::poll`].
 //!
 //! With ten thousand hosts, every report is processed here. Therefore no operation examines all
 //! hosts.
@@ -22,7 +23,7 @@ const SHORT_RUNS_MAX: u32 = 3;
 /// Time without a report after which a watcher is terminated and replaced. Watchers report every
 /// ten seconds.
 pub const SILENCE_TIMEOUT: Micros = Micros::from_secs(45);
-/// Timeout for the first report of a watcher that an earlier resource manager started.
+/// Timeout for the first report of an adopted watcher.
 pub const ADOPTION_TIMEOUT: Micros = Micros::from_secs(5);
 /// Maximum number of abandoned orders whose wait id is remembered, in order to recognize a late
 /// acknowledgement.
@@ -33,8 +34,8 @@ const ABANDONED_ORDERS_MAX: usize = 4096;
 pub enum WatcherOutput {
     /// Start a watcher on a host, then call [`Watchers::record_order_sent`].
     Start(HostId),
-    /// Request this watcher, which an earlier resource manager started, to report to the current
-    /// resource manager.
+    /// Request this watcher, which a daemon or an earlier resource manager started, to report to
+    /// the current resource manager.
     Adopt(Tid),
     /// Request a notification of this watcher's end.
     Notify(Tid),
@@ -197,8 +198,8 @@ impl Watchers {
         }
     }
 
-    /// Adopts a running watcher of an earlier resource manager. Has no effect if this resource
-    /// manager has already ordered the start of a watcher on the host.
+    /// Adopts a running watcher of the host's daemon or of an earlier resource manager. Has no
+    /// effect if this resource manager has already ordered the start of a watcher on the host.
     pub fn adopt_watcher(&mut self, now: Micros, host: HostId, tid: Tid) {
         if self
             .watchers
@@ -431,7 +432,7 @@ impl Watchers {
             WatcherState::Adopting { tid, .. } => {
                 self.outputs.push_back(WatcherOutput::Terminate(tid));
                 let text = format!(
-                    "load watcher {tid} of {host}, started by an earlier resource manager, does not report; it is \
+                    "load watcher {tid} of {host}, which ran before this resource manager, does not report; it is \
                      replaced"
                 );
                 self.outputs.push_back(WatcherOutput::Note(text));

@@ -124,6 +124,9 @@ pub const TASK_RM: i32 = 0x100;
 pub const TASK_HOSTER: i32 = 0x200;
 pub const TASK_TASKER: i32 = 0x400;
 pub const TASK_TRACER: i32 = 0x800;
+/// Flag of a task that programs must not see, because PVM does not have it: a load watcher that a
+/// daemon has started by itself, while no resource manager uses its reports.
+pub const TASK_HIDDEN: i32 = 0x1_0000;
 /// Flags of tasks that provide a service to the virtual machine. Such tasks are never migrated,
 /// paused or suspended.
 pub const TASK_SERVICE_FLAGS: i32 = TASK_RM | TASK_HOSTER | TASK_TASKER;
@@ -164,6 +167,11 @@ pub struct TaskInfo {
 }
 
 impl TaskInfo {
+    /// True for a task that programs and task lists of users must not show.
+    pub fn is_hidden(&self) -> bool {
+        self.flags & TASK_HIDDEN != 0
+    }
+
     /// True if the entry describes the leftover processes of a task that has ended.
     pub fn is_leftover(&self) -> bool {
         self.leftover_processes > 0

@@ -26,7 +26,7 @@ use crate::message::Message;
 use crate::migration::{Failure, MigrationTargets, Refusal, RestartGroup, Step};
 use crate::route::RouteMsg;
 use crate::table::{AddedHost, HostReport, HostTable, TaskInfo};
-use crate::tasker::FreezerUnavailable;
+use crate::tasker::{EngineUnavailable, FreezerUnavailable};
 use serde::{Deserialize, Serialize};
 use std::net::IpAddr;
 use std::path::PathBuf;
@@ -421,6 +421,9 @@ pub enum Request {
         /// True to include the resources that each task has used.
         with_tasks: bool,
     },
+    /// Asks whether the tasks of this host can be dumped, so that they can migrate.
+    /// → [`Reply::Engine`]
+    QueryEngine,
 }
 
 /// Results of a successful migration.
@@ -497,6 +500,9 @@ pub enum Reply {
     AwaitingRestart(Vec<Tid>),
     /// The state of a host.
     HostReport(HostReport),
+    /// `Ok` with the version of the dump engine of this host, or the reason why there is none.
+    /// `None` if no tasker has reported yet.
+    Engine(Option<Result<String, EngineUnavailable>>),
 }
 
 /// Error of a failed migration; the task continues at the source.

@@ -15,6 +15,9 @@
 //! the user, or if the administrator has named no owners and the user is among the last users
 //! logged in at the machine itself.
 //!
+//! `watch = false`, which ends the protection of owners, counts only if an owner or the
+//! administrator has stated it, and if all owners with a statement have stated it.
+//!
 //! A malformed file is refused, and its previous content stays in force. If there was no previous
 //! content, it is unknown what the file forbids, so guests may not run until the file is corrected
 //! or removed.
@@ -90,6 +93,8 @@ pub struct HostPolicy {
     /// never valid before. `None` if the policy is known.
     policy_unknown: Option<String>,
     merged_policy: MergedPolicy,
+    /// The source that ends the protection of owners on this host; `None` if none does.
+    switched_off_by: Option<String>,
     blocked_uids: Vec<u32>,
     /// Error sentences about blocked users without an account on this host.
     unknown_users: Vec<String>,
@@ -132,7 +137,7 @@ pub fn trusted_path(
 
 /// True for a login at the machine itself: at a console, or in a desktop on a screen of the
 /// machine.
-fn is_at_machine(login: &Login) -> bool {
+pub(crate) fn is_at_machine(login: &Login) -> bool {
     let is_display = |text: &str| {
         text.strip_prefix(':')
             .is_some_and(|display_number| display_number.starts_with(|c: char| c.is_ascii_digit()))
@@ -246,6 +251,7 @@ impl HostPolicy {
             invalid_published: BTreeMap::new(),
             policy_unknown: None,
             merged_policy: MergedPolicy::default(),
+            switched_off_by: None,
             blocked_uids: Vec::new(),
             unknown_users: Vec::new(),
         };
@@ -490,15 +496,18 @@ impl HostPolicy {
             self.paths.admin.display().to_string(),
             &self.admin_policy,
         )]);
-        let default_policy = MergedPolicy::from_priority_list([(
+        let mut default_policy = MergedPolicy::from_priority_list([(
             "the user of the virtual machine".to_string(),
             &self.vm_user.defaults,
         )]);
-        let user_policy = if owners.contains(&self.vm_user.uid) {
+        let mut user_policy = if owners.contains(&self.vm_user.uid) {
             MergedPolicy::default()
         } else {
             self.merge_user_policies(self.vm_user.uid)
         };
+        default_policy.remove_watch();
+        user_policy.remove_watch();
+        self.switched_off_by = self.find_switch_off(&owners);
         self.merged_policy = owner_policy
             .fill_missing_from(admin_policy)
             .fill_missing_from(user_policy)
@@ -518,6 +527,32 @@ impl HostPolicy {
             .next()
             .or_else(|| published_errors.next())
             .cloned();
+    }
+
+    /// Returns the source that ends the protection of owners. An owner who has stated anything else
+    /// wants to be protected, but the administrator decides for the whole machine.
+    fn find_switch_off(&self, owners: &[u32]) -> Option<String> {
+        if self.admin_policy.watch == Some(false) {
+            return Some(self.paths.admin.display().to_string());
+        }
+        let declares_presence = |uid: &u32| {
+            let mut overrides = self.overrides.iter();
+            overrides.any(|said| said.uid == *uid && said.owner_override.presence.is_some())
+        };
+        let mut statements = owners.iter().filter_map(|uid| {
+            let policy = self.merge_user_policies(*uid);
+            let is_stated = !policy.settings.is_empty() || declares_presence(uid);
+            is_stated.then_some(policy)
+        });
+        let first_source = statements.next()?.switch_off_source()?;
+        statements
+            .all(|policy| policy.switch_off_source().is_some())
+            .then_some(first_source)
+    }
+
+    /// Returns the source that ends the protection of owners on this host; `None` if none does.
+    pub fn switched_off_by(&self) -> Option<&str> {
+        self.switched_off_by.as_deref()
     }
 
     /// Determines the uids of the blocked users from their names. Records an error sentence for

@@ -178,6 +178,46 @@ fn vm_user_counts_before_admin_only_as_owner() {
     assert_eq!(cores_and_origin(&host_policy).0, Some(7));
 }
 
+/// The administrator, or all owners who have stated anything, end the protection of owners. The
+/// user of the virtual machine does not.
+#[test]
+fn only_the_owners_side_switches_the_watch_off() {
+    let dir = tempfile::tempdir().expect("a folder");
+    let policy = |text: &str| Policy::parse_without_owners("x", text).expect("good");
+    write_file(dir.path(), "own", "watch = false\n");
+    let mut host_policy = read_policy(dir.path(), "watch = false");
+    host_policy
+        .published_policies
+        .insert(ALICE_UID, policy("watch = false"));
+    host_policy.merge_sources();
+    assert_eq!(host_policy.switched_off_by(), None, "she is not an owner");
+    assert_eq!(host_policy.merged_policy().policy.watch, None);
+    host_policy
+        .published_policies
+        .insert(0, policy("watch = false"));
+    host_policy.merge_sources();
+    assert!(host_policy.switched_off_by().is_some());
+    // Another owner wants to be protected.
+    host_policy.overrides = vec![cores_override(7, 0, "root")];
+    host_policy
+        .published_policies
+        .insert(OLGA_UID, policy("cores = 1"));
+    host_policy.merge_sources();
+    assert_eq!(host_policy.switched_off_by(), None);
+    host_policy
+        .published_policies
+        .insert(OLGA_UID, policy("watch = false"));
+    host_policy.merge_sources();
+    assert!(host_policy.switched_off_by().is_some());
+    host_policy.published_policies.clear();
+    host_policy.merge_sources();
+    assert_eq!(host_policy.switched_off_by(), None);
+    write_file(dir.path(), "admin", "watch = false\n");
+    assert_eq!(host_policy.read_admin_policy(), None);
+    let source = host_policy.switched_off_by().expect("the administrator");
+    assert!(source.ends_with("/admin"), "{source}");
+}
+
 /// Root is an owner of every machine.
 #[test]
 fn root_is_always_an_owner() {

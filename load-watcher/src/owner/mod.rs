@@ -15,7 +15,11 @@
 //! 5. a visible login without recent input: possibly present;
 //! 6. high external load: possibly present;
 //! 7. otherwise absent.
+//!
+//! Without a resource manager, a login of the virtual machine's own user is not visible, and
+//! explains input at the machine.
 
+use crate::host_policy::is_at_machine;
 use crate::owner_override::{DeclaredPresence, OwnerOverride, Presence};
 use crate::sessions::{ScreenUse, Session, merge_logins};
 use sempa_proto::Micros;
@@ -93,6 +97,10 @@ pub struct OwnerSigns<'a> {
     pub owners: Option<&'a [String]>,
     /// Time without input after which the user of a login is only possibly present.
     pub idle_after: Micros,
+    /// Name of the user of the virtual machine, if no resource manager runs. The tasks are this
+    /// user's own programs, and could not leave, so the user's logins are no sign of an owner.
+    /// `None` if these logins count as those of all users.
+    pub own_user: Option<&'a str>,
 }
 
 /// The owner verdict with its confidence, its reason and the state of its sources.
@@ -488,10 +496,13 @@ impl OwnerDetector {
                 .iter()
                 .any(|s| signs.covers_all_users(s) || s.user == login.user_name)
         };
+        let is_own = |login: &Login| signs.own_user == Some(login.user_name.as_str());
         let visible_logins: Vec<&Login> = all_logins
             .iter()
-            .filter(|login| !is_hidden(login))
+            .filter(|login| !is_hidden(login) && !is_own(login))
             .collect();
+        // The user of the virtual machine at the machine uses its keyboard.
+        let explains_input = |login: &Login| is_own(login) && is_at_machine(login);
         if let Some(finding) = active_login_finding(now, signs, &visible_logins) {
             return finding;
         }
@@ -515,6 +526,7 @@ impl OwnerDetector {
             ..
         }) = signs.input_activity
             && visible_logins.is_empty()
+            && !all_logins.iter().any(explains_input)
             && now.since(*at) < GREETER_INPUT_WINDOW
         {
             let reason = "keyboard or mouse are used without a login".to_string();
@@ -543,8 +555,9 @@ impl OwnerDetector {
                 reason: reason + &other_logins_suffix(visible_logins.len() - 1),
             };
         }
+        let has_own_login = all_logins.iter().any(is_own);
         self.assess_load(signs)
-            .unwrap_or_else(|| absent_finding(signs))
+            .unwrap_or_else(|| absent_finding(signs, has_own_login))
     }
 
     /// Returns the finding "possibly present" while the external load is high. The load is high
@@ -682,7 +695,9 @@ fn active_login_finding(now: Micros, signs: &OwnerSigns<'_>, logins: &[&Login]) 
     })
 }
 
-fn absent_finding(signs: &OwnerSigns<'_>) -> Finding {
+/// Returns the finding "absent". `has_own_login` is true if the user of the virtual machine is
+/// logged in, which does not count.
+fn absent_finding(signs: &OwnerSigns<'_>, has_own_login: bool) -> Finding {
     if !signs.logins_unavailable() {
         let confidence = if matches!(signs.input_activity, Evidence::Known(_)) {
             95
@@ -691,7 +706,10 @@ fn absent_finding(signs: &OwnerSigns<'_>) -> Finding {
         };
         return Finding::Absent {
             confidence,
-            reason: "no user is logged in".into(),
+            reason: match signs.own_user.filter(|_| has_own_login) {
+                Some(user) => format!("only {user} is logged in, whose virtual machine this is"),
+                None => "no user is logged in".into(),
+            },
         };
     }
     let path = signs.records_path.display();

@@ -27,6 +27,7 @@ struct SignsFixture {
     external_load: Evidence<f32>,
     overrides: Vec<UserOverride>,
     owners: Option<Vec<String>>,
+    own_user: Option<&'static str>,
 }
 
 impl SignsFixture {
@@ -41,6 +42,7 @@ impl SignsFixture {
             external_load: Evidence::Unavailable(not_read_reason()),
             overrides: Vec::new(),
             owners: None,
+            own_user: None,
         }
     }
 
@@ -56,6 +58,7 @@ impl SignsFixture {
             overrides: &self.overrides,
             owners: self.owners.as_deref(),
             idle_after: IDLE_AFTER,
+            own_user: self.own_user,
         };
         detector.derive_verdict(Micros::from_secs(now_s), &signs)
     }
@@ -384,6 +387,55 @@ fn idle_login_is_maybe_until_first_key() {
         OwnerVerdict::Present { since, detected_at }
     );
     assert_eq!(active_assessment.confidence, 99);
+}
+
+/// Without a resource manager the logins of the virtual machine's own user count for nothing, and
+/// explain input at the machine. Logins of other users, and what the user declares, count.
+#[test]
+fn own_user_is_no_stranger() {
+    let own_login = Login {
+        origin: String::new(),
+        ..login("alice", "tty2", 1000)
+    };
+    let mut fixture = SignsFixture::with_logins(vec![own_login.clone()]);
+    fixture.input_activity = Evidence::Known(InputActivity {
+        watched_since: Micros::from_secs(1000),
+        last_used: Some(Micros::from_secs(89_990)),
+    });
+    let is_present = |fixture: &SignsFixture| {
+        matches!(
+            fixture.verdict_at(90_000).verdict,
+            OwnerVerdict::Present { .. }
+        )
+    };
+    assert!(is_present(&fixture));
+    fixture.own_user = Some("alice");
+    let assessment = fixture.verdict_at(90_000);
+    assert!(matches!(assessment.verdict, OwnerVerdict::Absent { .. }));
+    assert_eq!(
+        assessment.reason,
+        "only alice is logged in, whose virtual machine this is"
+    );
+    // A user who is logged in over the network does not use the keyboard.
+    fixture.login_records = LoginRecords::Logins(vec![login("alice", "pts/3", 1000)]);
+    assert!(is_present(&fixture));
+    fixture.login_records = LoginRecords::Logins(vec![own_login, login("olga", "pts/4", 2000)]);
+    assert!(
+        fixture
+            .verdict_at(90_000)
+            .reason
+            .starts_with("olga is logged in")
+    );
+    fixture.login_records = LoginRecords::Logins(vec![login("alice", "pts/3", 1000)]);
+    fixture.input_activity = Evidence::Unavailable("none".into());
+    fixture.overrides = vec![presence_override(
+        7,
+        "alice",
+        Presence::Here,
+        80_000,
+        95_000,
+    )];
+    assert!(is_present(&fixture));
 }
 
 /// Input of keyboard and mouse counts for local logins and for a person at a login screen, but not

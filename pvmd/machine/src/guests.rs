@@ -216,8 +216,11 @@ impl Machine {
         directive
             .reason
             .truncate(truncate(&directive.reason, REASON_BYTES_MAX).len());
-        self.apply_directive(sender, directive);
+        if !self.is_superseded_watcher(sender) {
+            self.apply_directive(sender, directive);
+        }
         self.reply(sender, id, Reply::Done);
+        self.end_superseded_watcher();
     }
 
     /// Puts a directive into force: resumes the guests, or pauses the guests and sets a timer for

@@ -11,6 +11,7 @@
 //!   tasks of its host end as those of all other hosts do, which have lost their master. If there
 //!   is no other host, they are only frozen.
 
+use super::tasks::Task;
 use super::{Machine, Output, Timer};
 use sempa_proto::host::HostMsg;
 use sempa_proto::lease;
@@ -142,9 +143,11 @@ impl Machine {
         self.outputs.push_back(Output::KillTasker { why });
     }
 
-    /// True if a process of a task may run under the tasker.
+    /// True if a process of a task may run under the tasker. The load watcher that this daemon has
+    /// started does not count: it may run on.
     pub(super) fn has_processes(&self) -> bool {
-        self.tasks.live_tasks.values().any(|task| task.is_spawned())
+        let is_counted = |task: &Task| task.is_spawned() && !task.is_own_watcher;
+        self.tasks.live_tasks.values().any(is_counted)
             || !self.migrations.arrivals.is_empty()
             || !self.owner_control.leftovers.is_empty()
     }
@@ -159,7 +162,7 @@ impl Machine {
     /// Handles the tasker's confirmation of a renewal. `frozen_time` is the time for which the
     /// tasks were frozen.
     pub(super) fn handle_lease_renewed(&mut self, frozen_time: Micros) {
-        if frozen_time > Micros::default() {
+        if frozen_time > Micros::default() && self.has_processes() {
             self.log_warning_and_record(format!(
                 "the tasks of {} continue after they were frozen for {:.1} s: its daemon hung, or did not reach \
                  the master",

@@ -23,7 +23,7 @@
 //! | `spawn`, `rm`, `service_tasks` | starting tasks, resource managers, hosters, taskers and tracers |
 //! | `mailbox`, `groups`, `events` | state that the master keeps for the virtual machine |
 //! | `guests`, `guest_stops`, `suspension` | pausing tasks for the owner of this host, or on request |
-//! | `owner_agent` | owner agents, and their directives after they have died |
+//! | `owner_agent` | owner agents, the load watcher of this host, directives of dead agents |
 //! | `checkpoints` | checkpoints of jobs, and restarts from them |
 //! | `restart_engine` | migration without CRIU: the program exits and is started again |
 //! | `migrations`, `relocation` | adapter to the migration protocol, message order during migrations |
@@ -91,7 +91,7 @@ use sempa_proto::event::EventKind;
 use sempa_proto::migration::Failure;
 use sempa_proto::runtime_paths::RuntimePaths;
 use sempa_proto::table::{HostEntry, HostTable};
-use sempa_proto::tasker::{FreezerUnavailable, FromTasker, ToTasker};
+use sempa_proto::tasker::{EngineUnavailable, FreezerUnavailable, FromTasker, ToTasker};
 use sempa_proto::{Epoch, HostId, Micros, MigrationId, Tid};
 use std::collections::{BTreeMap, VecDeque};
 use std::net::SocketAddr;
@@ -122,6 +122,9 @@ pub struct MachineConfig {
     pub rm_command: Option<Vec<String>>,
     /// Commands that start a tasker, a tracer and a hoster, split into words.
     pub server_commands: Vec<Vec<String>>,
+    /// True if this daemon starts a load watcher, which stops guests for the owner of this host
+    /// also without a resource manager.
+    pub starts_watcher: bool,
     /// Paths of the daemon's socket and files.
     pub paths: RuntimePaths,
     pub hostfile_lines: Vec<String>,
@@ -170,6 +173,8 @@ enum Timer {
     OwnerDirectiveExpiry(Tid),
     /// The load watcher of this host has died. A new one is started if this host still has none.
     WatcherRestart,
+    /// The time limit for a load watcher of this daemon to begin to watch has passed.
+    WatcherStartTimeout(Tid),
     /// There has been no resource manager for a long time: preempted tasks resume.
     PreemptionExpiry,
     /// Batched reports to the resource manager are due.
@@ -243,6 +248,9 @@ pub struct Machine {
     /// `Ok` if the tasker pauses guests by the cgroup freezer, otherwise the reason why the tasker
     /// cannot use the freezer; `None` until the tasker has reported this.
     freezer_support: Option<Result<(), FreezerUnavailable>>,
+    /// Version of the dump engine, or the reason why no task of this host can be dumped; `None`
+    /// until the tasker has reported this.
+    engine: Option<Result<String, EngineUnavailable>>,
     rm_state: rm::RmState,
     service_tasks: service_tasks::ServiceTasks,
     migrations: migrations::LocalMigrations,
@@ -290,6 +298,7 @@ impl Machine {
             world_calls: restart_engine::WorldCalls::new(),
             tasker_has_ended: false,
             freezer_support: None,
+            engine: None,
             rm_state: rm::RmState::default(),
             service_tasks: service_tasks::ServiceTasks::default(),
             migrations: migrations::LocalMigrations::default(),
@@ -508,6 +517,7 @@ impl Machine {
                     )),
                 }
                 self.freezer_support = Some(capabilities.freezer);
+                self.engine = Some(capabilities.engine_version);
                 // A slave that has not joined the virtual machine starts its commands when it
                 // joins.
                 if is_new_tasker && !self.table.hosts.is_empty() {
@@ -619,6 +629,7 @@ impl Machine {
                 Timer::GuestKillDue => self.kill_evicted_guests(),
                 Timer::OwnerDirectiveExpiry(tid) => self.handle_owner_agent_expiry(tid),
                 Timer::WatcherRestart => self.ensure_watcher(),
+                Timer::WatcherStartTimeout(tid) => self.handle_watcher_start_timeout(tid),
                 Timer::PreemptionExpiry => self.end_expired_preemptions(),
                 Timer::RmBatchDue => self.handle_rm_batch_timer(),
                 Timer::PlacementQueryTimeout(query) => self.handle_placement_query_timeout(query),

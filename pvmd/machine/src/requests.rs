@@ -129,6 +129,7 @@ impl Machine {
             Request::QueryFreezer => {
                 self.reply(tid, id, Reply::Freezer(self.freezer_support.clone()))
             }
+            Request::QueryEngine => self.reply(tid, id, Reply::Engine(self.engine.clone())),
             Request::KillLeftovers { tid: of } => self.handle_kill_leftovers(tid, id, of),
             task_request => self.forward_to_master(tid, id, task_request),
         }

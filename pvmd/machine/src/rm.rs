@@ -409,6 +409,9 @@ impl Machine {
         {
             self.start_command(words);
         }
+        if self.config.starts_watcher {
+            self.start_first_watcher();
+        }
     }
 
     /// Starts a program that serves this virtual machine.

@@ -15,7 +15,6 @@ use super::{Machine, World, restart_engine};
 use sempa_proto::engine::LaunchInfo;
 use sempa_proto::event::EventKind;
 use sempa_proto::host::{HostReply, HostRequest};
-use sempa_proto::load::is_load_watcher;
 use sempa_proto::owner::GUEST_REFUSED_ERROR;
 use sempa_proto::sm::{
     LEASE_TASKS_MAX, PlacementLeaseUse, SM_EXECACK, TaskerStartRequest, pack_tids,
@@ -81,6 +80,8 @@ pub(super) enum ExecRequester {
     },
     /// No requester: a command from this daemon's configuration.
     Startup,
+    /// No requester: this daemon starts its own load watcher.
+    OwnWatcher,
 }
 
 /// Tasks to start at the end of the current event, when [`World`] is available.
@@ -96,11 +97,15 @@ impl ExecJob {
     /// The policy of the host's owner does not apply to such tasks.
     fn is_service(&self) -> bool {
         let is_own_request = match self.requester {
-            ExecRequester::Startup => true,
+            ExecRequester::Startup | ExecRequester::OwnWatcher => true,
             ExecRequester::Rm { rm, .. } => self.parent == rm,
             ExecRequester::Daemon(_) => false,
         };
         is_own_request && self.request.flags & SPAWN_PINNED != 0
+    }
+
+    fn is_own_watcher(&self) -> bool {
+        matches!(self.requester, ExecRequester::OwnWatcher)
     }
 
     pub(super) fn request(&self) -> &SpawnRequest {
@@ -445,7 +450,9 @@ impl Machine {
 
     /// Starts tasks on this host and sends the results to the requester.
     pub(super) fn start_tasks(&mut self, world: &mut dyn World, mut job: ExecJob) {
-        self.apply_tracer_sinks(&mut job.request.output_sink, &mut job.request.trace_sink);
+        if !job.is_own_watcher() {
+            self.apply_tracer_sinks(&mut job.request.output_sink, &mut job.request.trace_sink);
+        }
         let count = job.request.task_count.min(SPAWN_COUNT_MAX);
         let launch = restart_engine::launch_info_of(&job.request);
         let permitted_count = self.permitted_count(&job);
@@ -502,15 +509,18 @@ impl Machine {
             }
             ExecRequester::Startup => {
                 let file = &job.request.program;
-                if let Some(Err(error)) = results.first().filter(|_| is_load_watcher(file)) {
-                    self.handle_watcher_start_failure(*error);
-                } else if let Some(Err(error)) = results.first() {
+                if let Some(Err(error)) = results.first() {
                     let text = format!(
                         "{file} could not be started: {error}; this daemon does its work itself"
                     );
                     self.log_warning_and_record(text);
                 }
             }
+            ExecRequester::OwnWatcher => match results.first() {
+                Some(Ok(tid)) => self.handle_watcher_started(*tid),
+                Some(Err(error)) => self.handle_watcher_start_failure(*error),
+                None => {}
+            },
         }
         // The tasker gets its orders after the requester has its answer. The tasker has a higher
         // priority: on the same processor it would delay the answer until the first process exists.
@@ -521,6 +531,9 @@ impl Machine {
             visible_parent(job.parent, job.request.flags),
             self.config.uid,
         );
+        if job.is_own_watcher() {
+            return;
+        }
         for tid in results.into_iter().flatten() {
             self.record_deferred(EventKind::TaskStarted {
                 tid,
@@ -611,10 +624,11 @@ impl Machine {
         (mut start, launch): (TaskStart, Option<Box<LaunchInfo>>),
         orders: &mut Vec<ToTasker>,
     ) -> Result<Tid, PvmError> {
-        let tid = self
-            .tasks
-            .allocate_tid(self.config.host)
-            .ok_or(PvmError::OutOfRes)?;
+        let tid = match job.is_own_watcher() {
+            true => self.tasks.allocate_watcher_tid(self.config.host),
+            false => self.tasks.allocate_tid(self.config.host),
+        };
+        let tid = tid.ok_or(PvmError::OutOfRes)?;
         let mut spawn_token = world.random_secret();
         while self.tasks.tids_by_spawn_token.contains_key(&spawn_token) {
             spawn_token = world.random_secret();
@@ -634,15 +648,18 @@ impl Machine {
         task.pinned = request.flags & SPAWN_PINNED != 0;
         task.debugged = request.flags & SPAWN_DEBUG != 0;
         task.is_service = job.is_service();
+        task.is_own_watcher = job.is_own_watcher();
         task.launch_info = launch;
         task.initial_past.clone_from(&request.past);
         (task.output_sink, task.trace_sink) = (request.output_sink, request.trace_sink);
         // Without a tasker task that has taken over the start of tasks, the daemon's own tasker
         // starts the program.
-        let tasker = self
-            .service_tasks
-            .tasker()
-            .filter(|_| !matches!(job.requester, ExecRequester::Startup));
+        let tasker = self.service_tasks.tasker().filter(|_| {
+            !matches!(
+                job.requester,
+                ExecRequester::Startup | ExecRequester::OwnWatcher
+            )
+        });
         task.tasker = tasker;
         task.flags = if tasker.is_some() { 0 } else { TASK_FORKED };
         let requesting_rm = match job.requester {

@@ -5,8 +5,8 @@
 //! Every [`CHECK_INTERVAL`] this daemon asks each of them for a sign of life, if its promise needs
 //! the program then:
 //!
-//! - **Load watcher**, while this host has guests. If it is silent for [`SILENT_CHECKS_MAX`]
-//!   checks, it is killed and started again.
+//! - **Load watcher**. If it is silent for [`SILENT_CHECKS_MAX`] checks, it is killed and started
+//!   again. While this host has no guests, it is asked only every [`IDLE_CHECKS`] checks.
 //! - **Resource manager**. If it is silent for as long, it is not the resource manager any more, so
 //!   that spawns are placed round robin, and it is killed; the configured one is started again. One
 //!   that a user has started from a command line is not killed, and is registered again when it
@@ -46,6 +46,10 @@ const SILENT_CHECKS_MAX: u32 = 2;
 /// tasks. While it hangs, only this daemon could end the tasks of a host that is cut off.
 const SILENT_TASKER_CHECKS_MAX: u32 = 60;
 
+/// Number of checks per question to a load watcher of a host without guests, where it protects
+/// nothing yet.
+const IDLE_CHECKS: u32 = 5;
+
 /// What this daemon knows about the answers of one program.
 #[derive(Clone, Copy, Debug, Default)]
 struct Answers {
@@ -73,6 +77,8 @@ impl Answers {
 #[derive(Clone, Copy, Debug, Default)]
 struct Service {
     answers: Answers,
+    /// Number of checks since the last question that were omitted.
+    omitted_checks: u32,
     /// The registration that a silent resource manager has lost.
     lost_registration: Option<RmInfo>,
 }
@@ -137,6 +143,11 @@ impl Machine {
         task.is_some_and(|task| task.is_service && is_load_watcher(&task.name))
     }
 
+    /// True if the task has announced that it answers.
+    pub(super) fn is_supervised(&self, tid: Tid) -> bool {
+        self.supervision.services.contains_key(&tid)
+    }
+
     /// Ends the supervision of a task that has ended.
     pub(super) fn forget_service(&mut self, tid: Tid) {
         self.supervision.services.remove(&tid);
@@ -145,7 +156,7 @@ impl Machine {
     fn check_service(&mut self, tid: Tid) {
         let is_rm = self.rm_state.is_own(tid);
         // A resource manager that another one has replaced is not needed.
-        let is_needed = is_rm || (self.is_watcher(tid) && self.has_guests());
+        let (is_needed, has_guests) = (is_rm || self.is_watcher(tid), self.has_guests());
         let Some(service) = self.supervision.services.get_mut(&tid) else {
             return;
         };
@@ -154,6 +165,13 @@ impl Machine {
             service.answers = Answers::default();
             return;
         }
+        if !is_rm && !has_guests && !service.answers.is_asked {
+            service.omitted_checks += 1;
+            if service.omitted_checks < IDLE_CHECKS {
+                return;
+            }
+        }
+        service.omitted_checks = 0;
         let must_ask = service.answers.count_check();
         if must_ask {
             self.send_daemon_message(tid, CTX_RM, TAG_PING, 0, Bytes::new());

@@ -23,7 +23,7 @@ use sempa_proto::host::{
 use sempa_proto::library_fault::LoadFailure;
 use sempa_proto::link::{LinkFrame, RETAINED_BYTES_MAX};
 use sempa_proto::migration::Usage;
-use sempa_proto::table::{TASK_CONNECTED, TASK_FORKED, TASK_RM, TaskInfo};
+use sempa_proto::table::{TASK_CONNECTED, TASK_FORKED, TASK_HIDDEN, TASK_RM, TaskInfo};
 use sempa_proto::task::{
     OnDaemonExit, ProcessHandoff, RedirectAddress, RestartInfo, SendWatermark, Sink, ToTask,
 };
@@ -112,6 +112,9 @@ pub(super) struct Task {
     /// True if the daemon or the resource manager started the task to serve the virtual machine.
     /// The task must stay on this host.
     pub(super) is_service: bool,
+    /// True for the load watcher that this daemon has started by itself. PVM does not have such a
+    /// task, so it has a tid that no spawn gets, and leaves no events and no trace.
+    pub(super) is_own_watcher: bool,
     pub(super) output_sink: Sink,
     pub(super) trace_sink: Sink,
     /// The task that has started this task as its tasker; `None` if the daemon's own tasker or a
@@ -217,6 +220,7 @@ impl Task {
             pinned: false,
             debugged: false,
             is_service: false,
+            is_own_watcher: false,
             output_sink: Sink::default(),
             trace_sink: Sink::default(),
             tasker: None,
@@ -381,6 +385,8 @@ pub(super) struct Tasks {
     /// claims its tid.
     pub(super) tids_by_spawn_token: BTreeMap<i32, Tid>,
     last_task_number: u32,
+    /// Number of tids that were given to load watchers of this daemon, from the highest downward.
+    watcher_tid_count: u32,
     has_reserved_ids: bool,
     /// Ended tasks with their positions, oldest first.
     exit_positions: VecDeque<(Tid, ExitPositions)>,
@@ -404,11 +410,26 @@ impl Tasks {
     /// Returns a tid that was never used; `None` if there is none or the host runs [`TASKS_MAX`]
     /// tasks.
     pub(super) fn allocate_tid(&mut self, host: HostId) -> Option<Tid> {
-        if self.live_tasks.len() >= TASKS_MAX {
+        let task_number = self.last_task_number + 1;
+        if self.live_tasks.len() >= TASKS_MAX
+            || task_number > Tid::LOCAL_PART_MAX - self.watcher_tid_count
+        {
             return None;
         }
-        let tid = Tid::for_task(host, self.last_task_number + 1)?;
-        self.last_task_number += 1;
+        let tid = Tid::for_task(host, task_number)?;
+        self.last_task_number = task_number;
+        Some(tid)
+    }
+
+    /// Returns a tid that was never used, for a load watcher of this daemon. Such tids count
+    /// downward from the highest one, so that programs get the same tids as in PVM.
+    pub(super) fn allocate_watcher_tid(&mut self, host: HostId) -> Option<Tid> {
+        let task_number = Tid::LOCAL_PART_MAX - self.watcher_tid_count;
+        if task_number <= self.last_task_number {
+            return None;
+        }
+        let tid = Tid::for_task(host, task_number)?;
+        self.watcher_tid_count += 1;
         Some(tid)
     }
 
@@ -475,12 +496,20 @@ pub(super) fn watermark_for(
 impl Machine {
     /// Lists the tasks of this host, or only the task `selected_tid`, for `pvm_tasks`.
     pub(super) fn list_tasks(&self, selected_tid: Option<Tid>) -> Vec<TaskInfo> {
+        let hides_watcher = self
+            .rm_state
+            .current()
+            .is_none_or(|rm| rm.services.vm_requests);
+        let hidden_flag = |task: &Task| match task.is_own_watcher && hides_watcher {
+            true => TASK_HIDDEN,
+            false => 0,
+        };
         let task_info =
             |task: &Task, is_migrating: bool, is_stopped: bool, is_suspended: bool| TaskInfo {
                 tid: task.tid,
                 parent: task.parent,
                 host: self.config.host,
-                flags: task.flags,
+                flags: task.flags | hidden_flag(task),
                 name: task.name.clone(),
                 pid: task.pid,
                 namespace_pid: task.namespace_pid,
@@ -707,11 +736,13 @@ impl Machine {
                 self.outputs.push_back(Output::SendData { host, message });
             }
         }
-        self.record_event(EventKind::TaskEnded {
-            tid,
-            status,
-            used: usage,
-        });
+        if !task.is_own_watcher {
+            self.record_event(EventKind::TaskEnded {
+                tid,
+                status,
+                used: usage,
+            });
+        }
         self.handle_task_end(tid, &positions);
         self.handle_rm_command_end(&task, status);
         self.handle_watcher_end(&task, status);

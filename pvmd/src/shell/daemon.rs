@@ -226,6 +226,7 @@ async fn assemble_and_run(
             None
         },
         server_commands: server_commands(is_master)?,
+        starts_watcher: true,
         paths: paths.clone(),
         hostfile_lines,
         reserved_ids_max: reserved_ids,

@@ -157,9 +157,9 @@ pub struct Service<V> {
     recorder: Option<Recorder>,
 }
 
-/// True for a load watcher that an earlier resource manager started, and that can be requested to
-/// report to this resource manager.
-fn is_orphaned_watcher(task: &TaskInfo) -> bool {
+/// True for a load watcher that a daemon or an earlier resource manager has started, and that can
+/// be requested to report to this resource manager.
+fn is_running_watcher(task: &TaskInfo) -> bool {
     let required_flags = TASK_FORKED | TASK_CONNECTED;
     is_load_watcher(&task.name)
         && task.flags & required_flags == required_flags
@@ -259,14 +259,14 @@ impl<V: VmApi> Service<V> {
         service.restore_state();
         service.restore_suspensions();
         service.restore_drains();
-        listed_tasks
-            .iter()
-            .filter(|task| is_orphaned_watcher(task))
-            .for_each(|task| {
-                service
-                    .watchers
-                    .adopt_watcher(service.vm.now(), task.host, task.tid);
-            });
+        // Daemons list their load watchers only while there is a resource manager.
+        let watcher_list = service.vm.tasks().map_err(ServiceError::Refused)?;
+        let running_watchers = watcher_list.iter().filter(|task| is_running_watcher(task));
+        running_watchers.for_each(|task| {
+            service
+                .watchers
+                .adopt_watcher(service.vm.now(), task.host, task.tid);
+        });
         service.make_due_decisions();
         Ok(service)
     }

@@ -1,7 +1,12 @@
 //! Whether the load watchers of the machine have read what `pvm owner` has written.
 
+use super::status::daemon_name;
+use crate::clock::unix_micros;
 use crate::outcome::Outcome;
+use crate::output::tables::process_count_text;
+use pvm_load_watcher::host_daemons::{HostDaemon, daemons_without_watcher};
 use pvm_load_watcher::status::{WatcherStatus, query_all_within};
+use pvm_load_watcher::system::describe_clock;
 use pvm_load_watcher::user_files::{FileContent, FileVersion, ReadFile};
 use serde_json::json;
 use std::io;
@@ -26,6 +31,8 @@ pub(super) struct Confirmation {
     pub(super) confirmed: Vec<String>,
     /// Sentences about load watchers that have not.
     pub(super) unconfirmed: Vec<String>,
+    /// The clock of a load watcher that has answered; empty if none has.
+    pub(super) clock: String,
 }
 
 impl Confirmation {
@@ -34,8 +41,33 @@ impl Confirmation {
     pub(super) fn wait(uid: u32, content: FileContent, version: Option<FileVersion>) -> Self {
         Self::wait_with(CONFIRMATION_TIMEOUT, query_all_within, |answers| {
             let (statuses, unanswered_lines) = answers;
-            Self::from_answers(&statuses, unanswered_lines, uid, content, version)
+            let pids: Vec<i32> = statuses.iter().map(|status| status.pid).collect();
+            let mut confirmation =
+                Self::from_answers(&statuses, unanswered_lines, uid, content, version);
+            confirmation.add_unwatched(&daemons_without_watcher(&pids));
+            confirmation
         })
+    }
+
+    /// Adds the virtual machines without a load watcher that answers: what is written does not
+    /// reach them.
+    fn add_unwatched(&mut self, daemons: &[HostDaemon]) {
+        let sentence = |daemon: &HostDaemon| {
+            let (name, count) = (daemon_name(daemon), daemon.task_processes.len());
+            let count = process_count_text(u32::try_from(count).unwrap_or(u32::MAX));
+            format!("no load watcher answers for the {name}, whose tasks are {count} here")
+        };
+        self.unconfirmed.extend(daemons.iter().map(sentence));
+    }
+
+    /// Returns the time by the clock to which hours refer, with its zone; `None` if no load watcher
+    /// has reported it and this process has another clock.
+    pub(super) fn clock(&self) -> Option<String> {
+        if !self.clock.is_empty() {
+            return Some(self.clock.clone());
+        }
+        let has_own_zone = std::env::var_os("TZ").is_some_and(|zone| !zone.is_empty());
+        (!has_own_zone).then(|| describe_clock(unix_micros().0 / 1_000_000))
     }
 
     /// As [`Self::wait`], at most for `timeout`. `query` asks the load watchers within a time
@@ -53,6 +85,7 @@ impl Confirmation {
                 Err(error) => Self {
                     confirmed: Vec::new(),
                     unconfirmed: vec![format!("load watchers cannot be found: {error}")],
+                    clock: String::new(),
                 },
             };
             if confirmation.unconfirmed.is_empty() {
@@ -78,6 +111,10 @@ impl Confirmation {
         let mut confirmation = Self {
             confirmed: Vec::new(),
             unconfirmed: unanswered_lines,
+            clock: statuses
+                .first()
+                .map(|status| status.clock.clone())
+                .unwrap_or_default(),
         };
         for status in statuses {
             let name = format!("virtual machine {} of {}", status.vm, status.user);
@@ -122,8 +159,8 @@ impl Confirmation {
             .collect();
         if failed {
             errors.push(match self.confirmed.is_empty() && self.unconfirmed.is_empty() {
-                true => "owner: it is written, but no load watcher runs on this machine that could confirm it; the \
-                         next one reads it when it starts"
+                true => "owner: it is written, but no virtual machine uses this machine now, so nothing could confirm \
+                         it; load watchers read it when they start"
                     .into(),
                 false => "owner: it is written, but not confirmed: guests of that virtual machine may still run \
                           against it; 'owner status' shows more"
@@ -144,7 +181,7 @@ mod tests {
     fn confirmed_by(name: &str) -> Confirmation {
         Confirmation {
             confirmed: vec![name.into()],
-            unconfirmed: Vec::new(),
+            ..Confirmation::default()
         }
     }
 
@@ -193,10 +230,28 @@ mod tests {
         }
     }
 
+    /// A virtual machine whose load watcher does not answer is named with what runs in it.
+    #[test]
+    fn daemon_without_watcher_prevents_success() {
+        let mut confirmation = confirmed_by("virtual machine a of alice");
+        confirmation.add_unwatched(&[HostDaemon {
+            pid: 17,
+            uid: 0,
+            task_processes: vec![(18, "worker".into())],
+        }]);
+        assert!(!confirmation.is_complete());
+        let line = &confirmation.unconfirmed[0];
+        assert!(
+            line.contains("virtual machine of root, daemon process 17")
+                && line.contains("1 process here"),
+            "{line}"
+        );
+    }
+
     fn unconfirmed_by(name: &str) -> Confirmation {
         Confirmation {
-            confirmed: Vec::new(),
             unconfirmed: vec![name.into()],
+            ..Confirmation::default()
         }
     }
 
@@ -260,11 +315,11 @@ mod tests {
         );
         let outcome = outcome_of(Confirmation::default());
         assert!(outcome.failed && outcome.text == "your directives: here\n");
-        assert!(outcome.errors[0].contains("no load watcher runs on this machine"));
+        assert!(outcome.errors[0].contains("no virtual machine uses this machine now"));
         let unconfirmed = vec!["the load watcher at x does not answer".to_string()];
         let outcome = outcome_of(Confirmation {
-            confirmed: Vec::new(),
             unconfirmed,
+            ..Confirmation::default()
         });
         assert!(outcome.failed && outcome.errors.len() == 2);
         assert!(outcome.errors[1].contains("may still run against it"));

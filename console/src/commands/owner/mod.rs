@@ -6,13 +6,14 @@
 //! queries of any user.
 
 mod confirmation;
+mod status;
 
 use self::confirmation::Confirmation;
+use self::status::status_outcome;
 use crate::arguments::parse_duration;
 use crate::clock::unix_micros;
 use crate::command::{CommandSpec, LocalCommand, LocalContext, ParsedCommand};
 use crate::outcome::Outcome;
-use crate::output::tables::process_count_text;
 use crate::parse_error::ParseError;
 use pvm_load_watcher::hours::WeeklyHours;
 use pvm_load_watcher::owner::format_utc_time;
@@ -22,7 +23,6 @@ use pvm_load_watcher::owner_override::{
 };
 use pvm_load_watcher::policy::{POLICY_BYTES_MAX, Policy, PolicyError};
 use pvm_load_watcher::published_policy::{self, PublishedPolicyError};
-use pvm_load_watcher::status::{GuestStatus, WatcherStatus, query_all};
 use pvm_load_watcher::user_files::{FileContent, FileVersion};
 use sempa_proto::Micros;
 use serde_json::json;
@@ -39,6 +39,7 @@ pub(crate) const SPEC: CommandSpec = CommandSpec {
              owner auto\n         \
              owner never hours [ and hours ... ] | none\n         \
              owner limit number [ cores ] | none\n         \
+             owner end [ none ]\n         \
              owner policy [ file | none ]\n\
              Run it on your machine; it needs no virtual machine of yours.\n\
              status  who uses this machine, since when, and why they may or may not\n\
@@ -46,8 +47,10 @@ pub(crate) const SPEC: CommandSpec = CommandSpec {
              here    you need it: guests stop and leave\n        \
              both end with --for (such as 30m, 2h, 1d), else with the next login or logout, or after 12 hours\n\
              auto    detect your presence by logins and other signs again\n\
-             never   no guests at these times, such as 9-17, mon-fri 9-17:30, fri 22-6, sat,sun, always\n\
+             never   no guests at these times, such as 9-17, mon-fri 9-17:30, fri 22-6, sat,sun, always; they are in\n        \
+             the time zone of this machine, whatever your TZ is: the answer names it\n\
              limit   at most this number of their tasks, on as many processors\n\
+             end     guests that must stop are ended at once; use it for those that cannot leave\n\
              policy  use the rules in a file, such as docs/owner.toml; without a file, show them\n\
              Your own virtual machines also read ~/.config/sempa/owner.toml.\n",
     parse: |args| parse(args).map(ParsedCommand::local_command),
@@ -69,6 +72,8 @@ enum OwnerCommand {
     ClosedHours(Vec<WeeklyHours>),
     /// Limits the number of guest tasks; `None` removes the limit.
     TaskLimit(Option<u32>),
+    /// States whether guests that must stop are ended at once.
+    EndGuests(bool),
     /// Shows, publishes or withdraws the owner's policy.
     Policy(PolicyAction),
     /// Shows who uses this machine, since when, and what guests may do.
@@ -148,6 +153,8 @@ fn parse(args: &[String]) -> Result<OwnerCommand, ParseError> {
             .parse()
             .map(|core_count| OwnerCommand::TaskLimit(Some(core_count)))
             .map_err(|_| wrong_type_error(core_count, "a number of cores")),
+        ["end"] => Ok(OwnerCommand::EndGuests(true)),
+        ["end", "none"] => Ok(OwnerCommand::EndGuests(false)),
         ["policy"] => Ok(OwnerCommand::Policy(PolicyAction::Show)),
         ["policy", "none"] => Ok(OwnerCommand::Policy(PolicyAction::Withdraw)),
         ["policy", file] => Ok(OwnerCommand::Policy(PolicyAction::Publish(file.into()))),
@@ -161,32 +168,27 @@ fn apply_command(
     command: &OwnerCommand,
     now: Micros,
 ) -> OwnerOverride {
-    let OwnerOverride {
-        presence: mut declared_presence,
-        mut policy,
-    } = old_override;
+    let mut new_override = old_override;
     match command {
         OwnerCommand::DeclarePresence { state, duration } => {
             let expiry_time =
                 now + Micros::from_secs(duration.unwrap_or(OVERRIDE_DURATION_DEFAULT).as_secs());
-            declared_presence = Some(DeclaredPresence {
+            new_override.presence = Some(DeclaredPresence {
                 state: *state,
                 declared_at: now,
                 expires_at: expiry_time,
                 ends_with_visit: duration.is_none(),
             });
         }
-        OwnerCommand::DetectPresence => declared_presence = None,
+        OwnerCommand::DetectPresence => new_override.presence = None,
         OwnerCommand::ClosedHours(hours) => {
-            policy.forbidden_hours = (!hours.is_empty()).then(|| hours.clone())
+            new_override.policy.forbidden_hours = (!hours.is_empty()).then(|| hours.clone())
         }
-        OwnerCommand::TaskLimit(cores) => policy.cores = *cores,
+        OwnerCommand::TaskLimit(cores) => new_override.policy.cores = *cores,
+        OwnerCommand::EndGuests(ends_guests) => new_override.set_ends_guests(*ends_guests),
         OwnerCommand::Policy(_) | OwnerCommand::Status => {}
     }
-    OwnerOverride {
-        presence: declared_presence,
-        policy,
-    }
+    new_override
 }
 
 /// Describes the override in one line.
@@ -224,6 +226,9 @@ fn describe_override(user_override: &OwnerOverride) -> String {
             .cores
             .map(|cores| format!("at most {cores} of their tasks")),
     );
+    if user_override.ends_guests() {
+        parts.push("guests that must stop are ended".into());
+    }
     if parts.is_empty() {
         "none; your presence is detected".into()
     } else {
@@ -250,7 +255,7 @@ fn override_json(user_override: &OwnerOverride) -> serde_json::Value {
     let ends_with_visit = user_override
         .presence
         .is_some_and(|presence| presence.ends_with_visit);
-    json!({ "said": state, "until_us": expiry_us, "until_visit": ends_with_visit, "never": closed_hours, "cores": user_override.policy.cores })
+    json!({ "said": state, "until_us": expiry_us, "until_visit": ends_with_visit, "never": closed_hours, "cores": user_override.policy.cores, "end": user_override.ends_guests() })
 }
 
 impl LocalCommand for OwnerCommand {
@@ -371,10 +376,17 @@ fn write_override(
     match owner_override::write(dir, uid, &new_override) {
         Ok(written_file) => {
             let version = written_file.map(|(version, _)| version);
-            confirm(FileContent::Override, version).outcome(
-                format!("your directives: {}\n", describe_override(&new_override)),
-                override_json(&new_override),
-            )
+            let confirmation = confirm(FileContent::Override, version);
+            let mut text = format!("your directives: {}\n", describe_override(&new_override));
+            let mut json = override_json(&new_override);
+            if new_override.policy.forbidden_hours.is_some() {
+                let clock = confirmation.clock();
+                text.push_str("these hours are in the time zone of this machine");
+                text.extend(clock.iter().map(|clock| format!("; it is {clock} now")));
+                text.push('\n');
+                json["clock"] = json!(clock);
+            }
+            confirmation.outcome(text, json)
         }
         Err(error) => {
             let path = owner_override::override_file(dir, uid);
@@ -387,138 +399,6 @@ fn write_override(
             ))
         }
     }
-}
-
-fn status_outcome(dir: &Path, uid: u32) -> Outcome {
-    let (statuses, unanswered_lines) = match query_all() {
-        Ok(answers) => answers,
-        Err(error) => {
-            return Outcome::from_refusal(format!("owner: load watchers cannot be found: {error}"));
-        }
-    };
-    let (user_override, file_error) = match owner_override::read(dir, uid) {
-        Ok(read_override) => (read_override, None),
-        Err(error) => (OwnerOverride::default(), Some(error.to_string())),
-    };
-    let mut text = String::new();
-    if !user_override.is_empty() {
-        text.push_str(&format!(
-            "your directives: {}\n",
-            describe_override(&user_override)
-        ));
-    }
-    statuses
-        .iter()
-        .for_each(|status| text.push_str(&status_text(status)));
-    if statuses.is_empty() && unanswered_lines.is_empty() {
-        text.push_str("no virtual machine with a load watcher uses this machine\n");
-    }
-    let failed = !unanswered_lines.is_empty();
-    let error_lines = unanswered_lines
-        .into_iter()
-        .chain(file_error)
-        .map(|line| format!("owner: {line}"))
-        .collect();
-    let json = json!({ "you": override_json(&user_override), "virtual_machines": statuses });
-    Outcome {
-        errors: error_lines,
-        ..Outcome::with_json(text, json, failed)
-    }
-}
-
-/// Formats the report of one load watcher.
-fn status_text(status: &WatcherStatus) -> String {
-    let WatcherStatus {
-        vm,
-        user,
-        host,
-        owner,
-        confidence,
-        why,
-        ..
-    } = status;
-    let mut out = format!("virtual machine {vm} of {user} ({host})\n");
-    out.push_str(&format!(
-        "  owner     {owner}, {confidence} % sure: {why}\n"
-    ));
-    out.push_str(&guests_text(status));
-    let line = |GuestStatus {
-                    tid,
-                    program,
-                    pid,
-                    user,
-                    since_us,
-                    cpu_s,
-                    leftover_processes,
-                }: &GuestStatus| {
-        let since_text = if *since_us == 0 {
-            "?".into()
-        } else {
-            format_utc_time(Micros(*since_us))
-        };
-        let left_text = match leftover_processes {
-            0 => String::new(),
-            count => format!(" (ended), left {}", process_count_text(*count)),
-        };
-        format!(
-            "  task      {tid}{left_text} {program} of {user}, process {pid}, since {since_text}, {cpu_s:.1} s of processor\n"
-        )
-    };
-    out.extend(status.tasks.iter().map(line));
-    if status.tasks.is_empty() {
-        out.push_str("  tasks     none\n");
-    }
-    out.extend(
-        status
-            .policy
-            .iter()
-            .map(|s| format!("  policy    {} = {}  ({})\n", s.name, s.value, s.from)),
-    );
-    if status.policy.is_empty() {
-        out.push_str("  policy    none: guests stop and leave as soon as the owner is there\n");
-    }
-    out.extend(
-        status
-            .wrong
-            .iter()
-            .map(|line| format!("  wrong     {line}\n")),
-    );
-    out.extend(
-        status
-            .sources
-            .iter()
-            .map(|(name, source_text)| format!("  source    {name}: {source_text}\n")),
-    );
-    out
-}
-
-/// Formats those lines of a load watcher's report that say what guests may do and how guests are
-/// stopped.
-fn guests_text(status: &WatcherStatus) -> String {
-    let leave_text = match (status.leave_at_us, status.then.as_deref()) {
-        (Some(at), Some("kill")) => format!("; they are ended at {}", format_utc_time(Micros(at))),
-        (Some(at), _) => format!("; they leave at {}", format_utc_time(Micros(at))),
-        (None, Some(_)) => "; they are paused until guests are welcome again".into(),
-        (None, None) => String::new(),
-    };
-    let reason_text = if status.guests_why.is_empty() {
-        String::new()
-    } else {
-        format!(": {}", status.guests_why)
-    };
-    let mut out = format!("  guests    {}{reason_text}{leave_text}\n", status.guests);
-    if !status.stopped_by.is_empty() {
-        let reason_text = if status.stopped_by_why.is_empty() {
-            String::new()
-        } else {
-            format!(": {}", status.stopped_by_why)
-        };
-        out.push_str(&format!(
-            "  stopped   by {}{reason_text}\n",
-            status.stopped_by
-        ));
-    }
-    out
 }
 
 #[cfg(test)]
@@ -576,6 +456,8 @@ mod tests {
         );
         assert_eq!(parse_line("limit 1"), Ok(OwnerCommand::TaskLimit(Some(1))));
         assert_eq!(parse_line("limit none"), Ok(OwnerCommand::TaskLimit(None)));
+        assert_eq!(parse_line("end"), Ok(OwnerCommand::EndGuests(true)));
+        assert_eq!(parse_line("end none"), Ok(OwnerCommand::EndGuests(false)));
         assert_eq!(
             parse_line("policy"),
             Ok(OwnerCommand::Policy(PolicyAction::Show))
@@ -618,7 +500,7 @@ mod tests {
     fn confirmed_by(name: &str) -> Confirmation {
         Confirmation {
             confirmed: vec![name.into()],
-            unconfirmed: Vec::new(),
+            ..Confirmation::default()
         }
     }
 
@@ -648,7 +530,11 @@ mod tests {
         );
         assert!(!apply_line("here --for 1h").contains("logout"));
         assert!(!apply_line("auto").contains("here"));
-        apply_line("never none");
+        let end_text = apply_line("end");
+        assert!(end_text.contains("at most 2") && end_text.contains("must stop are ended"));
+        assert!(end_text.contains("in the time zone of this machine"));
+        assert!(!apply_line("end none").contains("are ended"));
+        assert!(!apply_line("never none").contains("time zone"));
         assert_eq!(
             apply_line("limit none"),
             "your directives: none; your presence is detected\n"
@@ -721,35 +607,5 @@ mod tests {
                 && line.lines().count() == 1,
             "{line}"
         );
-    }
-
-    #[test]
-    fn status_names_user_time_and_reason() {
-        let status = WatcherStatus {
-            vm: "pvm".into(),
-            user: "alice".into(),
-            host: "h2".into(),
-            owner: "present".into(),
-            confidence: 99,
-            why: "olga is logged in on tty2".into(),
-            guests: "stopped".into(),
-            guests_why: "olga is logged in on tty2".into(),
-            leave_at_us: Some(60_000_000),
-            then: Some("move".into()),
-            stopped_by: "signals".into(),
-            stopped_by_why: "SEMPA_FREEZER=off".into(),
-            ..WatcherStatus::default()
-        };
-        let text = status_text(&status);
-        for part in [
-            "virtual machine pvm of alice (h2)",
-            "present, 99 % sure: olga is logged in on tty2",
-            "stopped: olga is logged in on tty2; they leave at 00:01:00 UTC",
-            "stopped   by signals: SEMPA_FREEZER=off",
-            "tasks     none",
-            "policy    none",
-        ] {
-            assert!(text.contains(part), "{part}: {text}");
-        }
     }
 }

@@ -109,6 +109,7 @@ impl Daemon {
             lease: Micros::from_secs(10),
             rm_command: None,
             server_commands: Vec::new(),
+            starts_watcher: false,
             paths: RuntimePaths::from_env(1, |_| None).expect("a place without any variables"),
             hostfile_lines: Vec::new(),
             reserved_ids_max: BTreeMap::new(),

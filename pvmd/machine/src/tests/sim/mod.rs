@@ -198,6 +198,7 @@ fn machine_config(id: HostId, name: &str) -> MachineConfig {
         lease: LEASE,
         rm_command: None,
         server_commands: Vec::new(),
+        starts_watcher: false,
         paths: RuntimePaths::from_env(1000, move |v| (v == "PVM_TMP").then(|| host_dir.clone()))
             .expect("a good place"),
         hostfile_lines: Vec::new(),
@@ -343,6 +344,7 @@ impl Sim {
             Err((PvmError::CantStart, format!("no way to {}", plan.name)))
         } else {
             let mut config = machine_config(plan.id, &plan.name);
+            config.starts_watcher = self.nodes[&HostId::MASTER].machine.config.starts_watcher;
             config.speed = plan.speed;
             self.boot_host(config);
             if !plan.name.starts_with("mute") {

@@ -63,7 +63,7 @@ pub(super) fn integers(body: &Bytes) -> Vec<i32> {
         .collect()
 }
 
-pub(super) fn send_to_daemon(
+pub(in crate::tests) fn send_to_daemon(
     sim: &mut Sim,
     proc: usize,
     dst: Tid,

@@ -1,0 +1,196 @@
+//! Finds the daemons of this host in the process table, with the processes of their tasks. So users
+//! of the host learn of virtual machines whose load watcher does not answer.
+//!
+//! The names of processes prove nothing: any user can give any name to a process. What is found is
+//! therefore only reported, with the user of the process, and never trusted.
+
+use procfs::process::{Process, all_processes};
+use std::collections::BTreeMap;
+
+/// Name of a daemon's process.
+const DAEMON_PROGRAM: &str = "pvmd";
+/// Name of the process that starts the tasks of a daemon.
+const TASKER_PROGRAM: &str = "pvm-tasker";
+/// Name of the first process of the PID namespace of a task, which the tasker starts.
+const INIT_PROGRAM: &str = "pvm-init";
+/// Names of processes that serve a virtual machine, as the kernel truncates them.
+const SERVICE_PROGRAMS: [&str; 3] = [TASKER_PROGRAM, "pvm-load-watche", "pvm-rm"];
+/// Largest number of daemons that are reported.
+pub const DAEMONS_MAX: usize = 256;
+
+/// A process of this host.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct ProcessEntry {
+    parent: i32,
+    name: String,
+}
+
+/// A daemon of this host.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct HostDaemon {
+    pub pid: i32,
+    /// Uid of its user.
+    pub uid: u32,
+    /// The processes of its tasks, with their names.
+    pub task_processes: Vec<(i32, String)>,
+}
+
+/// Returns the resident memory of a process in bytes; 0 if it has exited.
+pub fn resident_bytes(pid: i32) -> u64 {
+    let pages = Process::new(pid).and_then(|process| process.statm());
+    pages.map_or(0, |pages| pages.resident * procfs::page_size())
+}
+
+/// Returns the daemons of this host, at most [`DAEMONS_MAX`], except those that are ancestors of
+/// the processes `watchers`: their load watchers have answered. Processes that this user may not
+/// see are missing.
+pub fn daemons_without_watcher(watchers: &[i32]) -> Vec<HostDaemon> {
+    let entries: BTreeMap<i32, ProcessEntry> = all_processes()
+        .into_iter()
+        .flatten()
+        .flatten()
+        .filter_map(|process| {
+            let stat = process.stat().ok()?;
+            let (parent, name) = (stat.ppid, stat.comm);
+            Some((stat.pid, ProcessEntry { parent, name }))
+        })
+        .collect();
+    let pids = find_daemons(&entries, watchers);
+    let pids = pids.into_iter().filter(|pid| is_on_this_host(*pid));
+    let daemons = pids.take(DAEMONS_MAX).filter_map(|pid| {
+        Some(HostDaemon {
+            pid,
+            uid: Process::new(pid).and_then(|process| process.uid()).ok()?,
+            task_processes: task_processes(&entries, pid),
+        })
+    });
+    daemons.collect()
+}
+
+/// True unless the process belongs to a container: it has a PID namespace of its own, or another
+/// network namespace, where its load watcher answers.
+fn is_on_this_host(pid: i32) -> bool {
+    let network = |process: &str| std::fs::read_link(format!("/proc/{process}/ns/net"));
+    let is_in_container = Process::new(pid)
+        .and_then(|process| process.status())
+        .is_ok_and(|status| status.nspid.is_some_and(|pids| pids.len() > 1));
+    // The network namespace of another user's process cannot be read.
+    let has_other_network = match (network(&pid.to_string()), network("self")) {
+        (Ok(other), Ok(own)) => other != own,
+        _ => false,
+    };
+    !is_in_container && !has_other_network
+}
+
+/// Returns the ancestors of a process, nearest first.
+fn ancestors(entries: &BTreeMap<i32, ProcessEntry>, pid: i32) -> Vec<i32> {
+    let mut ancestors = Vec::new();
+    let mut current = pid;
+    while let Some(entry) = entries.get(&current) {
+        // The table was not read at one moment, so it may contain a cycle.
+        if entry.parent == pid || ancestors.contains(&entry.parent) {
+            break;
+        }
+        ancestors.push(entry.parent);
+        current = entry.parent;
+    }
+    ancestors
+}
+
+/// Returns the daemons that run a tasker and are not an ancestor of one of the processes
+/// `watchers`.
+fn find_daemons(entries: &BTreeMap<i32, ProcessEntry>, watchers: &[i32]) -> Vec<i32> {
+    let watched: Vec<i32> = watchers
+        .iter()
+        .flat_map(|pid| ancestors(entries, *pid))
+        .collect();
+    let is_daemon = |pid: &i32| entries.get(pid).is_some_and(|e| e.name == DAEMON_PROGRAM);
+    let taskers = entries
+        .values()
+        .filter(|entry| entry.name == TASKER_PROGRAM);
+    let mut daemons: Vec<i32> = taskers
+        .map(|tasker| tasker.parent)
+        .filter(|pid| is_daemon(pid) && !watched.contains(pid))
+        .collect();
+    daemons.sort_unstable();
+    daemons.dedup();
+    daemons
+}
+
+/// Returns the processes of a daemon's tasks: everything that its tasker has started, except
+/// services.
+fn task_processes(entries: &BTreeMap<i32, ProcessEntry>, daemon: i32) -> Vec<(i32, String)> {
+    let is_service = |entry: &ProcessEntry| SERVICE_PROGRAMS.contains(&entry.name.as_str());
+    let belongs_to_tasks = |pid: i32| {
+        let line = ancestors(entries, pid);
+        let tasker = line.iter().position(|ancestor| {
+            entries
+                .get(ancestor)
+                .is_some_and(|entry| entry.name == TASKER_PROGRAM && entry.parent == daemon)
+        });
+        tasker.is_some_and(|position| {
+            let between = line[..position].iter();
+            !between.filter_map(|pid| entries.get(pid)).any(is_service)
+        })
+    };
+    let is_task = |entry: &ProcessEntry| !is_service(entry) && entry.name != INIT_PROGRAM;
+    let candidates = entries.iter().filter(|(_, entry)| is_task(entry));
+    candidates
+        .filter(|(pid, _)| belongs_to_tasks(**pid))
+        .map(|(pid, entry)| (*pid, entry.name.clone()))
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn process_table(lines: &[(i32, i32, &str)]) -> BTreeMap<i32, ProcessEntry> {
+        let entry = |(pid, parent, name): &(i32, i32, &str)| {
+            let (parent, name) = (*parent, name.to_string());
+            (*pid, ProcessEntry { parent, name })
+        };
+        lines.iter().map(entry).collect()
+    }
+
+    /// Daemons whose load watcher has answered are omitted. A process that is named like a daemon
+    /// and has no tasker is none. Guests are all processes below a tasker except services.
+    #[test]
+    fn daemons_without_watcher_are_found_with_their_guests() {
+        let table = process_table(&[
+            (1, 0, "init"),
+            (10, 1, "pvmd"),
+            (11, 10, "pvm-tasker"),
+            (12, 11, "pvm-load-watche"),
+            (13, 11, "worker"),
+            (20, 1, "pvmd"),
+            (21, 20, "pvm-tasker"),
+            (22, 21, "pvm-rm"),
+            (23, 21, "pvm-tasker"),
+            (27, 21, "pvm-init"),
+            (24, 27, "worker"),
+            (25, 24, "child"),
+            (26, 20, "ssh"),
+            (30, 1, "pvmd"),
+        ]);
+        assert_eq!(find_daemons(&table, &[12]), [20]);
+        assert_eq!(find_daemons(&table, &[]), [10, 20]);
+        let guests = task_processes(&table, 20);
+        let names: Vec<&str> = guests.iter().map(|(_, name)| name.as_str()).collect();
+        assert_eq!(names, ["worker", "child"]);
+    }
+
+    #[test]
+    fn own_process_is_on_this_host() {
+        let pid = std::process::id().cast_signed();
+        assert!(is_on_this_host(pid));
+        assert!(resident_bytes(pid) > 0);
+    }
+
+    /// A table that was not read at one moment may contain a cycle.
+    #[test]
+    fn cycle_of_parents_ends() {
+        let table = process_table(&[(2, 3, "a"), (3, 2, "b")]);
+        assert_eq!(ancestors(&table, 2), [3]);
+    }
+}
