@@ -11,6 +11,7 @@
 //! | [`output`] | tables, JSON and times that several commands print; the terminal |
 //! | [`daemon`] | start and end of the local daemon |
 //! | [`command`], [`outcome`], [`parse_error`], [`arguments`] | what all commands share |
+//! | [`lost_vms`] | what this host knows about virtual machines that were lost |
 //! | [`virtual_machine`] | the operations that commands need from the virtual machine |
 //!
 //! The modules form layers: `cli` uses `commands`, and commands use `session`, `output` and the
@@ -28,6 +29,7 @@ mod daemon;
 mod detach;
 #[cfg(test)]
 mod fixtures;
+mod lost_vms;
 mod outcome;
 mod output;
 mod parse_error;

@@ -484,6 +484,23 @@ impl Vm {
         }
     }
 
+    /// Stops the whole virtual machine and waits until all hosts have ended their tasks, or a time
+    /// limit has passed. Returns the names of the hosts that have not reported the end of their
+    /// tasks; `None` if the connection broke before the report.
+    ///
+    /// # Errors
+    /// Returns the daemon's error.
+    pub fn halt_and_report(&self) -> Result<Option<Vec<String>>, Error> {
+        match self.runtime.request_and_wait(Request::HaltAndReport) {
+            Reply::Halted { missing_hosts } => Ok(Some(missing_hosts)),
+            Reply::Failed {
+                error: PvmError::SysErr,
+                ..
+            } => Ok(None),
+            other => Err(Error::from_reply("stopping the virtual machine", other)),
+        }
+    }
+
     /// Registers this task as resource manager at its daemon. Returns the tid of the previous
     /// resource manager; NONE if there was none.
     ///

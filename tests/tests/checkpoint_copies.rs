@@ -175,8 +175,17 @@ fn a_job_restarts_from_a_copy_of_its_checkpoint() {
     ]);
     run_successfully(copy_command, TIMEOUT).expect("copied");
     let vm = start_vm(&bed);
-    let restart_output = vm
+    // The copy has no record of where the job runs, and no host of the earlier virtual machine
+    // answers.
+    let refused_output = vm
         .run_pvm(&["restart", &checkpoint_name])
+        .or_panic_with_logs(&vm);
+    assert!(
+        !refused_output.succeeded() && refused_output.stderr.contains("use --force"),
+        "{refused_output:?}"
+    );
+    let restart_output = vm
+        .run_pvm(&["restart", &checkpoint_name, "--force"])
         .or_panic_with_logs(&vm);
     assert!(
         restart_output.succeeded(),

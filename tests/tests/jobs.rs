@@ -154,15 +154,14 @@ fn a_waiting_spawn_is_listed_with_the_jobs() {
             other => Err(other.to_string()),
         });
         let waiting_spawn = waiting_spawn.or_panic_with_logs(vm);
+        let limit_text =
+            "the limit --user-tasks of the resource manager is 1, and the user has 1 task";
         assert_eq!(
             (&waiting_spawn["count"], &waiting_spawn["turn"]),
             (&1.into(), &1.into()),
             "{waiting_spawn}"
         );
-        assert_eq!(
-            waiting_spawn["why"], "the user has 1 tasks, and 1 are allowed",
-            "{waiting_spawn}"
-        );
+        assert_eq!(waiting_spawn["why"], limit_text, "{waiting_spawn}");
         let text = vm.run_pvm(&["job", "list"]).expect("pvm").stdout;
         let last_line = text.lines().last().unwrap_or_default();
         assert!(
@@ -170,7 +169,7 @@ fn a_waiting_spawn_is_listed_with_the_jobs() {
             "{text}"
         );
         assert!(
-            last_line.ends_with(", number 1 in turn: the user has 1 tasks, and 1 are allowed"),
+            last_line.ends_with(&format!(", number 1 in turn: {limit_text}")),
             "{text}"
         );
         vm.run_pvm(&["kill", &first_tid])

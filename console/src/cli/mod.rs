@@ -14,8 +14,10 @@ use self::args::{ArgsError, Mode};
 use crate::daemon::halt::LocalDaemon;
 use crate::daemon::host_file;
 use crate::daemon::running::{
-    DaemonError, RunningDaemon, ensure_daemon, lock_path, refuse_root, start_daemon_only,
+    DaemonError, RunningDaemon, ensure_daemon, lock_path, refuse_root, runtime_dir,
+    start_daemon_only,
 };
+use crate::lost_vms;
 use crate::output::terminal::Terminal;
 use libpvm::Vm;
 use nix::sys::signal::{SigSet, Signal};
@@ -85,7 +87,10 @@ fn join_or_start(args: &[OsString]) -> Result<(Vm, LocalDaemon), DaemonError> {
     refuse_root()?;
     let (vm, child) = match ensure_daemon(args)? {
         RunningDaemon::AlreadyRunning(vm) => (vm, None),
-        RunningDaemon::Started(child) => (Vm::enroll()?, Some(child)),
+        RunningDaemon::Started(child) => {
+            lost_vms::show_at_start(&runtime_dir()?);
+            (Vm::enroll()?, Some(child))
+        }
     };
     if child.is_some() && host_file::has_host_file(args) {
         host_file::await_hosts(&vm);

@@ -7,13 +7,15 @@ use crate::commands::{COMMANDS, parse};
 use crate::daemon::halt::{LocalDaemon, halt_and_wait};
 use crate::daemon::process::DaemonProcess;
 use crate::daemon::running::{enroll_error_line, lock_path, refuse_root};
+use crate::lost_vms;
 use crate::outcome::AfterCommand;
 use crate::output::terminal::Terminal;
 use crate::session::Session;
 use crate::virtual_machine;
-use libpvm::Vm;
+use libpvm::{EnrollError, Vm};
 use std::collections::BTreeMap;
 use std::io;
+use std::path::Path;
 use std::process::ExitCode;
 
 /// Executes the command `words`. `env` is the environment for spawned tasks.
@@ -69,6 +71,12 @@ pub(crate) fn run(
         }
         Err(error) => {
             Terminal.print_error(&enroll_error_line(&error));
+            if matches!(error, EnrollError::NoDaemon { .. }) {
+                let dir = lock_file.parent().unwrap_or(Path::new("/"));
+                if let Some(line) = lost_vms::hint_line(dir) {
+                    Terminal.print_error(&line);
+                }
+            }
             Ok(ExitCode::FAILURE)
         }
     }

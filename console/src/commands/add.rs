@@ -8,6 +8,7 @@ use crate::output::progress::{Progress, Waited, ask_showing_progress};
 use crate::session::Session;
 use crate::virtual_machine::unexpected_reply_error;
 use libpvm::Error;
+use sempa_proto::PvmError;
 use sempa_proto::event::{Event, EventKind};
 use sempa_proto::table::AddedHost;
 use sempa_proto::task::{Reply, Request};
@@ -58,11 +59,7 @@ impl VmCommand for AddCommand {
                 }
                 Err(error) => {
                     outcome.failed = true;
-                    let reason = if add_result.reason.is_empty() {
-                        error.text()
-                    } else {
-                        &add_result.reason
-                    };
+                    let reason = failure_reason(add_result, *error);
                     outcome
                         .errors
                         .push(format!("add {}: {reason}", host_name_in_line(line)));
@@ -114,6 +111,15 @@ impl Progress for AddProgress {
     }
 }
 
+/// Returns the reason why a host was not added; the text of the error code if the daemon has given
+/// no reason.
+fn failure_reason(added_host: &AddedHost, error: PvmError) -> &str {
+    match added_host.reason.trim() {
+        "" => error.text(),
+        reason => reason,
+    }
+}
+
 /// Returns the name of the host in a host-file line.
 fn host_name_in_line(line: &str) -> &str {
     line.split_whitespace().next().unwrap_or(line)
@@ -143,7 +149,8 @@ fn results_json(lines: &[String], results: &[AddedHost]) -> Value {
     let result_json = |(line, add_result): (&String, &AddedHost)| match &add_result.result {
         Ok(entry) => json!({ "line": line, "host": json::host(entry) }),
         Err(code) => {
-            json!({ "line": line, "error": json::error(*code), "reason": add_result.reason })
+            let reason = failure_reason(add_result, *code);
+            json!({ "line": line, "error": json::error(*code), "reason": reason })
         }
     };
     json!({ "results": lines.iter().zip(results).map(result_json).collect::<Vec<_>>() })
@@ -153,7 +160,6 @@ fn results_json(lines: &[String], results: &[AddedHost]) -> Value {
 mod tests {
     use super::*;
     use crate::fixtures::host;
-    use sempa_proto::PvmError;
 
     #[test]
     fn add_layout_matches_pvm() {
@@ -191,5 +197,11 @@ mod tests {
         let results = results_json(&["h9".to_string()], &[failed_host]);
         assert_eq!(results["results"][0]["error"]["code"], -29);
         assert_eq!(results["results"][0]["reason"], "ssh: no route");
+        let unexplained_host = AddedHost {
+            result: Err(PvmError::DupHost),
+            reason: " ".into(),
+        };
+        let results = results_json(&["h9".to_string()], &[unexplained_host]);
+        assert_eq!(results["results"][0]["reason"], PvmError::DupHost.text());
     }
 }

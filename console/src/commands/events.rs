@@ -4,6 +4,7 @@ use super::event_view::EventView;
 use crate::arguments::{parse_number, parse_option_value, unknown_option_error};
 use crate::command::{CommandSpec, ParsedCommand, ShellOptions, VmCommand};
 use crate::outcome::Outcome;
+use crate::output::repeats::{RepeatCounter, RepeatableLine};
 use crate::output::terminal::Terminal;
 use crate::output::time::{format_local, format_utc};
 use crate::parse_error::ParseError;
@@ -25,7 +26,7 @@ pub(crate) const SPEC: CommandSpec = CommandSpec {
     name: "events",
     summary: "Show what happened in the virtual machine, and why",
     detail: "Syntax:  events [ --from number ] [ --follow ] [ --verbose ]\n\
-             One line for each event: time, zone, host, what happened.\n\
+             One line for each event: time, zone, host, what happened. A failure that repeats is counted.\n\
              --follow continues until it is interrupted (only as `pvm events --follow`).\n\
              --verbose adds the steps of migrations, and the consoles that join and leave. With --json all events\n\
              are printed, with times in UTC.\n",
@@ -83,11 +84,10 @@ impl VmCommand for EventsCommand {
         }
         let mut view = EventView::new(self.is_verbose);
         Ok(Outcome {
-            text: all_events
-                .iter()
-                .filter(|event| view.shows(&event.kind))
-                .map(|event| event_text(&names, event))
-                .collect(),
+            text: events_text(
+                &names,
+                all_events.iter().filter(|event| view.shows(&event.kind)),
+            ),
             json_values: all_events
                 .iter()
                 .map(|event| event_json(&names, event))
@@ -106,6 +106,7 @@ impl VmCommand for EventsCommand {
             view: EventView::new(self.is_verbose || options.prints_json),
             next_event: self.first_event,
             prints_json: options.prints_json,
+            repeats: RepeatCounter::default(),
         }
         .run()?;
         Ok(Some(Outcome::from_error(format!("events: {error}"))))
@@ -120,6 +121,7 @@ struct EventFollower<'a> {
     /// Number of the next event to print.
     next_event: u64,
     prints_json: bool,
+    repeats: RepeatCounter,
 }
 
 impl EventFollower<'_> {
@@ -180,12 +182,12 @@ impl EventFollower<'_> {
         if !self.view.shows(&event.kind) {
             return Ok(());
         }
-        let line = if self.prints_json {
+        let text = if self.prints_json {
             format!("{}\n", event_json(&self.host_names, event))
         } else {
-            event_text(&self.host_names, event)
+            counted_event_text(&self.host_names, event, &mut self.repeats)
         };
-        Terminal.print(line.as_bytes())
+        Terminal.print(text.as_bytes())
     }
 }
 
@@ -212,6 +214,57 @@ impl HostNames {
     /// Returns the name of a host, or `None` if the name is unknown.
     fn get(&self, host: HostId) -> Option<&str> {
         self.0.get(&host).map(String::as_str)
+    }
+}
+
+/// Formats events. Failures that repeat are counted.
+fn events_text<'a>(names: &HostNames, events: impl Iterator<Item = &'a Event>) -> String {
+    let mut repeats = RepeatCounter::default();
+    let mut text: String = events
+        .map(|event| counted_event_text(names, event, &mut repeats))
+        .collect();
+    for report in repeats.finish() {
+        text.push_str(&format!("{report}\n"));
+    }
+    text
+}
+
+/// Formats an event, and the reports about repetitions that precede the event. Empty if the event
+/// repeats a recent one.
+fn counted_event_text(names: &HostNames, event: &Event, repeats: &mut RepeatCounter) -> String {
+    let line = event_text(names, event);
+    let Some(content) = repeatable_content(&line, event) else {
+        return line;
+    };
+    let mut reports = Vec::new();
+    let is_shown = repeats.take(
+        RepeatableLine {
+            content,
+            at: event.at,
+            time: format_utc(event.at),
+        },
+        &mut reports,
+    );
+    let mut text: String = reports.iter().map(|report| format!("{report}\n")).collect();
+    if is_shown {
+        text.push_str(&line);
+    }
+    text
+}
+
+/// Returns what the line of an event says, without its time and without the number of a migration.
+/// `None` for an event that never repeats, or whose repetitions are news.
+fn repeatable_content(line: &str, event: &Event) -> Option<String> {
+    let content = line.trim_end().split_once(' ')?.1;
+    match &event.kind {
+        EventKind::MigrationFailed { id, .. } => Some(content.replacen(&format!("{id}: "), "", 1)),
+        EventKind::RestartFailed { .. }
+        | EventKind::CheckpointFailed { .. }
+        | EventKind::HostRefused { .. }
+        | EventKind::GuestsNotPaused { .. }
+        | EventKind::GuestsStillRun { .. }
+        | EventKind::Note { .. } => Some(content.to_string()),
+        _ => None,
     }
 }
 
@@ -244,7 +297,8 @@ fn event_json(names: &HostNames, event: &Event) -> Value {
 mod tests {
     use super::*;
     use crate::fixtures::table;
-    use sempa_proto::migration::{Failure, MigrationCause, Step};
+    use sempa_proto::event::LostTasks;
+    use sempa_proto::migration::{Failure, MigrationCause, Refusal, Step};
     use sempa_proto::{Micros, Tid};
 
     fn host_names() -> HostNames {
@@ -314,6 +368,45 @@ mod tests {
         );
     }
 
+    /// A migration that fails again and again for the same reason is one line, and a line with the
+    /// count.
+    #[test]
+    fn repeated_failure_is_counted() {
+        let failure = |number: u64, why: Failure| Event {
+            number,
+            at: Micros(1_795_253_641_000_000 + number * 500_000),
+            host: HostId::MASTER,
+            kind: EventKind::MigrationFailed {
+                id: sempa_proto::MigrationId(number),
+                tid: Tid::from_raw(0x40002),
+                from: HostId::MASTER,
+                to: HostId::new(3).expect("3"),
+                cause: MigrationCause::Owner {
+                    why: "olga is there".into(),
+                },
+                step: Step::Inspect,
+                why,
+            },
+        };
+        let not_connected = || Failure::Refused(vec![Refusal::NotConnected]);
+        let mut events: Vec<Event> = (1..=5).map(|n| failure(n, not_connected())).collect();
+        events.push(failure(6, Failure::TaskEnded));
+        let text = events_text(&host_names(), events.iter());
+        let lines: Vec<&str> = text.lines().collect();
+        assert_eq!(lines.len(), 3, "{text}");
+        assert!(
+            lines[0].contains("ha1 m1: t40002 was not migrated"),
+            "{text}"
+        );
+        assert!(
+            lines[2].starts_with("2026-11-21T09:34:03.500Z ha1 t40002 was not migrated")
+                && lines[2].ends_with(" (4 more times since 2026-11-21T09:34:01.500Z)"),
+            "{text}"
+        );
+        let twice = [events[0].clone(), events[5].clone()];
+        assert_eq!(events_text(&host_names(), twice.iter()).lines().count(), 2);
+    }
+
     #[test]
     fn departed_host_keeps_name_in_log() {
         let id = HostId::new(7).expect("7");
@@ -321,6 +414,7 @@ mod tests {
             host: id,
             name: "h7".into(),
             why: "deleted".into(),
+            lost_tasks: LostTasks::default(),
         };
         let earlier_event = Event {
             number: 1,

@@ -10,7 +10,7 @@ pub(crate) const SPEC: CommandSpec = CommandSpec {
     name: "halt",
     summary: "End the virtual machine: all tasks, all daemons",
     detail: "Syntax:  halt\n\
-             Returns when the daemon of this host has exited.\n",
+             Returns when the daemon of this host has exited. Names the hosts that did not answer.\n",
     parse: |args| require_no_args("halt", args, ParsedCommand::vm_command(HaltCommand)),
     has_json: false,
     ..CommandSpec::DEFAULT

@@ -22,6 +22,7 @@ mod idump;
 mod job;
 mod jobs;
 mod live_usage;
+mod lost;
 mod mailbox;
 mod migrate;
 mod owner;
@@ -70,6 +71,7 @@ pub(crate) const COMMANDS: CommandTable = &[
     &job::SPEC,
     &jobs::SPEC,
     &signals::KILL,
+    &lost::SPEC,
     &migrate::SPEC,
     &status::MSTAT,
     &mailbox::NAMES,

@@ -15,6 +15,7 @@ use libpvm::{Body, Error};
 use sempa_proto::event::EventKind;
 use sempa_proto::job::JobFile;
 use sempa_proto::message::CTX_TASK_CONTROL;
+use sempa_proto::rm::{DecisionKind, PlacementRule, RmQuery, RmReply};
 use sempa_proto::table::HostTable;
 use sempa_proto::task::{
     SPAWN_ARCH, SPAWN_COMPLEMENT, SPAWN_DEBUG, SPAWN_HOST, SPAWN_NO_PARENT, SPAWN_STRICT_DIR, Sink,
@@ -361,16 +362,44 @@ impl VmCommand for SpawnCommand {
             .iter()
             .filter_map(|result| result.err().map(PvmError::code))
             .collect();
-        let errors = errors.into_iter().filter_map(PvmError::from_code);
-        outcome
-            .errors
-            .extend(errors.map(|error| spawn_error_text(spawn, error)));
+        for error in errors.into_iter().filter_map(PvmError::from_code) {
+            let limit = (error == PvmError::OutOfRes)
+                .then(|| exceeded_limit(&session.vm))
+                .flatten();
+            outcome.errors.push(match limit {
+                Some(limit) => format!("spawn {}: {limit}", spawn.program),
+                None => spawn_error_text(spawn, error),
+            });
+        }
         if results.contains(&Err(PvmError::NoHost)) {
             let table = session.vm.hosts()?;
             outcome.errors.extend(location_hint(spawn, &table));
         }
         Ok(outcome)
     }
+}
+
+/// Returns the limit of the resource manager that has refused the console's last spawn; `None` if
+/// another reason has, or if there is no resource manager.
+fn exceeded_limit(machine: &dyn VirtualMachine) -> Option<String> {
+    let console = machine.tid();
+    let reply = machine.ask_rm(&RmQuery::TaskDecisions(console)).ok()?;
+    let RmReply::Decisions { decisions, .. } = reply else {
+        return None;
+    };
+    let newest_attempts = decisions
+        .iter()
+        .rev()
+        .find_map(|decision| match &decision.kind {
+            DecisionKind::Spawn {
+                requested_by,
+                attempts,
+                ..
+            } if *requested_by == console => Some(attempts),
+            _ => None,
+        });
+    let last_attempt = newest_attempts?.last()?;
+    (last_attempt.rule == PlacementRule::Limit).then(|| format!("refused: {}", last_attempt.reason))
 }
 
 /// Sends the tids of all tasks of a spawn to each of these tasks, as the library of a parent does.

@@ -17,19 +17,57 @@ pub(crate) struct LocalDaemon {
 }
 
 /// Halts the virtual machine and waits for the local daemon to exit. Prints an error and returns a
-/// failure if the request fails or the daemon does not exit in time.
+/// failure if the request fails, a host has not confirmed the end of its tasks, or the daemon does
+/// not exit in time.
 pub(crate) fn halt_and_wait(vm: &Vm, daemon: &mut LocalDaemon) -> ExitCode {
     let daemon_process = DaemonProcess::from_lock_file(daemon.lock_path.clone());
-    if let Err(error) = vm.halt() {
-        Terminal.print_error(&format!("halt: {error}"));
+    let missing_hosts = match vm.halt_and_report() {
+        Ok(missing_hosts) => missing_hosts.unwrap_or_default(),
+        Err(error) => {
+            Terminal.print_error(&format!("halt: {error}"));
+            return ExitCode::FAILURE;
+        }
+    };
+    if let Some(line) = missing_hosts_line(&missing_hosts) {
+        Terminal.print_error(&line);
+    }
+    if !daemon_process.wait_for_exit(daemon.child.as_mut()) {
+        Terminal.print_error(&format!(
+            "halt: the daemon was asked to end and is still there; its process number is in {}",
+            daemon.lock_path.display()
+        ));
         return ExitCode::FAILURE;
     }
-    if daemon_process.wait_for_exit(daemon.child.as_mut()) {
-        return ExitCode::SUCCESS;
+    match missing_hosts.is_empty() {
+        true => ExitCode::SUCCESS,
+        false => ExitCode::FAILURE,
     }
-    Terminal.print_error(&format!(
-        "halt: the daemon was asked to end and is still there; its process number is in {}",
-        daemon.lock_path.display()
-    ));
-    ExitCode::FAILURE
+}
+
+/// Returns the line about hosts that have not confirmed the end of their tasks; `None` if all have.
+fn missing_hosts_line(missing_hosts: &[String]) -> Option<String> {
+    let names = missing_hosts.join(", ");
+    (!missing_hosts.is_empty()).then(|| {
+        format!(
+            "halt: the virtual machine has ended, but these hosts did not answer: {names}. They end their tasks by \
+             themselves when their lease is over (SEMPA_LEASE_MS, 10 s by default); a host that was stopped or cut off \
+             may need a look: 'pgrep -a pvm' there"
+        )
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Hosts that did not answer are named, with what that means.
+    #[test]
+    fn missing_hosts_are_named() {
+        assert_eq!(missing_hosts_line(&[]), None);
+        let line = missing_hosts_line(&["h2".into(), "h3".into()]).expect("a line");
+        assert!(
+            line.contains("did not answer: h2, h3. They end their tasks by themselves"),
+            "{line}"
+        );
+    }
 }

@@ -2,6 +2,7 @@
 
 use super::host_file;
 use super::process::{POLL_INTERVAL, StartError, start};
+use crate::lost_vms;
 use crate::output::terminal::Terminal;
 use libpvm::runtime::runtime_paths;
 use libpvm::{EnrollError, Vm};
@@ -68,11 +69,15 @@ fn socket_path() -> Result<PathBuf, DaemonError> {
     Ok(paths.daemon_socket_path())
 }
 
-/// Returns the path of the daemon's lock file, which is in the folder of the daemon's socket.
-pub(crate) fn lock_path() -> Result<PathBuf, DaemonError> {
+/// Returns the daemon's runtime directory, which contains the daemon's socket.
+pub(crate) fn runtime_dir() -> Result<PathBuf, DaemonError> {
     let socket = socket_path()?;
-    let dir = socket.parent().unwrap_or(Path::new("/"));
-    Ok(dir.join("pvmd.lock"))
+    Ok(socket.parent().unwrap_or(Path::new("/")).to_path_buf())
+}
+
+/// Returns the path of the daemon's lock file.
+pub(crate) fn lock_path() -> Result<PathBuf, DaemonError> {
+    Ok(runtime_dir()?.join("pvmd.lock"))
 }
 
 /// A daemon that accepts tasks.
@@ -124,8 +129,13 @@ pub(crate) fn ensure_daemon(args: &[OsString]) -> Result<RunningDaemon, DaemonEr
 pub(crate) fn start_daemon_only(args: &[OsString]) -> Result<bool, DaemonError> {
     let (vm, is_new) = match ensure_daemon(args)? {
         RunningDaemon::AlreadyRunning(vm) => (vm, false),
-        RunningDaemon::Started(_) if !host_file::has_host_file(args) => return Ok(true),
-        RunningDaemon::Started(_) => (Vm::enroll()?, true),
+        RunningDaemon::Started(_) => {
+            lost_vms::show_at_start(&runtime_dir()?);
+            if !host_file::has_host_file(args) {
+                return Ok(true);
+            }
+            (Vm::enroll()?, true)
+        }
     };
     let all_joined = !is_new || host_file::await_hosts(&vm);
     // The virtual machine removes this task when its connection closes, even if `exit` fails.

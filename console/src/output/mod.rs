@@ -3,6 +3,7 @@
 pub(crate) mod async_output;
 pub(crate) mod json;
 pub(crate) mod progress;
+pub(crate) mod repeats;
 pub(crate) mod tables;
 pub(crate) mod terminal;
 pub(crate) mod time;

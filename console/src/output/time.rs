@@ -28,6 +28,12 @@ fn format_in_zone(at: Micros, zone: TimeZone) -> String {
     time.strftime("%Y-%m-%d %H:%M:%S%.3f %Z").to_string()
 }
 
+/// Formats a time of day in the user's zone, such as `10:34:01 CET`, for times of the present day.
+pub(crate) fn format_local_time(at: Micros) -> String {
+    let time = zoned(at, TimeZone::system());
+    time.strftime("%H:%M:%S %Z").to_string()
+}
+
 /// Formats a time in the user's zone as C's `ctime` does, such as `Sat Nov 21 09:34:01 2026`.
 pub(crate) fn format_ctime(at: Micros) -> String {
     ctime_in_zone(at, TimeZone::system())

@@ -9,6 +9,7 @@ use crate::message::Message;
 use crate::migration::{Failure, Refusal, Step, TaskFacts};
 use serde::{Deserialize, Serialize};
 use std::fmt;
+use std::net::SocketAddr;
 
 /// Maximum number of tasks in one checkpoint.
 pub const CHECKPOINT_TASKS_MAX: usize = 1024;
@@ -269,6 +270,21 @@ pub enum RestartFailure {
     },
     /// The checkpoint was written by another version.
     OtherVersion(WriterVersion),
+    /// Another virtual machine made the checkpoint, the store has no record of where the job runs,
+    /// and it cannot be known whether that virtual machine still runs.
+    MayRunElsewhere {
+        /// Names of the hosts of that virtual machine that were asked and did not answer; `None` if
+        /// its hosts are not known.
+        silent_hosts: Option<Vec<String>>,
+    },
+    /// The virtual machine that made the checkpoint still runs: a daemon of it answers.
+    VmAnswers {
+        /// Name of the virtual machine.
+        vm: String,
+        /// Name of the host whose daemon answers.
+        host: String,
+        address: SocketAddr,
+    },
 }
 
 /// The versions of the programs that wrote a checkpoint.
@@ -429,6 +445,15 @@ impl fmt::Display for RestartFailure {
                  unchanged: restart it with the version that wrote it",
                 own = WriterVersion::OWN
             ),
+            Self::MayRunElsewhere { silent_hosts } => {
+                write_unknown_origin(f, silent_hosts.as_deref())
+            }
+            Self::VmAnswers { vm, host, address } => write!(
+                f,
+                "virtual machine {vm}, which made the checkpoint, still runs: its daemon on {host} answers at \
+                 {address}. The job would run twice, and both copies would write the same files. End it there first \
+                 (on {host}: pvm halt)"
+            ),
             Self::RunsElsewhere {
                 holder,
                 time_until_force,
@@ -448,6 +473,32 @@ impl fmt::Display for RestartFailure {
             }
         }
     }
+}
+
+/// Writes why a checkpoint is not restarted of which the store does not say where its job runs.
+fn write_unknown_origin(
+    f: &mut fmt::Formatter<'_>,
+    silent_hosts: Option<&[String]>,
+) -> fmt::Result {
+    f.write_str(
+        "another virtual machine made this checkpoint, and this store has no record that says where the \
+         job runs (a copy has none). ",
+    )?;
+    match silent_hosts {
+        None => f.write_str(
+            "There is no note about that virtual machine on this host, so nobody could be asked whether it \
+             still runs. ",
+        )?,
+        Some(hosts) => write!(
+            f,
+            "Its hosts were asked ({}) and do not answer: they are down, or cut off from this host. ",
+            format_list_start(hosts, String::clone)
+        )?,
+    }
+    f.write_str(
+        "If the job still ran there, it would run twice, and both copies would write the same files. Make \
+         sure that that virtual machine is gone, then use --force",
+    )
 }
 
 /// Metadata of a checkpoint, stored next to the images.

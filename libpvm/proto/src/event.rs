@@ -50,6 +50,8 @@ pub enum EventKind {
         host: HostId,
         name: String,
         why: String,
+        /// The tasks that ended with the host.
+        lost_tasks: LostTasks,
     },
     /// A task was spawned, or a program connected as a task.
     TaskStarted {
@@ -399,6 +401,35 @@ pub enum EventKind {
     },
 }
 
+/// Maximum number of tasks that the event of a lost host names.
+pub const LOST_TASKS_NAMED_MAX: usize = 1000;
+
+/// The tasks that ended with their host.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LostTasks {
+    /// Tids and program names, at most [`LOST_TASKS_NAMED_MAX`].
+    pub named: Vec<(Tid, String)>,
+    /// Number of further tasks.
+    pub others: u32,
+}
+
+impl fmt::Display for LostTasks {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let names: Vec<String> = self
+            .named
+            .iter()
+            .map(|(tid, program)| format!("{tid} {program}"))
+            .collect();
+        match (&names[..], self.others) {
+            ([], 0) => Ok(()),
+            (names, 0) => write!(f, "; lost with it: {}", names.join(", ")),
+            (names, others) => {
+                write!(f, "; lost with it: {} and {others} more", names.join(", "))
+            }
+        }
+    }
+}
+
 /// Number of processes that an ended task has left behind on one host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LeftoverCount {
@@ -474,14 +505,25 @@ impl fmt::Display for EventKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::HostAdded { host, name } => write!(f, "{name} joined as {host}"),
-            Self::HostRefused { name, why } => write!(f, "{name} was not added: {why}"),
+            Self::HostRefused { name, why } => {
+                write!(f, "{name} was not added: {why}", why = text::reason(why))
+            }
             Self::HostFileProcessed { added, refused } => {
                 write!(
                     f,
                     "the host file is processed: {added} hosts joined, {refused} lines failed"
                 )
             }
-            Self::HostGone { host, name, why } => write!(f, "{name} ({host}) is gone: {why}"),
+            Self::HostGone {
+                host,
+                name,
+                why,
+                lost_tasks,
+            } => write!(
+                f,
+                "{name} ({host}) is gone: {why}{lost_tasks}",
+                why = text::reason(why)
+            ),
             Self::TaskStarted {
                 tid, parent, name, ..
             } => write_task_start(f, *tid, *parent, name),
@@ -493,12 +535,19 @@ impl fmt::Display for EventKind {
             ),
             Self::Placed { name, hosts, why } => {
                 let hosts: Vec<String> = hosts.iter().map(|h| h.index().to_string()).collect();
-                write!(f, "{name} placed on hosts {}: {why}", hosts.join(" "))
+                write!(
+                    f,
+                    "{name} placed on hosts {}: {why}",
+                    hosts.join(" "),
+                    why = text::reason(why)
+                )
             }
             Self::OwnerPresent { host, why, .. } => {
-                write!(f, "owner of {host} present: {why}")
+                write!(f, "owner of {host} present: {why}", why = text::reason(why))
             }
-            Self::OwnerAbsent { host, why } => write!(f, "owner of {host} absent: {why}"),
+            Self::OwnerAbsent { host, why } => {
+                write!(f, "owner of {host} absent: {why}", why = text::reason(why))
+            }
             Self::HostVacated { host } => {
                 write!(f, "{host} is clean: no guest is left on it")
             }
@@ -513,7 +562,8 @@ impl fmt::Display for EventKind {
                     f,
                     "guests of {host} paused: {} within {:.1} ms: {why}",
                     join_guests(guests, leftovers),
-                    as_millis(*duration)
+                    as_millis(*duration),
+                    why = text::reason(why)
                 )
             }
             Self::ProcessesLeft { host, left } => {
@@ -542,13 +592,19 @@ impl fmt::Display for EventKind {
             Self::ForeignLibrary { host, tid, fault } => write!(f, "{tid} on {host}: {fault}"),
             Self::LibraryMissing { host, tid, failure } => write!(f, "{tid} on {host}: {failure}"),
             Self::GuestsResumed { host, guests, why } => {
-                write!(f, "guests of {host} resumed: {}: {why}", join_tids(guests))
+                write!(
+                    f,
+                    "guests of {host} resumed: {}: {why}",
+                    join_tids(guests),
+                    why = text::reason(why)
+                )
             }
             Self::GuestsEnded { host, guests, why } => {
                 write!(
                     f,
                     "guests of {host} are being ended: {}: {why}",
-                    join_tids(guests)
+                    join_tids(guests),
+                    why = text::reason(why)
                 )
             }
             Self::MigrationEngine { id, tid, engine } => write_engine(f, *id, *tid, engine),
@@ -644,7 +700,11 @@ impl fmt::Display for EventKind {
                 }
             }
             Self::CheckpointFailed { job, why } => {
-                write!(f, "no checkpoint of job {job}: {why}")
+                write!(
+                    f,
+                    "no checkpoint of job {job}: {why}",
+                    why = text::reason(why)
+                )
             }
             Self::Restarted {
                 checkpoint: checkpoint_name,
@@ -654,7 +714,8 @@ impl fmt::Display for EventKind {
             } => {
                 write!(
                     f,
-                    "job {job} restarted from checkpoint {checkpoint_name} ({why}):"
+                    "job {job} restarted from checkpoint {checkpoint_name} ({why}):",
+                    why = text::reason(why)
                 )?;
                 tasks
                     .iter()
@@ -667,12 +728,19 @@ impl fmt::Display for EventKind {
             } => {
                 write!(
                     f,
-                    "checkpoint {checkpoint} was not restarted ({cause}): {why}"
+                    "checkpoint {checkpoint} was not restarted ({cause}): {why}",
+                    cause = text::reason(cause),
+                    why = text::reason(why)
                 )
             }
-            Self::Note { text } => f.write_str(text),
+            Self::Note { text } => f.write_str(text::reason(text)),
             Self::CheckpointsRemoved { checkpoints, why } => {
-                write!(f, "checkpoints removed: {} ({why})", checkpoints.join(" "))
+                write!(
+                    f,
+                    "checkpoints removed: {} ({why})",
+                    checkpoints.join(" "),
+                    why = text::reason(why)
+                )
             }
             Self::CheckpointCopied {
                 checkpoint: checkpoint_name,
@@ -694,16 +762,21 @@ impl fmt::Display for EventKind {
                 if *missing == 0 {
                     Ok(())
                 } else {
-                    write!(f, ", {missing} missing: {why}")
+                    write!(f, ", {missing} missing: {why}", why = text::reason(why))
                 }
             }
             Self::TaskerGone { host, why } => {
                 write!(
                     f,
-                    "the tasker of {host} has ended ({why}); its tasks were killed"
+                    "the tasker of {host} has ended ({why}); its tasks were killed",
+                    why = text::reason(why)
                 )
             }
-            Self::HostClosed { host, why } => write!(f, "{host} accepts no guests: {why}"),
+            Self::HostClosed { host, why } => write!(
+                f,
+                "{host} accepts no guests: {why}",
+                why = text::reason(why)
+            ),
             Self::HostOpened { host } => write!(f, "{host} accepts guests again"),
             Self::CheckpointDamaged {
                 checkpoint,
@@ -716,7 +789,7 @@ impl fmt::Display for EventKind {
                 if job.is_task() {
                     write!(f, " of job {job}")?;
                 }
-                write!(f, " is damaged ({why})")?;
+                write!(f, " is damaged ({why})", why = text::reason(why))?;
                 match (rolls_back, replacement) {
                     (false, _) => Ok(()),
                     (true, Some(replacement)) => write!(f, "; the job rolls back to {replacement}"),
@@ -734,7 +807,8 @@ impl fmt::Display for EventKind {
                 write!(
                     f,
                     "guests of {host} not stopped: {}: {why}",
-                    join_tids(guests)
+                    join_tids(guests),
+                    why = text::reason(why)
                 )
             }
         }
@@ -864,128 +938,4 @@ impl suspend::Suspensions {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn host(index: u16) -> HostId {
-        HostId::new(index).expect("an index")
-    }
-
-    fn host_name(host: HostId) -> Option<&'static str> {
-        [None, None, Some("leo"), Some("max")][usize::from(host.index())]
-    }
-
-    /// Host names replace host numbers in every part of an event's sentence.
-    #[test]
-    fn sentences_contain_host_names() {
-        let reason = "zoe is logged in on host 2".to_string();
-        let presence_event = EventKind::OwnerPresent {
-            host: host(2),
-            since: Micros(0),
-            detected_at: Micros(0),
-            why: reason,
-        };
-        assert_eq!(
-            presence_event.with_host_names(host_name),
-            "owner of leo present: zoe is logged in on leo"
-        );
-        let placement = EventKind::Placed {
-            name: "x".into(),
-            hosts: vec![host(1), host(3)],
-            why: "first host 3".into(),
-        };
-        assert_eq!(
-            placement.with_host_names(host_name),
-            "x placed on 1 max: first max"
-        );
-        let host_loss = EventKind::HostGone {
-            host: host(2),
-            name: "leo".into(),
-            why: "lost".into(),
-        };
-        assert_eq!(
-            host_loss.with_host_names(host_name),
-            "leo (host 2) is gone: lost"
-        );
-        let closing_event = EventKind::HostClosed {
-            host: host(2),
-            why: "the owner wants no guests always".into(),
-        };
-        assert_eq!(
-            closing_event.with_host_names(host_name),
-            "leo accepts no guests: the owner wants no guests always"
-        );
-        assert_eq!(
-            EventKind::HostOpened { host: host(3) }.with_host_names(host_name),
-            "max accepts guests again"
-        );
-        let unnamed_host = EventKind::HostVacated { host: host(1) };
-        assert_eq!(
-            unnamed_host.with_host_names(host_name),
-            "host 1 is clean: no guest is left on it"
-        );
-    }
-
-    /// The event that guests are paused also names ended tasks whose processes were stopped.
-    #[test]
-    fn pause_event_names_leftover_processes() {
-        let (live, ended) = (Tid::from_raw(0x40002), Tid::from_raw(0x40003));
-        let pause_text = |guests: &[Tid], leftovers: &[LeftoverCount]| {
-            let event = EventKind::GuestsPaused {
-                host: host(2),
-                guests: guests.to_vec(),
-                duration: Micros(5200),
-                why: "olga is there".into(),
-                leftovers: leftovers.to_vec(),
-            };
-            event.with_host_names(host_name)
-        };
-        let left = |processes| LeftoverCount {
-            tid: ended,
-            processes,
-        };
-        assert_eq!(
-            pause_text(&[], &[]),
-            "guests of leo paused: no guests within 5.2 ms: olga is there"
-        );
-        assert_eq!(
-            pause_text(&[], &[left(1)]),
-            "guests of leo paused: 1 process left by t40003 (ended) within 5.2 ms: olga is there"
-        );
-        assert_eq!(
-            pause_text(&[live], &[left(2)]),
-            "guests of leo paused: t40002, 2 processes left by t40003 (ended) within 5.2 ms: olga is there"
-        );
-        let left_event = EventKind::ProcessesLeft {
-            host: host(2),
-            left: left(2),
-        };
-        assert_eq!(
-            left_event.with_host_names(host_name),
-            "t40003 (ended) left 2 processes on leo, which remain guests"
-        );
-    }
-
-    #[test]
-    fn text_that_resembles_a_host_is_not_replaced() {
-        for text in [
-            "a ghost 2",
-            "host",
-            "host 5000",
-            "host x",
-            "host 99999999999",
-            "hosts 2 3",
-            "the host  2",
-        ] {
-            assert_eq!(replace_host_numbers(text, |_| Some("leo")), text);
-        }
-        assert_eq!(
-            replace_host_numbers("host 2, host 3.", host_name),
-            "leo, max."
-        );
-        assert_eq!(
-            replace_host_numbers("Zürich's host 2", host_name),
-            "Zürich's leo"
-        );
-    }
-}
+mod tests;

@@ -19,6 +19,7 @@ use crate::task::{
     ProcessHandoff, RedirectAddress, Reply, Request, RestartInfo, RmInfo, SendWatermark, Sink,
     SpawnRequest, ToTask, TracerInfo,
 };
+use crate::vm_summary::VmSummary;
 use bytes::Bytes;
 use serde::{Deserialize, Serialize};
 
@@ -287,6 +288,8 @@ pub enum HostMsg {
         clock: u64,
         marks: Option<Vec<Mark>>,
     },
+    /// From the master: the state of the virtual machine, for the case that the master is lost.
+    Summary(Box<VmSummary>),
 }
 
 /// An item that a daemon retains until the item can be sent to its task.

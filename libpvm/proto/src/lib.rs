@@ -23,6 +23,7 @@
 //!   records for tracers.
 //! * [`table`], [`event`], [`migration`], [`checkpoint`], [`suspend`], [`owner`], [`load`]: the
 //!   records that these messages contain.
+//! * [`vm_summary`]: what every host keeps for the case that the master is lost.
 //! * [`runtime_paths`]: paths of a virtual machine's socket and files. [`cgroup`]: paths of a
 //!   process's control groups. [`text`]: parsing and truncation of text.
 
@@ -58,6 +59,7 @@ pub mod task;
 pub mod tasker;
 pub mod text;
 pub mod trace;
+pub mod vm_summary;
 
 pub use error::{PvmError, PvmResult};
 pub use ids::{
@@ -67,4 +69,4 @@ pub use message::Message;
 
 /// Version of every wire format in this crate. A peer with another version is refused at its first
 /// message.
-pub const WIRE_VERSION: u16 = 23;
+pub const WIRE_VERSION: u16 = 24;

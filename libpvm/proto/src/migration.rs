@@ -8,6 +8,7 @@
 use crate::engine::{AskMethod, Engine, LaunchInfo, STATE_ENV};
 use crate::ids::{HostId, Micros, MigrationId, RequestId, Tid};
 use crate::suspend::Suspensions;
+use crate::text;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::net::IpAddr;
@@ -115,8 +116,8 @@ impl fmt::Display for MigrationCause {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Requested { requested_by } => write!(f, "requested by {requested_by}"),
-            Self::Owner { why } => write!(f, "owner: {why}"),
-            Self::Load { why } => write!(f, "load: {why}"),
+            Self::Owner { why } => write!(f, "owner: {}", text::reason(why)),
+            Self::Load { why } => write!(f, "load: {}", text::reason(why)),
             Self::Drain { requested_by } => {
                 write!(f, "drain: requested by {requested_by}")
             }
@@ -599,18 +600,19 @@ pub enum Failure {
 impl fmt::Display for Failure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
+            Self::Refused(reasons) if reasons.is_empty() => f.write_str("refused without a reason"),
             Self::Refused(reasons) => {
                 let reasons: Vec<String> = reasons.iter().map(Refusal::to_string).collect();
                 write!(f, "refused: {}", reasons.join("; "))
             }
             Self::Deadline { allowed } => write!(f, "not done within {} ms", allowed.0 / 1000),
             Self::Killed { signal } => write!(f, "the engine was killed by signal {signal}"),
-            Self::Engine(text) => write!(f, "engine: {text}"),
-            Self::Images(text) => write!(f, "images: {text}"),
-            Self::Io(text) => f.write_str(text),
+            Self::Engine(text) => write!(f, "engine: {}", text::reason(text)),
+            Self::Images(text) => write!(f, "images: {}", text::reason(text)),
+            Self::Io(text) => f.write_str(text::reason(text)),
             Self::HostLost(host) => write!(f, "{host} was lost"),
             Self::TaskEnded => f.write_str("the task ended"),
-            Self::Cancelled(why) => write!(f, "cancelled: {why}"),
+            Self::Cancelled(why) => write!(f, "cancelled: {}", text::reason(why)),
         }
     }
 }

@@ -2,7 +2,7 @@
 //! through migrations, until it is resumed.
 
 use crate::ids::Tid;
-use crate::text::truncate;
+use crate::text::{self, truncate};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
@@ -109,7 +109,7 @@ impl fmt::Display for SuspendCause {
             Self::JobRequested { requested_by } => {
                 write!(f, "requested by {requested_by} for its whole job")
             }
-            Self::Preempted { why } => write!(f, "preempted: {why}"),
+            Self::Preempted { why } => write!(f, "preempted: {}", text::reason(why)),
         }
     }
 }

@@ -424,6 +424,9 @@ pub enum Request {
     /// Asks whether the tasks of this host can be dumped, so that they can migrate.
     /// → [`Reply::Engine`]
     QueryEngine,
+    /// Ends the virtual machine, as [`Request::Halt`], with a reply when all hosts have ended their
+    /// tasks or the time limit has passed. → [`Reply::Halted`]
+    HaltAndReport,
 }
 
 /// Results of a successful migration.
@@ -503,6 +506,11 @@ pub enum Reply {
     /// `Ok` with the version of the dump engine of this host, or the reason why there is none.
     /// `None` if no tasker has reported yet.
     Engine(Option<Result<String, EngineUnavailable>>),
+    /// The virtual machine ends.
+    Halted {
+        /// Names of the hosts that have not reported the end of their tasks.
+        missing_hosts: Vec<String>,
+    },
 }
 
 /// Error of a failed migration; the task continues at the source.

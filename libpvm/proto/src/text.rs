@@ -9,6 +9,15 @@ pub fn truncate(text: &str, bytes_max: usize) -> &str {
     &text[..end]
 }
 
+/// Returns a reason for a sentence that ends with it. Another program may have supplied an empty
+/// one.
+pub fn reason(text: &str) -> &str {
+    match text.trim() {
+        "" => "no reason was given",
+        reason => reason,
+    }
+}
+
 /// Formats a number of processes, such as "2 processes".
 pub fn process_count(count: u32) -> String {
     let ending = if count == 1 { "" } else { "es" };
@@ -52,6 +61,12 @@ mod tests {
         assert_eq!(truncate("olga läuft", 6), "olga l");
         assert_eq!(truncate("olga läuft", 7), "olga l");
         assert_eq!(truncate("olga", 7), "olga");
+    }
+
+    #[test]
+    fn empty_reason_is_said_to_be_empty() {
+        assert_eq!(reason(" the disk is full\n"), "the disk is full");
+        assert_eq!(reason(" "), "no reason was given");
     }
 
     #[test]

@@ -225,6 +225,7 @@ impl Machine {
             }
             _ => {}
         }
+        self.update_known_state(host, at, &kind);
         let now = self.now;
         let Some(master) = &mut self.master else {
             return;

@@ -12,9 +12,9 @@
 use super::tasks::Task;
 use super::{Machine, Output, Timer};
 use sempa_proto::host::HostMsg;
-use sempa_proto::task::OnDaemonExit;
+use sempa_proto::task::{OnDaemonExit, Reply};
 use sempa_proto::tasker::ToTasker;
-use sempa_proto::{HostId, Micros, Tid};
+use sempa_proto::{HostId, Micros, RequestId, Tid};
 use std::collections::BTreeSet;
 
 /// Time for tasks to exit before they are killed.
@@ -30,6 +30,10 @@ pub(super) struct ShutdownState {
     why: String,
     /// Master: hosts that have not reported that all their tasks have ended.
     awaited_hosts: BTreeSet<HostId>,
+    /// Master: hosts that were lost before they reported the end of their tasks.
+    lost_hosts: BTreeSet<HostId>,
+    /// Master: the request that is answered at the end.
+    waiter: Option<(Tid, RequestId)>,
     /// Slave: true if this daemon has reported that all its tasks have ended.
     has_reported_end: bool,
     is_done: bool,
@@ -69,6 +73,41 @@ impl Machine {
         self.begin_stop(why, awaited_hosts);
     }
 
+    /// Master: ends the virtual machine, and replies at the end. If it already ends for another
+    /// request with such a reply, this one is answered at once.
+    pub(super) fn halt_and_report(&mut self, tid: Tid, id: RequestId) {
+        self.halt_vm(&format!("requested by {tid}"));
+        let shutdown = self.shutdown.as_mut().filter(|shutdown| !shutdown.is_done);
+        match shutdown {
+            Some(shutdown) if shutdown.waiter.is_none() => shutdown.waiter = Some((tid, id)),
+            _ => self.reply(
+                tid,
+                id,
+                Reply::Halted {
+                    missing_hosts: Vec::new(),
+                },
+            ),
+        }
+    }
+
+    /// Master: answers the request that waits for the end.
+    fn report_halt(&mut self) {
+        let Some(shutdown) = &mut self.shutdown else {
+            return;
+        };
+        let Some((tid, id)) = shutdown.waiter.take() else {
+            return;
+        };
+        let missing_hosts = shutdown.awaited_hosts.union(&shutdown.lost_hosts);
+        let host_name = |id: &HostId| {
+            self.table
+                .get(*id)
+                .map_or_else(|| id.to_string(), |host| host.name.clone())
+        };
+        let missing_hosts = missing_hosts.map(host_name).collect();
+        self.reply(tid, id, Reply::Halted { missing_hosts });
+    }
+
     /// Begins an orderly shutdown of this daemon, unless a shutdown is already in progress.
     pub(super) fn shut_down_orderly(&mut self, why: &str) {
         if self.shutdown.is_none() {
@@ -81,6 +120,8 @@ impl Machine {
         self.shutdown = Some(ShutdownState {
             why: why.to_string(),
             awaited_hosts,
+            lost_hosts: BTreeSet::new(),
+            waiter: None,
             has_reported_end: false,
             is_done: false,
         });
@@ -201,7 +242,9 @@ impl Machine {
     /// Master: stops waiting for a host that was lost.
     pub(super) fn stop_awaiting_host(&mut self, host: HostId) {
         if let Some(shutdown) = &mut self.shutdown {
-            shutdown.awaited_hosts.remove(&host);
+            if shutdown.awaited_hosts.remove(&host) {
+                shutdown.lost_hosts.insert(host);
+            }
             self.advance_stop();
         }
     }
@@ -230,6 +273,7 @@ impl Machine {
         if self.is_shutdown_done() {
             return;
         }
+        self.report_halt();
         let text = format!("this daemon ends now: {why}");
         // The end of an orderly shutdown is not logged as a warning.
         if self.shutdown.is_some() {
@@ -256,6 +300,8 @@ impl Machine {
         self.shutdown = Some(ShutdownState {
             why: why.to_string(),
             awaited_hosts: BTreeSet::new(),
+            lost_hosts: BTreeSet::new(),
+            waiter: None,
             has_reported_end: true,
             is_done: true,
         });

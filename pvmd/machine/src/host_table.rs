@@ -26,6 +26,7 @@ impl Machine {
             | HostMsg::SuspendDecided { .. }
             | HostMsg::DropCopies { .. }
             | HostMsg::HeartbeatAck { .. }
+            | HostMsg::Summary(_)
             | HostMsg::MigrationOrder { .. } => {
                 if host == HostId::MASTER {
                     self.handle_master_order(message);
@@ -95,6 +96,7 @@ impl Machine {
                 .outputs
                 .push_back(Output::DropCheckpoints { checkpoints }),
             HostMsg::HeartbeatAck { number } => self.handle_heartbeat_ack(number),
+            HostMsg::Summary(summary) => self.outputs.push_back(Output::KeepSummary { summary }),
             HostMsg::Rm { rm } => self.handle_master_rm(rm),
             HostMsg::Tracer { tracer } => self.set_tracer(tracer),
             HostMsg::EndTasks {
@@ -243,6 +245,11 @@ impl Machine {
                 self.remove_lost_host(host, why);
             }
         } else if host == HostId::MASTER {
+            // During a shutdown the master ends in order, or waits for this host no longer.
+            if self.shutdown.is_none() {
+                let why = why.to_string();
+                self.outputs.push_back(Output::MasterLost { why });
+            }
             self.shut_down_now(&format!("the master is lost: {why}"));
         } else {
             self.log_warning(format!("the session with {host} broke: {why}"));

@@ -784,6 +784,7 @@ impl Machine {
                 host,
                 name,
                 why: why.clone(),
+                lost_tasks: self.tasks_lost_with(host),
             });
             self.report_lost_host_to_rm(host);
             if must_halt {

@@ -20,6 +20,7 @@ use sempa_proto::route::RouteMsg;
 use sempa_proto::table::HostUsage;
 use sempa_proto::task::{ResumeToken, ToDaemon, ToTask};
 use sempa_proto::tasker::{DumpReport, FromTasker, ToTasker};
+use sempa_proto::vm_summary::VmSummary;
 use sempa_proto::{PvmError, Tid};
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
@@ -560,6 +561,8 @@ pub enum Output {
         /// Id of the restart, chosen by the machine.
         restart_number: u64,
         checkpoint: String,
+        /// Creation time of this virtual machine, in microseconds since 1970.
+        vm_created_at: Micros,
         /// Claim the job although it may run in another virtual machine.
         force: bool,
     },
@@ -677,6 +680,15 @@ pub enum Output {
     LogTaskOutput {
         tid: Tid,
         bytes: Bytes,
+    },
+    /// Keep this summary of the virtual machine on the disk of this host, in place of the previous
+    /// one. When the virtual machine ends in order, the shell removes it.
+    KeepSummary {
+        summary: Box<VmSummary>,
+    },
+    /// The master is lost: the kept summary must say so. [`Output::Shutdown`] follows.
+    MasterLost {
+        why: String,
     },
     /// All work of the daemon is finished: remove the socket and files, and exit.
     Shutdown,

@@ -25,6 +25,7 @@
 //! | `guests`, `guest_stops`, `suspension` | pausing tasks for the owner of this host, or on request |
 //! | `owner_agent` | owner agents, the load watcher of this host, directives of dead agents |
 //! | `checkpoints` | checkpoints of jobs, and restarts from them |
+//! | `vm_summary` | what every host keeps for the case that the master is lost |
 //! | `restart_engine` | migration without CRIU: the program exits and is started again |
 //! | `migrations`, `relocation` | adapter to the migration protocol, message order during migrations |
 
@@ -80,6 +81,7 @@ mod task_trace;
 mod tasks;
 #[cfg(test)]
 mod tests;
+mod vm_summary;
 
 pub use checkpoints::{COPIES_MAX, CopyPolicy};
 pub use hostfile::master_plan;
@@ -133,6 +135,8 @@ pub struct MachineConfig {
     pub reserved_ids_max: BTreeMap<HostId, u32>,
     /// Hosts to which checkpoints are copied (master only).
     pub copy_policy: CopyPolicy,
+    /// Directory of the checkpoint store, for the summary; empty if there is none (master only).
+    pub store_dir: String,
 }
 
 /// Action of a timer. Timers are never cancelled, so each handler first checks whether its action
@@ -200,6 +204,8 @@ enum Timer {
     PartnerCheck,
     /// The time limit of the tasker to confirm that guests are stopped has passed.
     GuestStopTimeout,
+    /// The master must send a new summary of the virtual machine to all hosts.
+    SummaryDue,
 }
 
 /// State that only the master has.
@@ -212,6 +218,7 @@ struct Master {
     events: events::EventLog,
     migrations: migrations::CoordinatedMigrations,
     checkpoints: checkpoints::JobCheckpoints,
+    known_state: vm_summary::KnownState,
 }
 
 /// State machine of one daemon.
@@ -648,6 +655,7 @@ impl Machine {
                 Timer::HeartbeatDue => self.send_heartbeat(),
                 Timer::PartnerCheck => self.check_partners(),
                 Timer::GuestStopTimeout => self.handle_guest_stop_timeout(),
+                Timer::SummaryDue => self.send_summary(),
             }
         }
         let now = self.now;

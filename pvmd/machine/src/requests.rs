@@ -262,6 +262,7 @@ impl Machine {
                 self.reply(tid, id, Reply::Done);
                 self.halt_vm(&format!("requested by {tid}"));
             }
+            Request::HaltAndReport => self.halt_and_report(tid, id),
             _ => self.reply_error(
                 tid,
                 id,

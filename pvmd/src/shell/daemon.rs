@@ -28,11 +28,13 @@ use super::ssh::SshCommand;
 use super::sys::{OpenFilesLimit, raise_files_limit};
 use super::tasker::TaskerProcess;
 use super::transfer_counters::TransferCounters;
+use super::vm_note::NoteKeeper;
 use super::{address, task_listener};
 use anyhow::Context;
 use checkpoint::capabilities::{self, CapabilitySet};
 use checkpoint::{allocator, boot_clock};
 use pvmd_machine::{Machine, MachineConfig};
+use sempa_notes::{NoteFolder, VmNote};
 use sempa_proto::route::{self, DIRECT_ROUTES_VARIABLE};
 use sempa_proto::runtime_paths::RuntimePaths;
 use sempa_proto::{HostId, Micros, lease};
@@ -234,7 +236,18 @@ async fn assemble_and_run(
             .as_ref()
             .map(|settings| settings.copies().clone())
             .unwrap_or_default(),
+        store_dir: store_settings
+            .as_ref()
+            .map(|settings| settings.dir().display().to_string())
+            .unwrap_or_default(),
     };
+    let note = VmNote::new(
+        paths.vm_name(),
+        paths.dir(),
+        &name,
+        is_master,
+        &credentials.authority_certificate,
+    );
     let claim_lease = lease::replacement_delay(config.lease);
     log_startup(&name, &addresses, &runtime_dir);
     let transfer_counters = TransferCounters::default();
@@ -278,6 +291,7 @@ async fn assemble_and_run(
         ),
         migration_files: MigrationFiles::new(&paths, inputs),
         failpoints: Failpoints::from_environment(),
+        note: NoteKeeper::new(NoteFolder::from_env(env_var), note),
         log,
         runtime_dir,
     };

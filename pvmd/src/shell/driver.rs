@@ -22,6 +22,7 @@ use super::session_input::NetInput;
 use super::sys::signal_process;
 use super::task_listener::{DISCONNECT_TIMEOUT, TASK_CONTROL_BYTES_MAX, TASK_READ_TIMEOUT};
 use super::tasker::TaskerProcess;
+use super::vm_note::{DaemonEnd, NoteKeeper};
 use bytes::Bytes;
 use checkpoint::{allocator, boot_clock};
 use pvmd_machine::{ConnId, Event, Machine, Output, World};
@@ -77,6 +78,7 @@ pub(crate) struct DaemonParts {
     pub(crate) checkpoints: CheckpointService,
     pub(crate) program_state: ProgramStateFiles,
     pub(crate) failpoints: Failpoints,
+    pub(crate) note: NoteKeeper,
     pub(crate) log: Log,
     pub(crate) runtime_dir: RuntimeDir,
 }
@@ -94,6 +96,7 @@ pub(crate) struct Driver {
     stop_deadline: Option<Instant>,
     /// True if the session with the master has been lost. Only on a slave.
     has_lost_master: bool,
+    daemon_end: DaemonEnd,
     is_stopped: bool,
 }
 
@@ -110,6 +113,7 @@ impl Driver {
             master_deadline,
             stop_deadline: None,
             has_lost_master: false,
+            daemon_end: DaemonEnd::Orderly,
             is_stopped: false,
         }
     }
@@ -484,12 +488,13 @@ impl Driver {
             Output::OpenCheckpoint {
                 restart_number,
                 checkpoint,
+                vm_created_at,
                 force,
             } => {
-                let now = self.parts.environment.unix_time();
+                let times = (vm_created_at, self.parts.environment.unix_time());
                 self.parts
                     .checkpoints
-                    .open_checkpoint(restart_number, checkpoint, now, force);
+                    .open_checkpoint(restart_number, checkpoint, times, force);
             }
             Output::CloseCheckpoint {
                 restart_number,
@@ -602,6 +607,8 @@ impl Driver {
                 text,
             } => log_machine_line(level, subject, &text),
             Output::LogTaskOutput { tid, bytes } => self.parts.log.write_task_output(tid, &bytes),
+            Output::KeepSummary { summary } => self.parts.note.keep(*summary),
+            Output::MasterLost { why } => self.daemon_end = DaemonEnd::MasterLost(why),
             Output::Shutdown => self.is_stopped = true,
         }
     }
@@ -695,6 +702,7 @@ impl Driver {
             }
         }
         self.parts.sessions.maintain_sessions();
+        self.parts.note.touch_if_due();
         if self.is_master {
             self.parts.checkpoints.renew_claims_if_due();
         }
@@ -742,7 +750,9 @@ impl Driver {
         })
         .await;
         let (is_master, has_lost_master) = (self.is_master, self.has_lost_master);
-        let Self { parts, .. } = self;
+        let Self {
+            parts, daemon_end, ..
+        } = self;
         let DaemonParts {
             mut sessions,
             mut tasker,
@@ -752,6 +762,7 @@ impl Driver {
             host_starter,
             migration_files,
             checkpoints,
+            note,
             ..
         } = parts;
         if had_slaves {
@@ -765,6 +776,7 @@ impl Driver {
         if may_release_jobs {
             checkpoints.release_all_jobs().await;
         }
+        note.finish(daemon_end).await;
         drop((image_transfers, host_starter, migration_files));
         tracing::info!("ended");
         drop(runtime_dir);

@@ -281,8 +281,9 @@ impl HostStart<'_> {
             }
             Ok(Err(refusal)) => Err(refusal),
             Err(_) => Err(start_refusal(format!(
-                "giving up after {} s without an answer",
-                START_TIMEOUT.as_secs()
+                "giving up after {} s without an answer: try '{}', which must end at once and ask for nothing",
+                START_TIMEOUT.as_secs(),
+                self.trial_command()
             ))),
         }
     }
@@ -364,6 +365,13 @@ impl HostStart<'_> {
         }
         words.push(self.remote_command(""));
         Ok(words)
+    }
+
+    /// Returns a command with which the user can check by hand that the remote shell reaches the
+    /// host.
+    fn trial_command(&self) -> String {
+        let remote_shell = self.settings.remote_shell.as_deref();
+        trial_command(remote_shell, &self.plan.contact, self.plan.login.as_deref())
     }
 
     /// Returns the command that starts the daemon on the remote host. If the user has set a
@@ -505,7 +513,7 @@ impl HostStart<'_> {
         let (error, error_meaning) = if stderr_contains_any(&unknown_host_phrases) {
             (
                 PvmError::NoHost,
-                "the host is unknown: check its name, or give its address with ip=",
+                "the host is unknown: check its name, or give its address with ip=".to_string(),
             )
         } else if let Some(reason) = self.foreign_daemon_reason(stderr_lines) {
             return Refusal {
@@ -515,15 +523,23 @@ impl HostStart<'_> {
         } else if status == Some(127) || stderr_contains_any(&["not found", "no such file"]) {
             (
                 PvmError::CantStart,
-                "pvmd was not found there: install it, or name it with dx= or PVM_DPATH",
+                "pvmd was not found there: install it, or name it with dx= or PVM_DPATH"
+                    .to_string(),
             )
         } else if status == Some(255) {
             (
                 PvmError::CantStart,
-                "the remote shell could not reach the host: try it by hand, or set PVM_RSH",
+                format!(
+                    "the remote shell could not reach the host: try '{}', which must ask for nothing and print nothing, \
+                     or set PVM_RSH",
+                    self.trial_command()
+                ),
             )
         } else {
-            (PvmError::CantStart, "the daemon there did not start")
+            (
+                PvmError::CantStart,
+                "the daemon there did not start".to_string(),
+            )
         };
         let status = status.map_or("a signal".to_string(), |code| format!("status {code}"));
         Refusal {
@@ -569,6 +585,19 @@ fn foreign_daemon_reason(
     ))
 }
 
+/// Returns the command by which a person tries the remote shell: `ssh`, unless `PVM_RSH` names
+/// another one.
+fn trial_command(remote_shell: Option<&str>, contact: &str, login: Option<&str>) -> String {
+    let (remote_shell, contact) = (remote_shell.unwrap_or("ssh"), shell_words::quote(contact));
+    match login {
+        Some(login) => format!(
+            "{remote_shell} {contact} -l {} true",
+            shell_words::quote(login)
+        ),
+        None => format!("{remote_shell} {contact} true"),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -605,5 +634,19 @@ mod tests {
         ] {
             assert_eq!(reason(other, None), None, "{other}");
         }
+    }
+
+    /// The command to try has the remote shell, the address and the login name of the failed start.
+    #[test]
+    fn trial_command_is_what_the_start_used() {
+        assert_eq!(trial_command(None, "nc2", None), "ssh nc2 true");
+        assert_eq!(
+            trial_command(None, "10.0.0.2", Some("guest")),
+            "ssh 10.0.0.2 -l guest true"
+        );
+        assert_eq!(
+            trial_command(Some("rsh -n"), "n;c2", None),
+            "rsh -n 'n;c2' true"
+        );
     }
 }

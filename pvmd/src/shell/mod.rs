@@ -20,6 +20,8 @@
 //!   connections and formats for the transfer of images and memory.
 //! - `checkpoints`, `checkpoint_copies`, `program_state`: stored checkpoints, their copies on other
 //!   hosts, files of programs that write their own checkpoints.
+//! - `vm_note`, `vm_query`: the note about the virtual machine for the case that the master is
+//!   lost; whether an earlier virtual machine still runs.
 //! - `reply_spin`: spinning for replies of other hosts.
 //! - `failpoints`: failpoints for tests.
 //! - [`bench_hooks`]: functions by which benchmarks measure `outbox` and pair streams.
@@ -70,4 +72,6 @@ mod task_listener;
 mod tasker;
 mod transfer_counters;
 mod udp_port;
+mod vm_note;
+mod vm_query;
 mod zeros;

@@ -183,6 +183,27 @@ impl HostCredentials {
     }
 }
 
+/// Returns TLS settings for outgoing connections without a certificate. They accept the daemons of
+/// the authority with this certificate, which refuse the connection after they have proved their
+/// identity.
+///
+/// # Errors
+/// The certificate is damaged.
+pub(crate) fn authority_client_config(certificate: &[u8]) -> Result<QuicClientConfig, PkiError> {
+    let mut root_store = RootCertStore::empty();
+    root_store
+        .add(CertificateDer::from(certificate.to_vec()))
+        .map_err(pki_error)?;
+    let provider = Arc::new(rustls::crypto::ring::default_provider());
+    let mut tls_config = rustls::ClientConfig::builder_with_provider(provider)
+        .with_protocol_versions(&[&rustls::version::TLS13])
+        .map_err(pki_error)?
+        .with_root_certificates(root_store)
+        .with_no_client_auth();
+    tls_config.alpn_protocols = vec![ALPN.to_vec()];
+    QuicClientConfig::try_from(tls_config).map_err(pki_error)
+}
+
 /// Returns the host that a certificate names; `None` if the certificate names no host of this
 /// virtual machine. The handshake must have accepted the certificate, because the signature is not
 /// checked here.

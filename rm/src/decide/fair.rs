@@ -69,27 +69,18 @@ pub enum LimitError {
 
 impl fmt::Display for LimitError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::UserTasks {
-                task_count: current_count,
-                limit: allowed_max,
-            } => {
-                write!(
-                    f,
-                    "the user has {current_count} tasks, and {allowed_max} are allowed"
-                )
+        let (holder, option, task_count, limit) = match self {
+            Self::UserTasks { task_count, limit } => ("user", "--user-tasks", task_count, limit),
+            Self::JobTasks { task_count, limit } => ("job", "--job-tasks", task_count, limit),
+            Self::QueueFull => {
+                return write!(f, "{QUEUED_REQUESTS_MAX} requests are waiting already");
             }
-            Self::JobTasks {
-                task_count: current_count,
-                limit: allowed_max,
-            } => {
-                write!(
-                    f,
-                    "the job has {current_count} tasks, and {allowed_max} are allowed"
-                )
-            }
-            Self::QueueFull => write!(f, "{QUEUED_REQUESTS_MAX} requests are waiting already"),
-        }
+        };
+        let ending = if *task_count == 1 { "" } else { "s" };
+        write!(
+            f,
+            "the limit {option} of the resource manager is {limit}, and the {holder} has {task_count} task{ending}"
+        )
     }
 }
 
@@ -494,7 +485,7 @@ mod tests {
         );
     }
 
-    /// A limit error states how many tasks there are and how many are allowed.
+    /// A limit error names the limit and states how many tasks there are.
     #[test]
     fn limit_errors_state_count_and_limit() {
         let limits = TaskLimits {
@@ -512,7 +503,12 @@ mod tests {
         let job_error = limits.allow(0, 2, 3).expect_err("too many");
         assert_eq!(
             job_error.to_string(),
-            "the job has 2 tasks, and 4 are allowed"
+            "the limit --job-tasks of the resource manager is 4, and the job has 2 tasks"
+        );
+        let user_error = limits.allow(1, 0, 10).expect_err("too many");
+        assert_eq!(
+            user_error.to_string(),
+            "the limit --user-tasks of the resource manager is 10, and the user has 1 task"
         );
         assert_eq!(
             TaskLimits::default().allow(u32::MAX, u32::MAX, u32::MAX),

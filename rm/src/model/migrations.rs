@@ -2,8 +2,8 @@
 //! excludes the target, or all migrations of the task, for some time.
 
 use super::{
-    MigrationStatus, Model, NOT_CONNECTED_DELAY, RECENT_MIGRATIONS_MAX, TARGET_RETRY_MAX,
-    TARGET_RETRY_MIN,
+    MigrationStatus, Model, NOT_CONNECTED_DELAY, NOT_CONNECTED_DELAY_MAX, RECENT_MIGRATIONS_MAX,
+    TARGET_RETRY_MAX, TARGET_RETRY_MIN,
 };
 use crate::decide::{COOLDOWN, MigrationSample, Obstacle, REBALANCES_WINDOW};
 use libpvm::MigrateError;
@@ -180,7 +180,13 @@ impl Model {
                 self.needs_refresh = true;
                 self.block_task(tid, now + NOT_CONNECTED_DELAY, &reason_text);
             }
-            Refusal::NotConnected => self.block_task(tid, now + NOT_CONNECTED_DELAY, &reason_text),
+            Refusal::NotConnected => {
+                let age = self
+                    .tasks
+                    .get(&tid)
+                    .map_or(Micros(0), |task| now.since(task.started_at));
+                self.block_task(tid, now + not_connected_delay(age), &reason_text);
+            }
             Refusal::TooManyMigrations { .. } => {
                 self.block_task(tid, now + TARGET_RETRY_MIN, &reason_text)
             }
@@ -272,5 +278,24 @@ impl Model {
                 failure_count,
             ),
         );
+    }
+}
+
+/// Returns the delay before the next attempt to migrate a task that started `age` ago and is not
+/// connected.
+fn not_connected_delay(age: Micros) -> Micros {
+    Micros(age.0 / 4).clamp(NOT_CONNECTED_DELAY, NOT_CONNECTED_DELAY_MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A task that has just started is tried again soon, a program that never connects rarely.
+    #[test]
+    fn attempts_become_rarer_with_the_age_of_the_task() {
+        let delays = [0, 2, 12, 3600].map(|age| not_connected_delay(Micros::from_secs(age)));
+        let expected = [500, 500, 3000, 8000].map(Micros::from_millis);
+        assert_eq!(delays, expected);
     }
 }

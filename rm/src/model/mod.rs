@@ -38,8 +38,12 @@ pub const TARGET_RETRY_MIN: Micros = Micros::from_secs(2);
 /// Time for which a host is excluded as a target of a task if it has refused the task for a lasting
 /// reason or has failed often.
 pub const TARGET_RETRY_MAX: Micros = Micros::from_secs(60);
-/// Delay before the next attempt to migrate a task that has not connected to its daemon yet.
+/// Shortest delay before the next attempt to migrate a task that has not connected to its daemon
+/// yet.
 pub const NOT_CONNECTED_DELAY: Micros = Micros::from_millis(500);
+/// Longest delay before the next attempt to migrate such a task. A program that has not connected
+/// for long will probably never connect.
+const NOT_CONNECTED_DELAY_MAX: Micros = Micros::from_secs(8);
 
 /// Maximum number of migrations that are remembered for each task.
 const RECENT_MIGRATIONS_MAX: usize = 6;

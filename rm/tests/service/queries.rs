@@ -7,7 +7,7 @@ use pvm_rm::decide::TaskLimits;
 use pvm_rm::policy::EffectivePolicy;
 use pvm_rm::service::Options;
 use pvm_rm::spawns::SpawnRules;
-use sempa_proto::event::EventKind;
+use sempa_proto::event::{EventKind, LostTasks};
 use sempa_proto::load::GuestLimits;
 use sempa_proto::migration::Usage;
 use sempa_proto::rm::{
@@ -357,6 +357,7 @@ fn host_query_reports_unknown_load_and_lost_host() {
             host: host_id(2),
             name: "h2".into(),
             why: "lost".into(),
+            lost_tasks: LostTasks::default(),
         },
     );
     bed.process_inbox();
@@ -440,7 +441,8 @@ fn waiting_spawns_are_listed_with_position_and_reason() {
     bed.advance(Micros::from_secs(5));
     bed.report_owner_present(1);
     let since = Micros::from_secs(1_700_000_000 + 100);
-    let reason = "the user has 2 tasks, and 2 are allowed".to_string();
+    let reason =
+        "the limit --user-tasks of the resource manager is 2, and the user has 2 tasks".to_string();
     let (program, requester, job) = ("worker".to_string(), client_tid(), client_tid());
     let first_spawn = WaitingSpawn {
         program,

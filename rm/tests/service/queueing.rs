@@ -195,7 +195,9 @@ fn user_task_limit_is_enforced() {
     );
     let refusal_note = bed.state().recorded_notes().pop().expect("a note says why");
     assert!(
-        refusal_note.contains("the user has 2 tasks, and 3 are allowed"),
+        refusal_note.contains(
+            "the limit --user-tasks of the resource manager is 3, and the user has 2 tasks"
+        ),
         "{refusal_note}"
     );
     bed.state().log_event(host_id(1), task_ended_event(tids[0]));

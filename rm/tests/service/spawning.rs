@@ -5,7 +5,7 @@ use crate::{pack_int, task_ended_event};
 use bytes::Bytes;
 use pvm_rm::service::TAG_HOST_DELETE;
 use pvm_rm::spawns::START_ACK_TIMEOUT;
-use sempa_proto::event::EventKind;
+use sempa_proto::event::{EventKind, LostTasks};
 use sempa_proto::message::CTX_BASE;
 use sempa_proto::rm::CTX_RM;
 use sempa_proto::sm::SM_SPAWN;
@@ -134,6 +134,7 @@ fn losing_named_host_fails_spawn() {
             host: host_id(2),
             name: "h2".into(),
             why: "silent".into(),
+            lost_tasks: LostTasks::default(),
         },
     );
     bed.process_inbox();

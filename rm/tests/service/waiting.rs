@@ -273,7 +273,9 @@ fn spawn_above_limit_is_refused_at_once() {
         .pop()
         .expect("a note says why");
     assert!(
-        refusal_note.contains("the user has 4 tasks, and 4 are allowed"),
+        refusal_note.contains(
+            "the limit --user-tasks of the resource manager is 4, and the user has 4 tasks"
+        ),
         "{refusal_note}"
     );
     // Three more tasks are allowed when two of the four have ended, or when the limit changes.

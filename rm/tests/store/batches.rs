@@ -7,7 +7,7 @@ use crate::{
 };
 use proptest::prelude::*;
 use pvm_rm::store::History;
-use sempa_proto::event::EventKind;
+use sempa_proto::event::{EventKind, LostTasks};
 use sempa_proto::rm::{RmQuery, RmReply, UsageTotals};
 use sempa_proto::{Micros, Tid};
 use std::collections::BTreeSet;
@@ -79,6 +79,7 @@ fn build_log(event_tuples: &[(u8, u16, u32, u32, i32)]) -> EventLog {
                         host: host_id(host),
                         name,
                         why: "lost".into(),
+                        lost_tasks: LostTasks::default(),
                     },
                 );
             }

@@ -5,7 +5,7 @@ use crate::{
     owner_cause, query_decision_texts, query_job, read_history, task_id,
 };
 use pvm_rm::store::{History, LogPosition};
-use sempa_proto::event::EventKind;
+use sempa_proto::event::{EventKind, LostTasks};
 use sempa_proto::migration::Usage;
 use sempa_proto::rm::{DecisionKind, RmQuery, RmReply, TaskOutcome, UsageTotals};
 use sempa_proto::table::TaskInfo;
@@ -390,6 +390,7 @@ fn lost_host_or_reconciliation_ends_tasks() {
             host: host_id(3),
             name: "h3".into(),
             why: "silent".into(),
+            lost_tasks: LostTasks::default(),
         },
     );
     let mut history = build_history(&log);

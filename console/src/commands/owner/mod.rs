@@ -14,9 +14,9 @@ use crate::arguments::parse_duration;
 use crate::clock::unix_micros;
 use crate::command::{CommandSpec, LocalCommand, LocalContext, ParsedCommand};
 use crate::outcome::Outcome;
+use crate::output::time::format_local_time;
 use crate::parse_error::ParseError;
 use pvm_load_watcher::hours::WeeklyHours;
-use pvm_load_watcher::owner::format_utc_time;
 use pvm_load_watcher::owner_override::{
     self, DeclaredPresence, OVERRIDE_DURATION_DEFAULT, OVERRIDE_DURATION_MAX, OVERRIDES_DIR_VAR,
     OwnerOverride, Presence, overrides_dir,
@@ -213,7 +213,7 @@ fn describe_override(user_override: &OwnerOverride) -> String {
         };
         parts.push(format!(
             "{state} until {}{visit_clause}",
-            format_utc_time(expiry_time)
+            format_local_time(expiry_time)
         ));
     }
     if let Some(hours) = &user_override.policy.forbidden_hours {

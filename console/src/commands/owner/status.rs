@@ -4,9 +4,9 @@ use super::{describe_override, override_json};
 use crate::clock::unix_micros;
 use crate::outcome::Outcome;
 use crate::output::tables::process_count_text;
+use crate::output::time::format_local_time;
 use pvm_load_watcher::host_daemons::{HostDaemon, daemons_without_watcher, resident_bytes};
 use pvm_load_watcher::host_policy::user_name;
-use pvm_load_watcher::owner::format_utc_time;
 use pvm_load_watcher::owner_override::{self, OwnerOverride};
 use pvm_load_watcher::status::{GuestStatus, WatcherStatus, query_all};
 use sempa_proto::Micros;
@@ -177,7 +177,7 @@ fn task_line(guest: &GuestStatus) -> String {
     let since_text = if *since_us == 0 {
         "?".into()
     } else {
-        format_utc_time(Micros(*since_us))
+        format_local_time(Micros(*since_us))
     };
     let left_text = match leftover_processes {
         0 => String::new(),
@@ -202,7 +202,7 @@ fn leave_text(status: &WatcherStatus, now: Micros) -> String {
     let has_guests = !status.tasks.is_empty();
     match (status.leave_at_us, status.then.as_deref()) {
         (Some(at), Some("kill")) if Micros(at) > now => {
-            format!("; they are ended at {}", format_utc_time(Micros(at)))
+            format!("; they are ended at {}", format_local_time(Micros(at)))
         }
         (Some(_), Some("kill")) => "; they are ended".into(),
         (Some(_), _) if !status.cannot_leave.is_empty() => match has_guests {
@@ -215,10 +215,10 @@ fn leave_text(status: &WatcherStatus, now: Micros) -> String {
         },
         (Some(at), _) if has_guests && now.since(Micros(at)) > OVERDUE_AFTER => format!(
             "; they were to leave at {}, but no host has accepted them so far; {}",
-            format_utc_time(Micros(at)),
+            format_local_time(Micros(at)),
             held_text(status)
         ),
-        (Some(at), _) => format!("; they leave at {}", format_utc_time(Micros(at))),
+        (Some(at), _) => format!("; they leave at {}", format_local_time(Micros(at))),
         (None, Some(_)) => "; they are paused until guests are welcome again".into(),
         (None, None) => String::new(),
     }
@@ -286,7 +286,10 @@ mod tests {
         for part in [
             "virtual machine pvm of alice (h2)",
             "present, 99 % sure: olga is logged in on tty2",
-            "stopped: olga is logged in on tty2; they leave at 00:01:00 UTC",
+            &format!(
+                "stopped: olga is logged in on tty2; they leave at {}",
+                format_local_time(Micros(60_000_000))
+            ),
             "stopped   by signals: SEMPA_FREEZER=off",
             "tasks     none",
             "policy    none",
@@ -334,18 +337,20 @@ mod tests {
             ..stopped_status()
         };
         let soon = guests_text(&status, Micros::from_secs(61));
-        assert!(soon.contains("they leave at 00:01:00 UTC"), "{soon}");
+        let minute = format_local_time(Micros(60_000_000));
+        assert!(soon.contains(&format!("they leave at {minute}")), "{soon}");
         let late = guests_text(&status, Micros::from_secs(70));
         assert!(
-            late.contains("they were to leave at 00:01:00 UTC, but no host has accepted them")
-                && late.contains("hold 1 MiB"),
+            late.contains(&format!(
+                "they were to leave at {minute}, but no host has accepted them"
+            )) && late.contains("hold 1 MiB"),
             "{late}"
         );
         let kill = WatcherStatus {
             then: Some("kill".into()),
             ..status
         };
-        assert!(guests_text(&kill, NOW).contains("they are ended at 00:01:00 UTC"));
+        assert!(guests_text(&kill, NOW).contains(&format!("they are ended at {minute}")));
     }
 
     /// The clock to which hours refer is named with its zone.

@@ -210,6 +210,7 @@ impl Machine {
                 protected_checkpoints,
             });
             self.remove_job_copies(job);
+            self.forget_known_checkpoint(job);
         }
         if may_have_claim {
             self.release_when_ended(key, members);

@@ -293,6 +293,11 @@ impl JobCheckpoints {
         }
     }
 
+    /// Returns the creation time of the virtual machine.
+    pub(super) fn created_at(&self) -> Micros {
+        self.created_at
+    }
+
     /// Returns the job that must be forgotten to make room for another job: an idle one, if there
     /// are already [`JOBS_MAX`] jobs.
     ///

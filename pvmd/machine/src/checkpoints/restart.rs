@@ -154,6 +154,7 @@ impl Machine {
         force: bool,
     ) -> Option<u64> {
         let job_checkpoints = self.job_checkpoints()?;
+        let vm_created_at = job_checkpoints.created_at;
         job_checkpoints.last_restart_number += 1;
         let restart_number = job_checkpoints.last_restart_number;
         let open_restart = OpenRestart {
@@ -174,6 +175,7 @@ impl Machine {
         self.outputs.push_back(Output::OpenCheckpoint {
             restart_number,
             checkpoint,
+            vm_created_at,
             force,
         });
         Some(restart_number)

@@ -9,6 +9,7 @@ mod handoff_log;
 mod hosts;
 mod leases;
 mod leftovers;
+mod lost_master;
 mod lost_waits;
 mod migration;
 mod owner_agent;

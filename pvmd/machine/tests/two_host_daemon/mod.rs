@@ -114,6 +114,7 @@ impl Daemon {
             hostfile_lines: Vec::new(),
             reserved_ids_max: BTreeMap::new(),
             copy_policy: CopyPolicy::default(),
+            store_dir: "/store".into(),
         };
         let mut daemon = Self {
             machine: Machine::new(config, Micros(1)),

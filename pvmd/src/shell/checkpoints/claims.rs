@@ -8,18 +8,17 @@
 use super::{CheckpointError, CheckpointService, lock};
 use crate::shell::input::{Input, InputSender, LogRateLimit};
 use checkpoint::boot_clock;
-use checkpoint::proc::stat;
 use checkpoint::store::CheckpointStore;
 use checkpoint_protocol::{
     CLAIM_RENEWAL_INTERVAL, ClaimDecision, ClaimObserver, HolderState, decide_claim, is_taken_over,
 };
 use pvmd_machine::io::Event;
 use ring::rand::{SecureRandom, SystemRandom};
+use sempa_notes::{ProcessIdentity, ProcessState};
 use sempa_proto::Micros;
 use sempa_proto::checkpoint::{ClaimKey, JobClaim, JobHolder, RestartFailure, StoreFailure};
 use sempa_proto::frame::{from_bytes, to_bytes};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
-use std::fs;
 use std::sync::{Arc, Mutex};
 use std::thread::sleep;
 use std::time::Duration;
@@ -32,84 +31,6 @@ const RELEASE_TIMEOUT: Duration = Duration::from_secs(5);
 const CLAIM_REMOVAL_INTERVAL: Micros = Micros::from_secs(3600);
 /// Longest pause between two looks at a claim whose holder has just ended.
 const WAIT_STEP_MAX: Micros = Micros::from_secs(1);
-
-/// A process of one of the machines that use a store.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-struct ProcessIdentity {
-    machine_id: String,
-    boot_id: String,
-    pid_namespace: String,
-    pid: i32,
-    /// Start time of the process in clock ticks since the boot of its machine.
-    start_ticks: u64,
-}
-
-impl ProcessIdentity {
-    fn of_this_process() -> Self {
-        let read = |path: &str| {
-            fs::read_to_string(path)
-                .unwrap_or_default()
-                .trim()
-                .to_string()
-        };
-        let pid_namespace = fs::read_link("/proc/self/ns/pid").unwrap_or_default();
-        let pid = std::process::id().cast_signed();
-        Self {
-            machine_id: read("/etc/machine-id"),
-            boot_id: read("/proc/sys/kernel/random/boot_id"),
-            pid_namespace: pid_namespace.to_string_lossy().into_owned(),
-            pid,
-            start_ticks: stat(pid).map_or(0, |stat| stat.starttime),
-        }
-    }
-
-    fn encode(&self) -> String {
-        format!(
-            "{}/{}/{}/{}/{}",
-            self.machine_id, self.boot_id, self.pid_namespace, self.pid, self.start_ticks
-        )
-    }
-
-    fn decode(text: &str) -> Option<Self> {
-        let parts: Vec<&str> = text.split('/').collect();
-        let [machine_id, boot_id, pid_namespace, pid, start_ticks] = parts[..] else {
-            return None;
-        };
-        Some(Self {
-            machine_id: machine_id.into(),
-            boot_id: boot_id.into(),
-            pid_namespace: pid_namespace.into(),
-            pid: pid.parse().ok()?,
-            start_ticks: start_ticks.parse().ok()?,
-        })
-    }
-
-    /// Returns what this process can tell about another one. `is_same_host` is true if both are on
-    /// a host of the same name.
-    fn state_of(&self, other: &Self, is_same_host: bool) -> HolderState {
-        if self.boot_id.is_empty() || other.boot_id.is_empty() {
-            return HolderState::MayLive;
-        }
-        if self.boot_id != other.boot_id {
-            let has_rebooted =
-                is_same_host && !self.machine_id.is_empty() && self.machine_id == other.machine_id;
-            return match has_rebooted {
-                true => HolderState::HasProbablyRebooted,
-                false => HolderState::MayLive,
-            };
-        }
-        // A process of another namespace cannot be looked up.
-        if self.pid_namespace.is_empty() || self.pid_namespace != other.pid_namespace {
-            return HolderState::MayLive;
-        }
-        let is_alive = stat(other.pid)
-            .is_some_and(|stat| stat.starttime == other.start_ticks && stat.state != 'Z');
-        match is_alive {
-            true => HolderState::MayLive,
-            false => HolderState::Ended,
-        }
-    }
-}
 
 /// The name of this virtual machine in claims.
 #[derive(Clone, Debug)]
@@ -160,10 +81,15 @@ impl ClaimIdentity {
     }
 
     fn state_of(&self, claim: &JobClaim) -> HolderState {
-        ProcessIdentity::decode(&claim.process).map_or(HolderState::MayLive, |process| {
-            self.process
-                .state_of(&process, claim.holder.host == self.host)
-        })
+        let Some(process) = ProcessIdentity::decode(&claim.process) else {
+            return HolderState::MayLive;
+        };
+        let is_same_host = claim.holder.host == self.host;
+        match self.process.state_of(&process, is_same_host) {
+            ProcessState::MayLive => HolderState::MayLive,
+            ProcessState::Ended => HolderState::Ended,
+            ProcessState::HasProbablyRebooted => HolderState::HasProbablyRebooted,
+        }
     }
 }
 
@@ -692,6 +618,7 @@ mod tests {
     use checkpoint::store::StoreLimits;
     use checkpoint_protocol::OBSERVED_CLAIMS_MAX;
     use sempa_proto::{HostId, Tid};
+    use std::fs;
     use tokio::sync::mpsc;
 
     const NOW: Micros = Micros(1_000_000);
@@ -863,39 +790,5 @@ mod tests {
             state.observer.observe(NOW, other_key, &claim);
         }
         assert!(claims.claim_job(&store, key(), NOW, false).expect("free"));
-    }
-
-    /// A daemon that has ended on this machine holds nothing; one that lives does, and one on
-    /// another machine may.
-    #[test]
-    fn ended_daemon_of_this_machine_is_recognized() {
-        let own = ProcessIdentity::of_this_process();
-        assert_eq!(ProcessIdentity::decode(&own.encode()), Some(own.clone()));
-        assert_eq!(own.state_of(&own, true), HolderState::MayLive);
-        let reused_pid = ProcessIdentity {
-            start_ticks: own.start_ticks + 1,
-            ..own.clone()
-        };
-        assert_eq!(own.state_of(&reused_pid, true), HolderState::Ended);
-        let other_namespace = ProcessIdentity {
-            pid_namespace: "pid:[1]".into(),
-            ..reused_pid.clone()
-        };
-        assert_eq!(own.state_of(&other_namespace, true), HolderState::MayLive);
-        let machine = ProcessIdentity {
-            machine_id: "m".into(),
-            ..own.clone()
-        };
-        let earlier_boot = ProcessIdentity {
-            boot_id: "earlier".into(),
-            ..machine.clone()
-        };
-        assert_eq!(
-            machine.state_of(&earlier_boot, true),
-            HolderState::HasProbablyRebooted
-        );
-        assert_eq!(machine.state_of(&earlier_boot, false), HolderState::MayLive);
-        let unknown = ProcessIdentity::default();
-        assert_eq!(own.state_of(&unknown, true), HolderState::MayLive);
     }
 }

@@ -6,6 +6,7 @@
 
 mod claims;
 mod error;
+mod origin;
 mod removal;
 pub(crate) use claims::ClaimIdentity;
 pub(crate) use error::{CheckpointError, StoreSettingsError};
@@ -23,7 +24,9 @@ use checkpoint_protocol::SnapshotId;
 use claims::{ClaimFailure, JobClaims};
 use pvmd_machine::io::Event;
 use pvmd_machine::{COPIES_MAX, CopyPolicy};
-use sempa_proto::checkpoint::{CheckpointEntry, CheckpointMeta, ClaimKey, StoreFailure};
+use sempa_proto::checkpoint::{
+    CheckpointEntry, CheckpointMeta, ClaimKey, RestartFailure, StoreFailure,
+};
 use sempa_proto::frame::to_bytes;
 use sempa_proto::host::SavedTask;
 use sempa_proto::migration::Failure;
@@ -102,6 +105,10 @@ impl StoreSettings {
                 "store.key",
             )?,
         })
+    }
+
+    pub(crate) fn dir(&self) -> &Path {
+        &self.dir
     }
 
     pub(crate) fn copies(&self) -> &CopyPolicy {
@@ -428,9 +435,16 @@ impl CheckpointService {
         tokio::task::spawn_blocking(move || drop(draft));
     }
 
-    /// Opens a checkpoint for reading, and claims its job; by force if `is_forced` is true. Reports
+    /// Opens a checkpoint for reading, and claims its job; by force if `is_forced` is true.
+    /// `vm_created_at` is the creation time of this virtual machine. Reports
     /// [`Event::CheckpointOpened`].
-    pub(crate) fn open_checkpoint(&self, restart: u64, name: String, now: Micros, is_forced: bool) {
+    pub(crate) fn open_checkpoint(
+        &self,
+        restart: u64,
+        name: String,
+        (vm_created_at, now): (Micros, Micros),
+        is_forced: bool,
+    ) {
         let (open_checkpoints, inputs) = (self.open_checkpoints.clone(), self.inputs.clone());
         let claims = self.claims.clone();
         let _in_span = info_span!("checkpoint", id = %name).entered();
@@ -443,11 +457,25 @@ impl CheckpointService {
                 })?;
                 let meta = CheckpointMeta::decode(checkpoint.description())
                     .map_err(|source| CheckpointError::DecodeMeta { name, source })?;
-                Ok((store, checkpoint, meta))
+                let is_claimed = store
+                    .read_claim(meta.claim_key())
+                    .map_err(CheckpointError::Claim)?
+                    .is_some();
+                Ok((store, checkpoint, meta, is_claimed))
             });
-            let result = match open_result {
-                Err(error) => Err(error.into()),
-                Ok((store, checkpoint, meta)) => {
+            let checked_result = open_result
+                .map_err(RestartFailure::from)
+                .and_then(|opened| {
+                    let (.., meta, is_claimed) = &opened;
+                    // A claim says more about the job than its virtual machine does.
+                    if !is_claimed && meta.vm_start_time != vm_created_at {
+                        origin::check_origin(meta.vm_start_time, is_forced)?;
+                    }
+                    Ok(opened)
+                });
+            let result = match checked_result {
+                Err(failure) => Err(failure),
+                Ok((store, checkpoint, meta, _)) => {
                     let key = meta.claim_key();
                     claims.record_restart(restart, key);
                     match claims.claim_job(&store, key, now, is_forced) {

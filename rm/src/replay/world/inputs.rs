@@ -6,7 +6,7 @@ use crate::decide::{TimedSample, external_demand};
 use crate::recording::RecordedInput;
 use crate::replay::policy_file_text;
 use crate::service::{TAG_LOAD_REPORT, TAG_POLICY};
-use sempa_proto::event::EventKind;
+use sempa_proto::event::{EventKind, LostTasks};
 use sempa_proto::frame::to_bytes;
 use sempa_proto::message::{CTX_BASE, DSIG_X86_64, ENC_XDR};
 use sempa_proto::rm::{CTX_RM, RmQuery, TAG_QUERY, encode};
@@ -164,6 +164,7 @@ impl WorldState {
                     host: host.id,
                     name: host.name.clone(),
                     why,
+                    lost_tasks: LostTasks::default(),
                 },
             );
         }

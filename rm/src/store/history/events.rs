@@ -32,7 +32,9 @@ impl History {
                 self.set_host_name(*host, name);
                 self.record_decision(event_time, DecisionKind::HostJoined { host: name.clone() });
             }
-            EventKind::HostGone { host, name, why } => {
+            EventKind::HostGone {
+                host, name, why, ..
+            } => {
                 self.set_host_name(*host, name);
                 self.record_decision(
                     event_time,

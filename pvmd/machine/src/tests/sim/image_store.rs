@@ -562,6 +562,7 @@ impl Sim {
                 restart_number,
                 checkpoint,
                 force,
+                ..
             } => self.open_checkpoint(host_id, restart_number, checkpoint, force),
             Output::CloseCheckpoint {
                 restart_number,

@@ -73,6 +73,7 @@ pub(super) struct Node {
     pub(super) is_alive: bool,
     pub(super) log: Vec<String>,
     pub(super) task_output: Vec<u8>,
+    pub(super) note: outputs::HostNote,
     /// Migrations for which this host must receive images.
     expected_images: BTreeSet<MigrationId>,
     /// True if the tasker is dead and the daemon has not yet been notified. Messages to the tasker
@@ -204,6 +205,7 @@ fn machine_config(id: HostId, name: &str) -> MachineConfig {
         hostfile_lines: Vec::new(),
         reserved_ids_max: BTreeMap::new(),
         copy_policy: CopyPolicy::default(),
+        store_dir: "/store".into(),
     }
 }
 
@@ -291,17 +293,17 @@ impl Sim {
             missing_program: None,
         };
         let (log, task_output, expected_images) = (vec![], vec![], BTreeSet::new());
-        let (deferred_events, deferred_orders) = (None, None);
         let node = Node {
             machine,
             world,
             is_alive: true,
             log,
+            note: outputs::HostNote::default(),
             task_output,
             expected_images,
             is_tasker_dead: false,
-            deferred_events,
-            deferred_orders,
+            deferred_events: None,
+            deferred_orders: None,
             tasker_lease: leases::TaskerLease::default(),
         };
         self.nodes.insert(id, node);

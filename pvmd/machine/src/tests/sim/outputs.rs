@@ -7,7 +7,17 @@ use crate::{ConnId, Event, HostPlan, Output};
 use sempa_proto::host::{DataMsg, HostMsg};
 use sempa_proto::migration::Failure;
 use sempa_proto::task::ToTask;
+use sempa_proto::vm_summary::VmSummary;
 use sempa_proto::{HostId, Micros, MigrationId, PvmError};
+
+/// What a host keeps for the case that the master is lost.
+#[derive(Debug, Default)]
+pub(in crate::tests) struct HostNote {
+    /// The summary of the virtual machine on the host's disk.
+    pub(in crate::tests) summary: Option<VmSummary>,
+    /// Why the master is lost, if the daemon has reported that.
+    pub(in crate::tests) master_loss: Option<String>,
+}
 
 impl Sim {
     pub(super) fn carry_out(&mut self, host_id: HostId, output: Output) {
@@ -65,6 +75,14 @@ impl Sim {
                 .expect("it speaks")
                 .log
                 .push(text),
+            Output::KeepSummary { summary } => {
+                let node = self.nodes.get_mut(&host_id).expect("it speaks");
+                node.note.summary = Some(*summary);
+            }
+            Output::MasterLost { why } => {
+                let node = self.nodes.get_mut(&host_id).expect("it speaks");
+                node.note.master_loss = Some(why);
+            }
             Output::LogTaskOutput { bytes, .. } => self
                 .nodes
                 .get_mut(&host_id)
