@@ -50,6 +50,22 @@ fn a_line_can_be_edited_before_it_is_a_command() {
     assert!(terminal.wait_for_exit().success() && terminal.is_restored());
 }
 
+/// At a terminal the console starts with its version.
+#[test]
+#[ignore = "system tier: needs installed programs"]
+fn console_greets_with_version() {
+    let vm = running_vm();
+    let mut terminal = start_console(&vm);
+    let banner = concat!("Sempa ", env!("CARGO_PKG_VERSION"), ", PVM interface 3.4.6");
+    assert!(
+        terminal.output_text().contains(banner),
+        "{:?}",
+        terminal.output_text()
+    );
+    terminal.type_keys(CTRL_D);
+    assert!(terminal.wait_for_exit().success());
+}
+
 /// The next console has the history of the previous console, and only the user may read the history
 /// file.
 #[test]

@@ -1,7 +1,10 @@
 //! Builds and runs the programs of the folder `examples` on two hosts. `make` builds the programs
 //! in C and Fortran; the build of the workspace builds the programs in Rust.
 
-use sempa_tests::requirements::{build_folder, panic_if_unmet, require_program, require_testbed};
+use sempa_tests::programs::compile_into;
+use sempa_tests::requirements::{
+    build_folder, installed_prefix, panic_if_unmet, require_program, require_testbed,
+};
 use sempa_tests::run::{RunningCommand, run_successfully, run_to_end};
 use sempa_tests::vm::VmSettings;
 use sempa_tests::{CommandResult, Vm, wait_for};
@@ -268,4 +271,38 @@ fn rust_group_prints_prefix_sums() {
         let expected_output = sums.join(" ") + "\n";
         check_output(vm, &["rust-prefix-sums", "21"], &expected_output);
     });
+}
+
+/// Without a virtual machine, a program in Rust prints the sentence that a program in C prints.
+#[test]
+#[ignore = "system tier: needs gcc and built programs"]
+fn rust_and_c_print_one_sentence_without_virtual_machine() {
+    require_program("gcc", "gcc");
+    let folder = tempfile::tempdir().expect("a folder");
+    let prefix = installed_prefix().expect("installed programs");
+    let c_program = compile_into("careless", &prefix, folder.path()).expect("it compiles");
+    let rust_program = build_folder().expect("a folder").join("rust-pi-master");
+    let stderr_of = |program: &Path| {
+        let mut command = Command::new(program);
+        command
+            .env_clear()
+            .env("HOME", folder.path())
+            .env("PVM_TMP", folder.path())
+            .env("PVM_ALLOW_ROOT", "1")
+            .env("LD_LIBRARY_PATH", prefix.join("lib"));
+        run_to_end(command, PROGRAM_TIMEOUT)
+            .expect("it ends")
+            .stderr
+    };
+    let c_text = stderr_of(&c_program);
+    let first_line = c_text.lines().next().unwrap_or_default();
+    let (_, sentence) = first_line
+        .split_once("] ")
+        .expect("a sentence of the library");
+    assert!(sentence.starts_with("no daemon answers at "), "{c_text}");
+    let rust_text = stderr_of(&rust_program);
+    assert!(
+        rust_text.starts_with(&format!("Error: {sentence}\n")),
+        "C: {c_text}\nRust: {rust_text}"
+    );
 }

@@ -1,5 +1,5 @@
-//! Libraries and daemons of another PVM, and libraries that are missing on one host: the user learns
-//! what was loaded or started, and what to do.
+//! Libraries and daemons of another PVM, and libraries that are missing on one host: the user
+//! learns what was loaded or started, and what to do.
 
 use sempa_proto::event::EventKind;
 use sempa_tests::requirements::{require_program, require_testbed};

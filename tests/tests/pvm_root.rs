@@ -1,6 +1,6 @@
-//! The prefix of an installation is `PVM_ROOT` for make files, scripts and programs of PVM: PVM's own
-//! examples and programs with make files in other styles build with it, and run on two hosts. The
-//! programs are linked with archives, so they run without `LD_LIBRARY_PATH`.
+//! The prefix of an installation is `PVM_ROOT` for make files, scripts and programs of PVM: PVM's
+//! own examples and programs with make files in other styles build with it, and run on two hosts.
+//! The programs are linked with archives, so they run without `LD_LIBRARY_PATH`.
 
 use sempa_tests::CommandResult;
 use sempa_tests::Vm;

@@ -6,7 +6,7 @@ use crate::commands::{COMMANDS, hint_lines, parse, take_json};
 use crate::outcome::Outcome;
 use crate::parse_error::ParseError;
 use crate::session::Session;
-use sempa_proto::event::replace_host_numbers;
+use sempa_proto::text::replace_host_numbers;
 
 /// Maximum number of alias replacements per line. A line that needs more replacements contains a
 /// loop of aliases.

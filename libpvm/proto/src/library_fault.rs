@@ -57,7 +57,7 @@ impl fmt::Display for ForeignLibrary {
 pub struct LoadFailure {
     /// Name or path of the library.
     pub library: String,
-    /// The loader's reason.
+    /// The reason that the loader gives.
     pub why: String,
 }
 

@@ -1,4 +1,7 @@
-//! Helpers for texts that users write or read: truncation, line numbers and memory sizes.
+//! Helpers for texts that users write or read: truncation, line numbers and memory sizes, and
+//! names of hosts.
+
+use crate::ids::HostId;
 
 /// Returns the longest prefix of at most `bytes_max` bytes that ends at a character boundary.
 pub fn truncate(text: &str, bytes_max: usize) -> &str {
@@ -50,6 +53,34 @@ pub fn split_memory_size(text: &str) -> Option<(&str, u32)> {
         text
     };
     Some((number.trim(), shift))
+}
+
+/// Replaces every host number in `text`, in the form that [`HostId`] prints, by the host's name.
+pub fn replace_host_numbers<'a>(text: &str, name: impl Fn(HostId) -> Option<&'a str>) -> String {
+    const PREFIX: &str = "host ";
+    let mut out = String::with_capacity(text.len());
+    let mut rest = text;
+    while let Some(prefix_start) = rest.find(PREFIX) {
+        let (preceding_text, following_text) =
+            (&rest[..prefix_start], &rest[prefix_start + PREFIX.len()..]);
+        let digit_count = following_text
+            .bytes()
+            .take_while(u8::is_ascii_digit)
+            .count();
+        let is_word_start = !preceding_text.ends_with(|c: char| c.is_alphanumeric());
+        let host = following_text[..digit_count]
+            .parse()
+            .ok()
+            .and_then(HostId::new)
+            .filter(|_| is_word_start);
+        out.push_str(preceding_text);
+        match host.and_then(&name) {
+            Some(name) => out.push_str(name),
+            None => out.push_str(&rest[prefix_start..prefix_start + PREFIX.len() + digit_count]),
+        }
+        rest = &following_text[digit_count..];
+    }
+    out + rest
 }
 
 #[cfg(test)]

@@ -9,8 +9,8 @@ use sempa_proto::library_fault::{ForeignLibrary, LoadFailure};
 use sempa_proto::task::Sink;
 
 impl Machine {
-    /// Handles the report that a process of a task uses the library of another PVM. Each call of the
-    /// program connects again, so a task is reported once.
+    /// Handles the report that a process of a task uses the library of another PVM. Each call of
+    /// the program connects again, so a task is reported once.
     pub(super) fn handle_foreign_library(&mut self, spawn_token: i32, fault: ForeignLibrary) {
         let Some(task) = self.tasks.get_by_spawn_token(spawn_token) else {
             return;

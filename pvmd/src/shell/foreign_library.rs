@@ -109,8 +109,8 @@ fn find_spawn_token(environment: &[u8]) -> Option<i32> {
     })
 }
 
-/// Finds the loaded library `libpvm3.so`. `maps` has the format of `/proc/PID/maps`: the path is the
-/// last field and starts with a slash.
+/// Finds the loaded library `libpvm3.so`. `maps` has the format of `/proc/PID/maps`: the path is
+/// the last field and starts with a slash.
 fn find_library(maps: &str) -> LibrarySource {
     let loaded_path = maps.lines().find_map(|line| {
         let path = &line[line.find('/')?..];

@@ -1,5 +1,5 @@
-//! Installs what make files, configure scripts and `aimk` expect below `PVM_ROOT`, so that the prefix
-//! can be `PVM_ROOT`.
+//! Installs what make files, configure scripts and `aimk` expect below `PVM_ROOT`, so that the
+//! prefix can be `PVM_ROOT`.
 
 use crate::project_folder;
 use crate::replace::{install_file, replace_link};
@@ -10,7 +10,7 @@ use std::path::Path;
 /// PVM's name of the only architecture on which Sempa runs, the value of `PVM_ARCH`.
 const ARCH: &str = "LINUX64";
 
-/// Scripts in `PVM_ROOT/lib`.
+/// Names of the scripts in `PVM_ROOT/lib`.
 const SCRIPTS: [&str; 3] = ["aimk", "pvmgetarch", "pvmtmparch"];
 
 /// Scripts that Debian's PVM also has in PATH.

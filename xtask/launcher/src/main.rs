@@ -2,11 +2,11 @@
 //! command, with the profile that the command needs, and runs this program.
 //!
 //! Cargo selects the features of dependencies for all packages of a build together, so a separate
-//! build of one package would compile many dependencies a second time. Therefore this program builds
-//! together what a command needs:
+//! build of one package would compile many dependencies a second time. Therefore this program
+//! builds together what a command needs:
 //!
-//! * `install` and `criu`: the installed programs and the package `xtask-install`, but no package of
-//!   tests or benchmarks.
+//! * `install` and `criu`: the installed programs and the package `xtask-install`, but no package
+//!   of tests or benchmarks.
 //! * `test` and `campaign`: the whole workspace with profile `ci`.
 //! * other commands: xtask.
 //!

@@ -1,5 +1,5 @@
-//! Programs that use a wrong shared library or lack one: the collector of their output and the event
-//! log get one sentence. Simulated programs named `sleep` never connect.
+//! Programs that use a wrong shared library or lack one: the collector of their output and the
+//! event log get one sentence. Simulated programs named `sleep` never connect.
 
 use super::{spawn_request, spawned_tids};
 use crate::HostId;
