@@ -59,8 +59,8 @@ fn usage_errors_begin_with_the_program_name() {
     }
 }
 
-/// A command that shows the output of tasks has their exit status: of the first task that failed, in
-/// the order of the spawn.
+/// A command that shows the output of tasks has their exit status: of the first task that failed,
+/// in the order of the spawn.
 #[test]
 #[ignore = "system tier: needs installed programs"]
 fn spawn_has_the_exit_status_of_its_tasks() {

@@ -38,9 +38,9 @@ fn foreign_library_events(vm: &Vm) -> Vec<EventEntry> {
     events.into_iter().filter(is_foreign).collect()
 }
 
-/// A start script makes a program load Debian's library. The program succeeds without being a task.
-/// Its spawner and the event log learn of it, once for each task, and the remedy that they name
-/// works.
+/// A start script makes a program load Debian's library. The program succeeds without being a
+/// task. Its spawner and the event log learn of it, once for each task, and the remedy that they
+/// name works.
 fn check_start_script(settings: VmSettings) {
     require_program(DEBIAN_LIBRARY, "libpvm3");
     let bed = require_testbed(2);

@@ -63,8 +63,8 @@ fn pvm_root() -> PathBuf {
     installed_prefix().expect("installed programs")
 }
 
-/// Returns a command for the machine, in `folder`, with the environment of a user of PVM whose home
-/// folder is `home`.
+/// Returns a command for the machine, in `folder`, with the environment of a user of PVM whose
+/// home folder is `home`.
 fn build_command(program: impl AsRef<Path>, folder: &Path, home: &Path) -> Command {
     let mut command = Command::new(program.as_ref());
     command

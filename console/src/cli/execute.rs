@@ -47,7 +47,8 @@ fn run_words(session: &mut Session, words: &[String]) -> Outcome {
     }
 }
 
-/// Returns the outcome of words that are not a valid command: the reason, and what the user can do.
+/// Returns the outcome of words that are not a valid command: the reason, and what the user can
+/// do.
 pub(crate) fn refusal_with_hints(words: &[String], error: &ParseError) -> Outcome {
     Outcome {
         errors: hint_lines(words, error),
@@ -65,8 +66,8 @@ pub(crate) fn run_command(session: &mut Session, name: &str, command: &dyn VmCom
     outcome
 }
 
-/// Replaces the numbers of hosts in the error lines by their names. Daemons report numbers where they
-/// do not know a name.
+/// Replaces the numbers of hosts in the error lines by their names. Daemons report numbers where
+/// they do not know a name.
 fn name_hosts(session: &Session, outcome: &mut Outcome) {
     let mut lines: Vec<&mut String> = outcome
         .errors

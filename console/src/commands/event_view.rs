@@ -63,8 +63,8 @@ mod tests {
         }
     }
 
-    /// Consoles and the steps of migrations are hidden, unless all events are requested. A tid that a
-    /// console had may belong to a task later.
+    /// Consoles and the steps of migrations are hidden, unless all events are requested. A tid
+    /// that a console had may belong to a task later.
     #[test]
     fn consoles_and_steps_are_hidden() {
         let step = EventKind::MigrationStep {

@@ -1,11 +1,12 @@
-//! Hints after a wrong command line: the syntax of the command, and the word that was probably meant.
+//! Hints after a wrong command line: the syntax of the command, and the word that was probably
+//! meant.
 
 use super::{COMMANDS, find_command};
 use crate::command::CommandSpec;
 use crate::parse_error::ParseError;
 
-/// Minimum similarity of a suggested word, from 0 to 1, by the Damerau-Levenshtein distance relative
-/// to the length of the longer word. One wrong letter of three is similar enough.
+/// Minimum similarity of a suggested word, from 0 to 1, by the Damerau-Levenshtein distance
+/// relative to the length of the longer word. One wrong letter of three is similar enough.
 const SIMILARITY_MIN: f64 = 0.6;
 
 /// The beginning of a line with the syntax of a command.
@@ -50,8 +51,8 @@ fn syntax_lines(spec: &CommandSpec) -> impl Iterator<Item = &'static str> {
     })
 }
 
-/// Returns the option in the command's help text that is most similar to `word`. `None` if the word is
-/// no long option, or is an option of the command.
+/// Returns the option in the command's help text that is most similar to `word`. `None` if the
+/// word is no long option, or is an option of the command.
 fn similar_option(spec: &CommandSpec, word: &str) -> Option<&'static str> {
     let (name, _) = word
         .strip_prefix("--")?

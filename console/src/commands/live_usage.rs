@@ -1,4 +1,5 @@
-//! Resources that running tasks have used so far. The resource manager learns them when a task ends.
+//! Resources that running tasks have used so far. The resource manager learns them when a task
+//! ends.
 
 use crate::clock::unix_micros;
 use crate::virtual_machine::{VirtualMachine, describe_host};
@@ -41,7 +42,8 @@ impl LiveUsages {
         }
     }
 
-    /// Adds the usage of the running tasks of a job to its totals. `tasks` are all tasks of the job.
+    /// Adds the usage of the running tasks of a job to its totals. `tasks` are all tasks of the
+    /// job.
     pub(super) fn add_to_job(&self, job: &mut JobUsage, tasks: &[TaskUsage]) {
         for task in tasks.iter().filter(|task| task.end.is_none()) {
             let usage = self.usages.get(&task.tid).copied().unwrap_or_default();

@@ -125,8 +125,8 @@ impl TransferAmounts {
     }
 }
 
-/// Formats the amounts with the estimated time until the end; the estimate is omitted while there is
-/// no rate.
+/// Formats the amounts with the estimated time until the end; the estimate is omitted while there
+/// is no rate.
 impl fmt::Display for TransferAmounts {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mib = |bytes: f64| bytes / f64::from(1 << 20);

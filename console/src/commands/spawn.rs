@@ -446,8 +446,8 @@ fn results_json(job: Option<u32>, results: &[Result<Tid, PvmError>]) -> Value {
     json!({ "job": job, "results": results.iter().map(result_json).collect::<Vec<_>>() })
 }
 
-/// Returns the reasons that hosts and the resource manager have recorded for the refusal of the spawn,
-/// each once.
+/// Returns the reasons that hosts and the resource manager have recorded for the refusal of the
+/// spawn, each once.
 fn read_refusals(machine: &dyn VirtualMachine, spawn: &SpawnCommand) -> Result<Vec<String>, Error> {
     let table = machine.hosts()?;
     let first_number = next_event_number(machine).saturating_sub(u64::from(REFUSAL_EVENTS_MAX));

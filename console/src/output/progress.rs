@@ -20,8 +20,8 @@ use std::time::{Duration, Instant};
 /// Time after which an operation is long enough for lines in a log.
 const LONG_WAIT: Duration = Duration::from_secs(2);
 
-/// Maximum number of events that are read at once. Events that occurred before the first reading are
-/// found among the last of them.
+/// Maximum number of events that are read at once. Events that occurred before the first reading
+/// are found among the last of them.
 const EVENTS_PER_READ: u32 = 256;
 
 /// The progress of one operation.
@@ -39,7 +39,8 @@ pub(crate) trait Progress {
     fn without_waiting(&self) -> &'static str;
 }
 
-/// Sends a request to the daemon and waits for the reply. Shows the progress if `is_shown` is true.
+/// Sends a request to the daemon and waits for the reply. Shows the progress if `is_shown` is
+/// true.
 ///
 /// # Errors
 /// Fails if the daemon refuses the request.
@@ -80,11 +81,9 @@ pub(crate) fn ask_showing_progress(
 
 /// The progress of an operation whose steps the log does not report.
 pub(crate) struct PlainProgress {
-    /// As [`Progress::title`].
     pub(crate) title: String,
-    /// As [`Progress::current_step`].
+    /// What is under way from the beginning to the end.
     pub(crate) step: &'static str,
-    /// As [`Progress::without_waiting`].
     pub(crate) without_waiting: &'static str,
 }
 
@@ -130,7 +129,8 @@ impl EventReader {
         }
     }
 
-    /// Returns the new events. An error of the virtual machine is reported by the operation itself.
+    /// Returns the new events. An error of the virtual machine is reported by the operation
+    /// itself.
     fn read(&mut self, machine: &dyn VirtualMachine) -> Vec<Event> {
         let number = match self.next_number {
             Some(number) => number,
@@ -198,8 +198,8 @@ impl Display {
     }
 }
 
-/// Catches SIGINT while the value exists. The signal is then blocked in this thread; the threads of
-/// the library always block it.
+/// Catches SIGINT while the value exists. The signal is then blocked in this thread; the threads
+/// of the library always block it.
 struct Interrupts {
     /// `None` if the kernel offers no descriptor. The signal then has its usual effect.
     descriptor: Option<SignalFd>,

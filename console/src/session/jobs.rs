@@ -1,8 +1,8 @@
 //! Jobs: spawned tasks and their descendants whose output comes to the console.
 //!
-//! Daemons send messages about each task: that its spawn was requested, that it was created, pieces
-//! of its output, and its end. A piece may end in the middle of a line; this module reassembles
-//! lines.
+//! Daemons send messages about each task: that its spawn was requested, that it was created,
+//! pieces of its output, and its end. A piece may end in the middle of a line; this module
+//! reassembles lines.
 
 use sempa_proto::Tid;
 use sempa_proto::body::Unpacker;
@@ -15,8 +15,8 @@ use std::process::ExitStatus;
 /// Maximum length of a line in bytes. A longer line is broken into several.
 pub(crate) const OUTPUT_LINE_BYTES_MAX: usize = 64 << 10;
 
-/// Exit code that a shell gives to a command which signal 0 would have ended; signal n has this code
-/// plus n.
+/// Exit code that a shell gives to a command which signal 0 would have ended; signal n has this
+/// code plus n.
 const SIGNAL_EXIT_BASE: i32 = 128;
 
 /// Exit code of a job whose output was lost with a task's host, so that the task's status is
@@ -131,8 +131,8 @@ impl Job {
         self.unwatched.remove(&tid);
     }
 
-    /// Returns the exit code of the first spawned task, in the order of the spawn's reply, whose exit
-    /// code is not 0. Returns 0 if there is no such task.
+    /// Returns the exit code of the first spawned task, in the order of the spawn's reply, whose
+    /// exit code is not 0. Returns 0 if there is no such task.
     fn exit_code(&self) -> u8 {
         let exit_codes = self
             .spawned_tids
@@ -210,8 +210,8 @@ impl Jobs {
         self.last_job_number
     }
 
-    /// Records the tasks of a job's spawn. Returns true if all tasks of the job have already ended.
-    /// A job that has ended or has no tasks is removed.
+    /// Records the tasks of a job's spawn. Returns true if all tasks of the job have already
+    /// ended. A job that has ended or has no tasks is removed.
     pub(crate) fn record_spawn(
         &mut self,
         job_number: u32,
@@ -232,8 +232,8 @@ impl Jobs {
         self.remove_if_finished(job_number).is_some()
     }
 
-    /// Handles a message about a task of a job. A message about a task of a removed job, other than
-    /// its end, adds the job again. A message with an unknown job number is ignored.
+    /// Handles a message about a task of a job. A message about a task of a removed job, other
+    /// than its end, adds the job again. A message with an unknown job number is ignored.
     pub(crate) fn handle_output(
         &mut self,
         job_number: u32,
@@ -298,8 +298,8 @@ impl Jobs {
         running_tasks.map(|(tid, _)| *tid).collect()
     }
 
-    /// Ends the output of a running task of a job that has exited. Without the end of its output it
-    /// was lost with its host. Does nothing if the task does not run.
+    /// Ends the output of a running task of a job that has exited. Without the end of its output
+    /// it was lost with its host. Does nothing if the task does not run.
     pub(crate) fn handle_exit(&mut self, job_number: u32, tid: Tid) -> JobUpdate {
         let mut events = Vec::new();
         let Some(job) = self.jobs.get_mut(&job_number) else {
@@ -342,8 +342,8 @@ impl Jobs {
         }
     }
 
-    /// Handles the exit of an earlier process of a running task: the task was restarted before this
-    /// console handled the exit.
+    /// Handles the exit of an earlier process of a running task: the task was restarted before
+    /// this console handled the exit.
     pub(crate) fn handle_late_exit(&mut self, job_number: u32, tid: Tid) -> JobUpdate {
         let mut events = Vec::new();
         if let Some(job) = self.jobs.get_mut(&job_number)
@@ -560,8 +560,8 @@ mod tests {
         assert!(jobs.is_empty());
     }
 
-    /// A job that rolls back runs until the restarted tasks end. The end of a killed task is no end
-    /// of the job, but if the task is not restarted, it is not lost.
+    /// A job that rolls back runs until the restarted tasks end. The end of a killed task is no
+    /// end of the job, but if the task is not restarted, it is not lost.
     #[test]
     fn job_that_rolls_back_continues() {
         let mut jobs = Jobs::default();

@@ -383,7 +383,7 @@ pub enum EventKind {
         host: HostId,
         /// The task that requested the spawn.
         spawner: Tid,
-        /// The program.
+        /// Name of the program in the request.
         name: String,
         why: String,
     },

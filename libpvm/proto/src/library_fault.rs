@@ -55,7 +55,7 @@ impl fmt::Display for ForeignLibrary {
 /// A shared library that the dynamic loader could not load. The program did not start.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LoadFailure {
-    /// Name or path of the library.
+    /// The library as the loader names it: its name or its path.
     pub library: String,
     /// The reason that the loader gives.
     pub why: String,

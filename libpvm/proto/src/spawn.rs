@@ -83,6 +83,6 @@ pub const SPAWN_NO_PARENT: i32 = 64;
 /// Flag that PVM does not have: the task is bound to its host and never migrates (load watchers).
 /// PVM uses no flag with this bit.
 pub const SPAWN_PINNED: i32 = 1 << 20;
-/// Bit of the spawn flags: a host on which the working directory of the request does not exist starts
-/// no task. Without this bit tasks start in the host's default directory then, as in PVM.
+/// Bit of the spawn flags: a host on which the working directory of the request does not exist
+/// starts no task. Without this bit tasks start in the host's default directory then, as in PVM.
 pub const SPAWN_STRICT_DIR: i32 = 1 << 21;

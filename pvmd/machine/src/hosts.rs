@@ -1,12 +1,14 @@
 //! The master's management of the host table: starts daemons, adds them to the table and removes
 //! them.
 //!
-//! - The daemons of one request are started in parallel. The daemons that have started are added with
-//!   the next change of the table when all starts have ended, at the latest [`JOIN_DELAY`] after the
-//!   first of them: a host that does not answer delays no other host.
+//! - The daemons of one request are started in parallel. The daemons that have started are added
+//!   with the next change of the table when all starts have ended, at the latest [`JOIN_DELAY`]
+//!   after the first of them: a host that does not answer delays no other host.
 //! - Changes are made one at a time, in two phases (prepare, commit), each change under a new
 //!   epoch. Additions and removals that are requested during a change wait for the next change.
 //! - If a host is lost during a change, the change continues without this host.
+
+mod lost;
 
 use super::hostfile::HostFile;
 use super::{HostPlan, Machine, Output, StartId, StartedHost, Timer};
@@ -25,8 +27,9 @@ const MANUAL_START_TIMEOUT: Micros = Micros::from_secs(660);
 /// Time limit for a started daemon to establish its session. The daemon's own time limit is
 /// slightly shorter.
 const CONNECT_TIMEOUT: Micros = Micros::from_secs(40);
-/// Time for which a started host waits for the other hosts of its request. Hosts that join together
-/// need one change of the table, and one notification for each task that watches for new hosts.
+/// Time for which a started host waits for the other hosts of its request. Hosts that join
+/// together need one change of the table, and one notification for each task that watches for new
+/// hosts.
 const JOIN_DELAY: Micros = Micros::from_millis(500);
 /// Time limit for a deleted host to end its tasks.
 const REMOVAL_TIMEOUT: Micros = Micros::from_secs(10);
@@ -201,7 +204,8 @@ impl Machine {
             .host_changes
     }
 
-    /// Master: reports the invalid lines of the host file, and starts the hosts of its valid lines.
+    /// Master: reports the invalid lines of the host file, and starts the hosts of its valid
+    /// lines.
     pub(super) fn process_host_file(&mut self) {
         let Some(host_file_start) = self
             .master
@@ -221,9 +225,9 @@ impl Machine {
         );
     }
 
-    /// Starts the daemons of the hosts that these lines describe. The requester gets its reply when
-    /// each host has joined or failed. An invalid line, or a host that cannot be added, gets an error
-    /// as its result.
+    /// Starts the daemons of the hosts that these lines describe. The requester gets its reply
+    /// when each host has joined or failed. An invalid line, or a host that cannot be added, gets
+    /// an error as its result.
     pub(super) fn add_hosts(&mut self, lines: &[String], requester: AddRequester) {
         let is_shutting_down = self.shutdown.is_some();
         let changes = self.host_changes();
@@ -264,8 +268,8 @@ impl Machine {
         self.advance_add_request(request_number);
     }
 
-    /// Returns the plan of a start attempt; `None` if the daemon has already started or the attempt
-    /// has ended.
+    /// Returns the plan of a start attempt; `None` if the daemon has already started or the
+    /// attempt has ended.
     pub(super) fn plan_of_start(&self, start: StartId) -> Option<HostPlan> {
         let attempts = &self.master.as_ref()?.host_changes.start_attempts;
         attempts
@@ -376,8 +380,8 @@ impl Machine {
     }
 
     /// Handles a new session with a host: repeats what may have been lost with the previous
-    /// session, and continues the start of a new daemon. The master ends the session of a host that
-    /// is not being added.
+    /// session, and continues the start of a new daemon. The master ends the session of a host
+    /// that is not being added.
     pub(super) fn handle_host_connected(&mut self, host: HostId) {
         self.resend_requests_to(host);
         self.recheck_watches_on(host);
@@ -852,73 +856,6 @@ impl Machine {
             ));
             self.record_lost_lease(host);
             self.finish_removal(host);
-        }
-    }
-
-    /// Master: removes a host that was lost or has shut down. If its daemon was being started or
-    /// added, the start fails. A table change in progress continues without the host.
-    pub(super) fn remove_lost_host(&mut self, host: HostId, why: &str) {
-        if self.is_leaving(host) {
-            return self.finish_removal(host);
-        }
-        let start = self
-            .host_changes()
-            .start_attempts
-            .iter()
-            .find(|(_, s)| s.plan.id == host)
-            .map(|(start, _)| *start);
-        if let Some(start) = start {
-            self.outputs.push_back(Output::AbandonStart { start });
-            return self.fail_start(
-                start,
-                PvmError::CantStart,
-                format!("its daemon was lost: {why}"),
-            );
-        }
-        self.drop_joining_host(host, why);
-        if let Some(change) = &mut self.host_changes().table_change {
-            if change.is_committed {
-                change.awaited_hosts.remove(&host);
-            } else {
-                // The host can no longer acknowledge the change, so the change begins again without
-                // the host.
-                let change = self.host_changes().table_change.take().expect("just seen");
-                let changes = self.host_changes();
-                changes.pending_adds.splice(..0, change.added_hosts);
-                changes.pending_removals.splice(..0, change.removals);
-                self.drop_joining_host(host, why);
-            }
-        }
-        if self.table.get(host).is_some() {
-            self.queue_removal(host, why.to_string(), false);
-        }
-        self.advance_table_change();
-        self.begin_table_change();
-    }
-
-    /// Drops a lost host whose daemon was started but that is in no table yet.
-    fn drop_joining_host(&mut self, host: HostId, why: &str) {
-        let changes = self.host_changes();
-        let pending_hosts = changes.pending_adds.extract_if(.., |j| j.entry.id == host);
-        let ready_hosts = changes
-            .add_requests
-            .values_mut()
-            .flat_map(|a| a.ready_hosts.extract_if(.., |j| j.entry.id == host));
-        let dropped_hosts: Vec<JoiningHost> = pending_hosts.chain(ready_hosts).collect();
-        for JoiningHost {
-            request_number,
-            slot,
-            ..
-        } in dropped_hosts
-        {
-            self.outputs.push_back(Output::Disconnect { host });
-            self.record_add_failure(
-                request_number,
-                slot,
-                PvmError::CantStart,
-                format!("its daemon was lost: {why}"),
-            );
-            self.advance_add_request(request_number);
         }
     }
 

@@ -14,8 +14,8 @@ use sempa_proto::task::{Sink, ToTask};
 use sempa_proto::{HostId, Message, Tid};
 
 impl Machine {
-    /// Returns the address of this daemon as `dst` knows it. For a task of this host the address is
-    /// [`Tid::MY_DAEMON`].
+    /// Returns the address of this daemon as `dst` knows it. For a task of this host the address
+    /// is [`Tid::MY_DAEMON`].
     pub(super) fn daemon_address_for(&self, dst: Tid) -> Tid {
         let own_host = self.config.host;
         if self.location(dst) == Some(own_host) {
@@ -89,9 +89,9 @@ impl Machine {
         self.send_to_collector(sink, body.finish());
     }
 
-    /// Reports the end of a task's output to the collector. `status` is the wait status of the task's
-    /// process, or `None` if the task continues with another collector. PVM's collectors read only
-    /// the tid and the mark.
+    /// Reports the end of a task's output to the collector. `status` is the wait status of the
+    /// task's process, or `None` if the task continues with another collector. PVM's collectors
+    /// read only the tid and the mark.
     pub(super) fn report_output_ended(&mut self, tid: Tid, status: Option<i32>, sink: Sink) {
         let mut body = Packer::new(Encoding::Xdr);
         body.pack_items([tid.raw(), OUTPUT_EOF]);
@@ -99,8 +99,8 @@ impl Machine {
         self.send_to_collector(sink, body.finish());
     }
 
-    /// Forwards output of a task to its collector. Output of a task without a collector goes to the
-    /// log.
+    /// Forwards output of a task to its collector. Output of a task without a collector goes to
+    /// the log.
     pub(super) fn forward_task_output(&mut self, tid: Tid, bytes: Vec<u8>) {
         self.look_for_load_failure(tid, &bytes);
         let arriving_sink = self

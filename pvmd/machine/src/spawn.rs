@@ -500,28 +500,7 @@ impl Machine {
         {
             self.record_guest_refusal(&job, refusal.to_string());
         }
-        match job.requester {
-            ExecRequester::Daemon(reply_to) => {
-                self.send_host_reply(reply_to, HostReply::Reply(Reply::Spawned(results.clone())))
-            }
-            ExecRequester::Rm { rm, wid } => {
-                self.send_daemon_message(rm, 0, SM_EXECACK, wid, pack_tids(&results))
-            }
-            ExecRequester::Startup => {
-                let file = &job.request.program;
-                if let Some(Err(error)) = results.first() {
-                    let text = format!(
-                        "{file} could not be started: {error}; this daemon does its work itself"
-                    );
-                    self.log_warning_and_record(text);
-                }
-            }
-            ExecRequester::OwnWatcher => match results.first() {
-                Some(Ok(tid)) => self.handle_watcher_started(*tid),
-                Some(Err(error)) => self.handle_watcher_start_failure(*error),
-                None => {}
-            },
-        }
+        self.report_exec_results(&job, &results);
         // The tasker gets its orders after the requester has its answer. The tasker has a higher
         // priority: on the same processor it would delay the answer until the first process exists.
         orders
@@ -541,6 +520,33 @@ impl Machine {
                 name: job.request.program.clone(),
                 user,
             });
+        }
+    }
+
+    /// Sends the results of a start to its requester. A failure at the start of the daemon is
+    /// recorded.
+    fn report_exec_results(&mut self, job: &ExecJob, results: &SpawnResults) {
+        match job.requester {
+            ExecRequester::Daemon(reply_to) => {
+                self.send_host_reply(reply_to, HostReply::Reply(Reply::Spawned(results.clone())))
+            }
+            ExecRequester::Rm { rm, wid } => {
+                self.send_daemon_message(rm, 0, SM_EXECACK, wid, pack_tids(results))
+            }
+            ExecRequester::Startup => {
+                let file = &job.request.program;
+                if let Some(Err(error)) = results.first() {
+                    let text = format!(
+                        "{file} could not be started: {error}; this daemon does its work itself"
+                    );
+                    self.log_warning_and_record(text);
+                }
+            }
+            ExecRequester::OwnWatcher => match results.first() {
+                Some(Ok(tid)) => self.handle_watcher_started(*tid),
+                Some(Err(error)) => self.handle_watcher_start_failure(*error),
+                None => {}
+            },
         }
     }
 

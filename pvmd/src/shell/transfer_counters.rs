@@ -13,8 +13,8 @@ pub(crate) type TransferCounter = Arc<AtomicU64>;
 pub(crate) struct TransferCounters(Arc<Mutex<BTreeMap<MigrationId, Weak<AtomicU64>>>>);
 
 impl TransferCounters {
-    /// Returns the counter of a migration. The counter is removed when its last transfer has dropped
-    /// it.
+    /// Returns the counter of a migration. The counter is removed when its last transfer has
+    /// dropped it.
     pub(crate) fn counter(&self, migration: MigrationId) -> TransferCounter {
         let mut counters = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         counters.retain(|_, counter| counter.strong_count() > 0);
@@ -26,7 +26,8 @@ impl TransferCounters {
         counter
     }
 
-    /// Returns the number of bytes that the transfers of a migration have sent; 0 if none is running.
+    /// Returns the number of bytes that the transfers of a migration have sent; 0 if none is
+    /// running.
     pub(crate) fn sent_bytes(&self, migration: MigrationId) -> u64 {
         let counters = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let counter = counters.get(&migration).and_then(Weak::upgrade);

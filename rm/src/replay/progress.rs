@@ -7,7 +7,7 @@ use std::rc::Rc;
 /// How far a replay is, in the time of the recording.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ReplayProgress {
-    /// Replayed time.
+    /// Time since the first entry of the recording.
     pub replayed: Micros,
     /// Time from the first to the last entry of the recording. A replay may take longer, because
     /// tasks may still run then.

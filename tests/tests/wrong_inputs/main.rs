@@ -1,12 +1,12 @@
-//! Wrong inputs of every console command: each fails with the status and the sentence that the table
-//! expects, changes nothing, and leaves the virtual machine usable.
+//! Wrong inputs of every console command: each fails with the status and the sentence that the
+//! table expects, changes nothing, and leaves the virtual machine usable.
 
 use sempa_tests::private_vm::PrivateVm;
 use std::collections::BTreeSet;
 
 /// One wrong input per line: exit status, `|`, the words after `pvm`, `|`, the texts, separated by
-/// `//`, that the output contains. Single quotes keep words together. Lines that begin with `#` are
-/// comments.
+/// `//`, that the output contains. Single quotes keep words together. Lines that begin with `#`
+/// are comments.
 const TABLE: &str = include_str!("table.txt");
 
 /// Minimum number of wrong inputs.

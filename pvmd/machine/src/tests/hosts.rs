@@ -114,8 +114,8 @@ fn unconnected_daemon_start_is_abandoned() {
     assert_eq!(add_results(reply), [Ok("h3".into())]);
 }
 
-/// A host that does not answer delays no other host of the request. The reply follows when the start
-/// of the silent host has ended.
+/// A host that does not answer delays no other host of the request. The reply follows when the
+/// start of the silent host has ended.
 #[test]
 fn silent_host_delays_no_other_host() {
     for seed in seeds(10) {
@@ -167,8 +167,8 @@ fn deleted_host_leaves_before_reply() {
     }
 }
 
-/// A task that has requested notifications is notified of the loss of a host before the ends of the
-/// tasks on that host. Notifications of new hosts end after the requested number.
+/// A task that has requested notifications is notified of the loss of a host before the ends of
+/// the tasks on that host. Notifications of new hosts end after the requested number.
 #[test]
 fn host_notification_precedes_task_notifications() {
     for seed in seeds(20) {

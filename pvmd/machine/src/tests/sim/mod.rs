@@ -5,6 +5,7 @@
 //! every delay is random. A simulated task is a process with real [`Link`]s. It can quiesce, be
 //! paused, migrate to another host, and resume by a resume token.
 
+mod config;
 mod data_channels;
 mod fake_world;
 pub(super) mod fault_injection;
@@ -21,10 +22,9 @@ mod rng;
 mod taskers;
 
 use crate::pair_streams::LaneId;
-use crate::{
-    ConnId, CopyPolicy, Event, HostPlan, Machine, MachineConfig, Output, StartId, StartedHost,
-};
+use crate::{ConnId, Event, HostPlan, Machine, MachineConfig, Output, StartId, StartedHost};
 use bytes::Bytes;
+use config::{host_address, machine_config};
 use fake_world::FakeWorld;
 pub(super) use procs::{Proc, Received};
 pub(super) use respawn::EXIT_REQUEST_TAG;
@@ -35,7 +35,6 @@ use sempa_proto::link::{Link, LinkEvent, LinkFrame};
 use sempa_proto::message::DSIG_X86_64;
 use sempa_proto::migration::Verdict;
 use sempa_proto::rm::{CTX_RM, TAG_PING};
-use sempa_proto::runtime_paths::RuntimePaths;
 use sempa_proto::task::{
     Claim, Hello, OnDaemonExit, Reply, Request, ResumeToken, SendWatermark, TASK_MAGIC, ToDaemon,
     ToTask,
@@ -43,7 +42,6 @@ use sempa_proto::task::{
 use sempa_proto::tasker::{FromTasker, TaskerCapabilities, ToTasker};
 use sempa_proto::{HostId, Micros, MigrationId, PvmError, RequestId, Tid, WIRE_VERSION};
 use std::collections::{BTreeMap, BTreeSet};
-use std::net::SocketAddr;
 use std::path::PathBuf;
 pub(super) use taskers::STARTED_NAMESPACE_PID;
 
@@ -177,36 +175,6 @@ pub(super) struct Sim {
 
 fn host_pair(a: HostId, b: HostId) -> (HostId, HostId) {
     (a.min(b), a.max(b))
-}
-
-/// Returns the address of a host. Four consecutive indices share a network.
-fn host_address(id: HostId) -> SocketAddr {
-    SocketAddr::from(([10, 0, (id.index() / 4) as u8, id.index() as u8], 4))
-}
-
-fn machine_config(id: HostId, name: &str) -> MachineConfig {
-    let host_dir = format!("/sim/{}", id.index());
-    MachineConfig {
-        host: id,
-        host_name: name.to_string(),
-        vm_name: "pvm".into(),
-        arch: "LINUX64".into(),
-        dsig: DSIG_X86_64,
-        addresses: vec![host_address(id)],
-        allows_automatic_routes: true,
-        speed: 1000,
-        uid: 1000,
-        lease: LEASE,
-        rm_command: None,
-        server_commands: Vec::new(),
-        starts_watcher: false,
-        paths: RuntimePaths::from_env(1000, move |v| (v == "PVM_TMP").then(|| host_dir.clone()))
-            .expect("a good place"),
-        hostfile_lines: Vec::new(),
-        reserved_ids_max: BTreeMap::new(),
-        copy_policy: CopyPolicy::default(),
-        store_dir: "/store".into(),
-    }
 }
 
 impl Sim {
