@@ -7,3 +7,4 @@ pub(crate) mod repeats;
 pub(crate) mod tables;
 pub(crate) mod terminal;
 pub(crate) mod time;
+pub(crate) mod transfer_amounts;
