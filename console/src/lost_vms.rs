@@ -429,19 +429,23 @@ mod tests {
     #[test]
     fn text_of_lost_master_says_what_to_do() {
         let text = note_text(&lost_vm("h2", Some("it was silent"), summary()));
+        let time = |second: u64| format_local(Micros::from_secs(second));
+        let (lost_at, summary_at, made_at) = (time(3), time(2), time(1));
         assert_eq!(
             text,
-            "The virtual machine pvm (master h1; hosts h1, h2) did not end in order:\n  \
-             this host, h2, lost the master h1 at 1970-01-01T00:00:03.000Z: it was silent.\n  \
+            format!(
+                "The virtual machine pvm (master h1; hosts h1, h2) did not end in order:\n  \
+             this host, h2, lost the master h1 at {lost_at}: it was silent.\n  \
              The tasks of this host were ended. If h1 is not down but only cut off, the virtual machine goes on there: \
              look on h1 with 'pvm conf' before you restart a job.\n  \
-             What ran, as of 1970-01-01T00:00:02.000Z (3 tasks):\n    \
+             What ran, as of {summary_at} (3 tasks):\n    \
              job t40002: t40002 main on h1, t80001 worker on h2\n    \
              job t40007: t40007 sweep?[2J on h1\n  \
-             Newest checkpoint of job t40002 main: t40002-20261121T104003-1, complete at 1970-01-01T00:00:01.000Z, in \
+             Newest checkpoint of job t40002 main: t40002-20261121T104003-1, complete at {made_at}, in \
              /nowhere/store on h1.\n    \
              Restart it on h1: pvm start; pvm restart t40002-20261121T104003-1\n  \
              Without a checkpoint, so what they computed is lost: jobs t40007 sweep?[2J. Start them again with 'pvm spawn'.\n"
+            )
         );
     }
 

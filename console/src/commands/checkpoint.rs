@@ -246,20 +246,21 @@ impl Progress for CheckpointProgress {
     }
 }
 
-/// True if a task of the job runs, or the job waits for its restart from a checkpoint.
+/// True if the first task of the job runs, if the job waits for its restart, or if it may have a
+/// checkpoint.
 fn job_exists(machine: &dyn VirtualMachine, job: Tid) -> Result<bool, Error> {
     if !task_has_ended(machine, job) {
         return Ok(true);
     }
     let awaiting_tasks = machine.ask(Request::FindAwaitingRestart { tids: vec![job] })?;
-    // The first task of a job may end before its descendants.
-    let has_child = || -> Result<bool, Error> {
-        Ok(machine
-            .tasks(Tid::NONE)?
-            .iter()
-            .any(|task| task.parent == job))
-    };
-    Ok(matches!(awaiting_tasks, Reply::AwaitingRestart(tids) if !tids.is_empty()) || has_child()?)
+    if matches!(awaiting_tasks, Reply::AwaitingRestart(tids) if !tids.is_empty()) {
+        return Ok(true);
+    }
+    // The schedule of a job may outlast its tasks. Then the store has a checkpoint of the job.
+    Ok(match machine.ask(Request::ListCheckpoints)? {
+        Reply::Checkpoints(Ok(checkpoints)) => checkpoints.iter().any(|entry| entry.job == job),
+        _ => true,
+    })
 }
 
 impl CheckpointCommand {

@@ -325,7 +325,7 @@ mod tests {
         ));
         assert_eq!(
             parse_line("--all"),
-            Err(ParseError::UnknownFlag("all".into()))
+            Err(ParseError::UnknownFlag("-all".into()))
         );
     }
 

@@ -233,7 +233,7 @@ fn events_text<'a>(names: &HostNames, events: impl Iterator<Item = &'a Event>) -
 /// repeats a recent one.
 fn counted_event_text(names: &HostNames, event: &Event, repeats: &mut RepeatCounter) -> String {
     let line = event_text(names, event);
-    let Some(content) = repeatable_content(&line, event) else {
+    let Some(content) = repeatable_content(names, event) else {
         return line;
     };
     let mut reports = Vec::new();
@@ -241,7 +241,7 @@ fn counted_event_text(names: &HostNames, event: &Event, repeats: &mut RepeatCoun
         RepeatableLine {
             content,
             at: event.at,
-            time: format_utc(event.at),
+            time: format_local(event.at),
         },
         &mut reports,
     );
@@ -254,8 +254,8 @@ fn counted_event_text(names: &HostNames, event: &Event, repeats: &mut RepeatCoun
 
 /// Returns what the line of an event says, without its time and without the number of a migration.
 /// `None` for an event that never repeats, or whose repetitions are news.
-fn repeatable_content(line: &str, event: &Event) -> Option<String> {
-    let content = line.trim_end().split_once(' ')?.1;
+fn repeatable_content(names: &HostNames, event: &Event) -> Option<String> {
+    let content = event_content(names, event);
     match &event.kind {
         EventKind::MigrationFailed { id, .. } => Some(content.replacen(&format!("{id}: "), "", 1)),
         EventKind::RestartFailed { .. }
@@ -263,21 +263,27 @@ fn repeatable_content(line: &str, event: &Event) -> Option<String> {
         | EventKind::HostRefused { .. }
         | EventKind::GuestsNotPaused { .. }
         | EventKind::GuestsStillRun { .. }
-        | EventKind::Note { .. } => Some(content.to_string()),
+        | EventKind::Note { .. } => Some(content),
         _ => None,
     }
 }
 
 /// Formats one event: time, host, text.
 fn event_text(names: &HostNames, event: &Event) -> String {
+    format!(
+        "{} {}\n",
+        format_local(event.at),
+        event_content(names, event)
+    )
+}
+
+/// Formats one event without its time.
+fn event_content(names: &HostNames, event: &Event) -> String {
     let host = names
         .get(event.host)
         .map_or_else(|| event.host.to_string(), str::to_string);
-    format!(
-        "{} {host} {}\n",
-        format_local(event.at),
-        event.kind.with_host_names(|host| names.get(host))
-    )
+    let text = event.kind.with_host_names(|host| names.get(host));
+    format!("{host} {text}")
 }
 
 /// Returns an event as JSON. The key `kind` contains the event record as daemons exchange it.
@@ -391,6 +397,7 @@ mod tests {
         let not_connected = || Failure::Refused(vec![Refusal::NotConnected]);
         let mut events: Vec<Event> = (1..=5).map(|n| failure(n, not_connected())).collect();
         events.push(failure(6, Failure::TaskEnded));
+        let time = |index: usize| format_local(events[index].at);
         let text = events_text(&host_names(), events.iter());
         let lines: Vec<&str> = text.lines().collect();
         assert_eq!(lines.len(), 3, "{text}");
@@ -399,8 +406,8 @@ mod tests {
             "{text}"
         );
         assert!(
-            lines[2].starts_with("2026-11-21T09:34:03.500Z ha1 t40002 was not migrated")
-                && lines[2].ends_with(" (4 more times since 2026-11-21T09:34:01.500Z)"),
+            lines[2].starts_with(&format!("{} ha1 t40002 was not migrated", time(4)))
+                && lines[2].ends_with(&format!(" (4 more times since {})", time(0))),
             "{text}"
         );
         let twice = [events[0].clone(), events[5].clone()];

@@ -93,7 +93,7 @@ mod tests {
         const TABLE: CommandTable = &[&SPEC, &OTHER, &UNLISTED];
         assert_eq!(
             help_text(TABLE, "help").expect("a command"),
-            "help        Explain a command\nSyntax:  help [ command ]\nCommands are:\n  \
+            "help        Explain a command\nSyntax:  help [ command ]\n  or     command --help\nCommands are:\n  \
              help        Explain a command\n  id          Print the console's own tid\n"
         );
         assert_eq!(

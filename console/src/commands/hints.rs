@@ -135,7 +135,7 @@ mod tests {
         }
         assert_eq!(hints("kill -q t40005"), ["Syntax:  kill [ -c ] tid ..."]);
         assert_eq!(
-            hints("trace + nosuch x y z").len(),
+            hints("trace buf x").len(),
             syntax_lines(find_command("trace").expect("a command")).count()
         );
     }

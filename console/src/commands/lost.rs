@@ -84,7 +84,7 @@ mod tests {
         assert_eq!(parse_line("pvm"), Err(ParseError::WrongArgs("lost")));
         assert_eq!(
             parse_line("--forget"),
-            Err(ParseError::UnknownFlag("forget".into()))
+            Err(ParseError::UnknownFlag("-forget".into()))
         );
     }
 }

@@ -480,8 +480,11 @@ mod tests {
         let outcome = newest_outcome(restarted, &entry("a", JOB, 2), &skipped, &[&other]);
         assert_eq!(
             outcome.text,
-            "d was skipped: damaged\na of 1970-01-01T00:00:02.000Z is restarted\nt40002 runs on h1\n\
-             job t40003 can be restarted, too: pvm restart --newest t40003\n"
+            format!(
+                "d was skipped: damaged\na of {} is restarted\nt40002 runs on h1\n\
+                 job t40003 can be restarted, too: pvm restart --newest t40003\n",
+                format_local(Micros(2_000_000))
+            )
         );
         assert_eq!(outcome.json_values[0]["skipped"][0]["set"], "d");
         assert_eq!(outcome.json_values[0]["others"][0]["job"], "t40003");

@@ -120,7 +120,7 @@ mod tests {
         assert_eq!(parse_line("--user"), Err(ParseError::WrongArgs("usage")));
         assert_eq!(
             parse_line("--users"),
-            Err(ParseError::UnknownFlag("users".into()))
+            Err(ParseError::UnknownFlag("-users".into()))
         );
         assert_eq!(
             parse_line("--job nobody").map_err(|e| e.to_string()),

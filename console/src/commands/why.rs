@@ -4,11 +4,11 @@ use super::job::task_json;
 use crate::arguments::{parse_tid, unknown_option_error};
 use crate::command::{CommandSpec, Completion, ParsedCommand, VmCommand, WordKind};
 use crate::outcome::Outcome;
+use crate::output::repeats::{RepeatCounter, RepeatableLine};
 use crate::output::time::{format_local, format_utc};
 use crate::parse_error::ParseError;
 use crate::session::Session;
 use libpvm::Error;
-use sempa_proto::Micros;
 use sempa_proto::rm::{Decision, DecisionKind, HostState, RmQuery, RmReply, TaskUsage};
 use serde_json::{Value, json};
 
@@ -112,29 +112,22 @@ impl VmCommand for WhyCommand {
     }
 }
 
-/// Returns one line for each decision. Successive decisions with the same text become one line with
-/// their number.
+/// Returns one line for each decision, with the number of repetitions in place of repeated lines.
 fn decision_lines(decisions: &[Decision]) -> Vec<String> {
-    let texts = decisions
-        .iter()
-        .map(|decision| (decision.at, decision.kind.to_string()));
-    let texts: Vec<(Micros, String)> = texts.collect();
-    let repeated = texts.chunk_by(|(_, first), (_, second)| first == second);
-    repeated
-        .map(|same| {
-            let (first_at, text) = &same[0];
-            let line = format!("{} {text}", format_local(*first_at));
-            match same {
-                [_] => line,
-                [.., (last_at, _)] => format!(
-                    "{line} ({} times, the last at {})",
-                    same.len(),
-                    format_local(*last_at)
-                ),
-                [] => line,
-            }
-        })
-        .collect()
+    let (mut repeats, mut lines) = (RepeatCounter::default(), Vec::new());
+    for decision in decisions {
+        let line = RepeatableLine {
+            content: decision.kind.to_string(),
+            at: decision.at,
+            time: format_local(decision.at),
+        };
+        let text = format!("{} {}", line.time, line.content);
+        if repeats.take(line, &mut lines) {
+            lines.push(text);
+        }
+    }
+    lines.extend(repeats.finish());
+    lines
 }
 
 fn decisions_text(
@@ -290,10 +283,9 @@ mod tests {
             decision(4, "h3"),
         ];
         let lines = decision_lines(&decisions);
-        assert_eq!(lines.len(), 2, "{lines:?}");
-        let count = format!(" (3 times, the last at {})", format_local(Micros(3)));
-        assert!(lines[0].ends_with(&count), "{lines:?}");
-        assert!(!lines[1].contains("times"), "{lines:?}");
+        assert_eq!(lines.len(), 3, "{lines:?}");
+        let count = format!(" (2 more times since {})", format_local(Micros(1)));
+        assert!(lines[2].ends_with(&count), "{lines:?}");
     }
 
     /// The text about a host ends with its present state, whatever was decided before.

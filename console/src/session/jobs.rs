@@ -553,7 +553,7 @@ mod tests {
             jobs.handle_exit(job, TASK_A),
             JobUpdate {
                 events: vec![line("half"), TaskEvent::Lost, TaskEvent::Ended],
-                finished_with: Some(0)
+                finished_with: Some(LOST_TASK_EXIT_CODE)
             }
         );
         assert_eq!(jobs.handle_exit(job, TASK_A), JobUpdate::default());
@@ -678,7 +678,11 @@ mod tests {
         };
         assert_eq!(
             read_message(&[0x40002, 0], b""),
-            Some((TASK_A, TaskOutput::End(Some(0))))
+            Some((TASK_A, TaskOutput::End(None)))
+        );
+        assert_eq!(
+            read_message(&[0x40002, 0, 3 << 8], b""),
+            Some((TASK_A, TaskOutput::End(Some(3 << 8))))
         );
         assert_eq!(
             read_message(&[0x40002, -1, 0], b""),

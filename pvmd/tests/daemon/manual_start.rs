@@ -20,6 +20,9 @@ struct Terminal {
 
 /// Starts a virtual machine whose master has a terminal with a user. Returns the virtual machine,
 /// the terminal and the path of the master's socket.
+/// Number of programs of a master without tasks: daemon, tasker and load watcher.
+const MASTER_PROGRAM_COUNT: usize = 3;
+
 fn vm_at_a_terminal() -> (Vm, Terminal, PathBuf) {
     let mut vm = Vm::new();
     let mut command = vm.pvmd_command();
@@ -117,10 +120,16 @@ fn manual_start_allows_other_hosts() {
 #[test]
 fn wrong_manual_answer_leaves_no_daemon() {
     let (mut vm, mut terminal, socket) = vm_at_a_terminal();
-    wait_until("the master has its tasker", || vm.program_count() == 2);
+    wait_until("the master has its programs", || {
+        vm.program_count() == MASTER_PROGRAM_COUNT
+    });
     let add_host_thread = spawn_add_host(&socket, "h2 so=ms");
     start_by_hand(&vm, "h2", &terminal);
-    assert!(vm.program_count() > 2, "{:?}", vm.find_processes());
+    assert!(
+        vm.program_count() > MASTER_PROGRAM_COUNT,
+        "{:?}",
+        vm.find_processes()
+    );
     terminal.type_line("hello there");
     let results = add_host_thread.join().expect("no panic");
     let (error, reason) = results[0].as_ref().expect_err("refused");
@@ -130,7 +139,9 @@ fn wrong_manual_answer_leaves_no_daemon() {
         "{reason}"
     );
     terminal.wait_for_text("h2 is not added: ");
-    wait_until("its daemon ends", || vm.program_count() == 2);
+    wait_until("its daemon ends", || {
+        vm.program_count() == MASTER_PROGRAM_COUNT
+    });
     let add_host_thread = spawn_add_host(&socket, "h2 so=ms");
     wait_until("it can be tried again", || {
         terminal.screen_text().matches("Type response: ").count() == 2
