@@ -282,7 +282,7 @@ fn copy_is_not_restarted_while_its_virtual_machine_answers() {
                 && output
                     .stderr
                     .contains("virtual machine pvm, which made the checkpoint, still runs")
-                && output.stderr.contains("(on h1: pvm halt)"),
+                && output.stderr.contains("End it there first (on h"),
             "{output:?}"
         );
     }

@@ -79,7 +79,8 @@ fn console_page_describes_every_command() {
     let source = std::fs::read_to_string(folder.join("man1/pvm.1")).expect("a page");
     for name in names {
         let is_described = source.lines().any(|line| {
-            line.starts_with(".It Cm") && line.split_whitespace().any(|word| word == name)
+            let is_item = line.starts_with(".It Cm ") || line.starts_with(".Cm ");
+            is_item && line.split_whitespace().any(|word| word == name)
         });
         assert!(is_described, "pvm.1 does not describe {name}");
     }

@@ -274,7 +274,7 @@ fn an_owner_limits_guests_and_forbids_hours() {
         wait_for_note(vm, "h2: no guests now (the owner wants no guests always)");
         let why_output = vm.run_pvm(&["why", "h2"]).expect("pvm").stdout;
         assert!(
-            why_output.contains("Z h2 accepts no guests: the owner wants no guests always\n"),
+            why_output.contains(" h2 accepts no guests: the owner wants no guests always\n"),
             "{why_output}"
         );
         let last_line =

@@ -376,8 +376,7 @@ fn host_enforces_owner_limits() {
         "its owner allows 3 tasks, and as many are present",
         "its owner does not allow chi*",
     ] {
-        let names_reason =
-            |event: &EventKind| matches!(event, EventKind::Note { text } if text.contains(why));
+        let names_reason = |event: &EventKind| matches!(event, EventKind::SpawnRefused { why: text, .. } if text.contains(why));
         assert!(events.iter().any(names_reason), "{events:?}");
     }
     scenario.send_directive(1, welcome_guests_request());

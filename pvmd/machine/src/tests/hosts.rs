@@ -131,6 +131,7 @@ fn silent_host_delays_no_other_host() {
             add_results(sim.procs[console].replies[&add_id].clone()),
             [Ok("h2".into()), Err(PvmError::CantStart), Ok("h4".into())]
         );
+        sim.kill_host(host(3));
         assert_tables_agree(&sim, &["h1", "h2", "h4"]);
     }
 }

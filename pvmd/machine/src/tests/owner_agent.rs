@@ -350,7 +350,18 @@ fn no_task_is_placed_on_a_host_whose_owner_refuses_guests() {
         assert_eq!(hosts, [Some(host(2)); 4], "seed {seed}");
         let refused = sim.ask(console, Request::Spawn(spawn_on("h1", "child", 1)));
         assert_eq!(refused, Reply::Spawned(vec![Err(GUEST_REFUSED_ERROR)]));
-        assert!(watched_host.count_notes("child not started: host 1 accepts no guests") > 0);
+        let console = watched_host.console;
+        let console_tid = watched_host.sim.procs[console].tid();
+        let is_refusal = |kind: &EventKind| {
+            matches!(
+                kind,
+                EventKind::SpawnRefused { spawner, why, .. }
+                    if *spawner == console_tid
+                        && why.contains("accepts no guests")
+            )
+        };
+        let events = list_events(&mut watched_host.sim, console);
+        assert!(events.iter().any(is_refusal), "{events:?}");
     }
 }
 

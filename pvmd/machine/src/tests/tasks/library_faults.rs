@@ -65,7 +65,7 @@ impl Scenario {
             sim.procs[console]
                 .notifications(OUTPUT_TAG)
                 .iter()
-                .any(|message| message.body.ends_with(&[0; 4]) && message.body.len() == 8)
+                .any(|message| is_end(&message.body))
         });
     }
 
@@ -74,6 +74,7 @@ impl Scenario {
         let messages = self.sim.procs[self.console].notifications(OUTPUT_TAG);
         let texts = messages
             .iter()
+            .filter(|message| !is_end(&message.body))
             .filter_map(|message| message.body.get(8..))
             .map(|bytes| String::from_utf8_lossy(bytes).replace('\0', ""));
         texts.collect()
@@ -82,6 +83,11 @@ impl Scenario {
     fn events(&mut self) -> Vec<EventKind> {
         list_events(&mut self.sim, self.console)
     }
+}
+
+/// True if a message to a collector is the end of the output, with the task's wait status.
+fn is_end(body: &[u8]) -> bool {
+    body.len() == 12 && body[4..8] == [0; 4]
 }
 
 #[test]
