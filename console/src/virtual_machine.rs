@@ -235,7 +235,7 @@ pub(crate) fn describe_host(
         with_tasks,
     };
     match machine.ask(request)? {
-        Reply::HostReport(report) => Ok(report),
+        Reply::HostReport(report) => Ok(*report),
         _ => Err(unexpected_reply_error()),
     }
 }

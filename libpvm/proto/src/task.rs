@@ -502,7 +502,7 @@ pub enum Reply {
     /// The tasks whose job rolls back. The event log reports the end of each restart.
     AwaitingRestart(Vec<Tid>),
     /// The state of a host.
-    HostReport(HostReport),
+    HostReport(Box<HostReport>),
     /// `Ok` with the version of the dump engine of this host, or the reason why there is none.
     /// `None` if no tasker has reported yet.
     Engine(Option<Result<String, EngineUnavailable>>),

@@ -34,7 +34,10 @@ impl Machine {
         if with_tasks {
             report.task_usages = self.task_usages(world);
         }
-        self.send_host_reply(requester, HostReply::Reply(Reply::HostReport(report)));
+        self.send_host_reply(
+            requester,
+            HostReply::Reply(Reply::HostReport(Box::new(report))),
+        );
         true
     }
 
