@@ -7,6 +7,7 @@ use sempa_tests::requirements::require_testbed;
 use sempa_tests::ssh::remote_shell_command;
 use sempa_tests::vm::VmSettings;
 use sempa_tests::{Testbed, Vm, wait_for};
+use std::collections::BTreeMap;
 use std::os::unix::fs::PermissionsExt;
 use std::time::Duration;
 
@@ -23,6 +24,27 @@ fn write_shell_that_hangs_for_h3(bed: &Testbed) -> String {
     std::fs::write(&path, script).expect("written");
     std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o755)).expect("executable");
     path.display().to_string()
+}
+
+/// Returns the PID of the console that the process `starter` has started in a host.
+fn find_console_below(starter: u32) -> i32 {
+    let processes = procfs::process::all_processes().expect("readable");
+    let stats = processes
+        .flatten()
+        .filter_map(|process| process.stat().ok());
+    let processes: BTreeMap<i32, (String, i32)> = stats
+        .map(|stat| (stat.pid, (stat.comm, stat.ppid)))
+        .collect();
+    let is_below = |pid: i32| {
+        std::iter::successors(Some(pid), |pid| {
+            processes.get(pid).map(|(_, parent)| *parent)
+        })
+        .any(|ancestor| ancestor == starter.cast_signed())
+    };
+    let console = processes
+        .iter()
+        .find(|(pid, (name, _))| name == "pvm" && is_below(**pid));
+    *console.expect("the console runs").0
 }
 
 /// The other host joins although h3 is silent. The console says what it waits for. An interrupt ends
@@ -55,7 +77,8 @@ fn silent_host_delays_no_other_host() {
         }
     })
     .expect("progress");
-    kill(Pid::from_raw(add.process_id() as i32), Signal::SIGINT).expect("it runs");
+    let console = find_console_below(add.process_id());
+    kill(Pid::from_raw(console), Signal::SIGINT).expect("it runs");
     let result = add.wait_or_kill(TIMEOUT).expect("it ends");
     assert_eq!(result.status.code(), Some(1), "{result:?}");
     assert!(
