@@ -9,8 +9,8 @@ use sempa_tests::requirements;
 /// some programs have not run.
 const SENTENCES_MIN: usize = 300;
 
-/// Number of runs of all programs on PVM. Its daemons give up on messages between hosts that a loaded
-/// machine delays, so one failed run does not judge the programs.
+/// Number of runs of all programs on PVM. Its daemons give up on messages between hosts that a
+/// loaded machine delays, so one failed run does not judge the programs.
 const PVM_RUNS_MAX: usize = 2;
 
 fn compare(system: System) -> Comparison {

@@ -18,8 +18,8 @@ use std::time::Duration;
 const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Checks that a command has failed with exactly one line on standard error, besides lines that
-/// report the progress of `add`. The line must contain all `expected_words`; upper and lower case are
-/// equal.
+/// report the progress of `add`. The line must contain all `expected_words`; upper and lower case
+/// are equal.
 fn check_one_line_error(output: &CommandResult, expected_words: &[&str]) {
     assert!(!output.succeeded(), "it must fail: {output:?}");
     let lines: Vec<&str> = output

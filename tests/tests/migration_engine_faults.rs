@@ -1,6 +1,6 @@
-//! Engines that fail or report false results, full disks, and too little memory during a migration.
-//! Each failure is reported in one line, the task continues at the source, and no files or
-//! processes remain.
+//! Engines that fail or report false results, full disks, and too little memory during a
+//! migration. Each failure is reported in one line, the task continues at the source, and no files
+//! or processes remain.
 //!
 //! A seed selects some of the cases; with `SEMPA_TEST_FULL=1` all cases are tried.
 
@@ -31,8 +31,8 @@ const FAILING_BEHAVIOURS: [(&str, &str); 4] = [
 ];
 const POST_COPY_ALWAYS: (&str, &str) = ("SEMPA_POST_COPY", "always");
 const POST_COPY_NEVER: (&str, &str) = ("SEMPA_POST_COPY", "never");
-/// Environment variable that sets a transfer rate in bytes per second. At this rate the transfer of
-/// the memory exceeds the engine's timeout.
+/// Environment variable that sets a transfer rate in bytes per second. At this rate the transfer
+/// of the memory exceeds the engine's timeout.
 const SLOW_RATE_ENV: (&str, &str) = ("SEMPA_MOVE_RATE", "1000000");
 /// Kinds of images that are truncated to half their size.
 const IMAGE_KINDS: [&str; 8] = [
@@ -45,8 +45,8 @@ const IMAGE_KINDS: [&str; 8] = [
     "pagemap-",
     "pages-",
 ];
-/// Behaviours of the fake CRIU in which it reports a restore that it has not done, each with a part
-/// of the resulting error message.
+/// Behaviours of the fake CRIU in which it reports a restore that it has not done, each with a
+/// part of the resulting error message.
 const FALSE_REPORTS: [(&str, &str); 2] = [
     ("nothing", "let the task run without permission"),
     ("nobody", "no descriptor for process 4194304"),
@@ -153,8 +153,9 @@ fn failed_migrations(vm: &Vm<'_>, tid: &str) -> Vec<(Step, String)> {
         .collect()
 }
 
-/// Migrates a task from h2 to h3. The migration must fail at `step`; the last line on standard error
-/// must contain `error_text`. Checks that the task continues on h2 and that no files or other processes remain.
+/// Migrates a task from h2 to h3. The migration must fail at `step`; the last line on standard
+/// error must contain `error_text`. Checks that the task continues on h2 and that no files or
+/// other processes remain.
 fn check_migration_fails(vm: &Vm<'_>, tid: &str, step: Step, description: &str, error_text: &str) {
     let previous_count = failed_migrations(vm, tid).len();
     let output = ok_or_panic(vm, description, vm.migrate_when_ready(tid, "h3"));
@@ -510,8 +511,8 @@ fn full_target_disk_leaves_task_at_source() {
 fn a_control_group_without_memory_refuses_the_task() {
     requirements::panic_if_unmet(limits::unmet_memory_requirement());
     let bed = require_testbed_with_own_engine(3);
-    // A control group can be removed only when it is empty, so `memory_limit` must be dropped after
-    // the testbed.
+    // A control group can be removed only when it is empty, so `memory_limit` must be dropped
+    // after the testbed.
     let (memory_limit, bed) = (
         limits::HostMemoryCgroup::new(bed.host(3)).expect("a group"),
         bed,

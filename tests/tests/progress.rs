@@ -1,5 +1,5 @@
-//! Long operations of the console: a silent host delays no other host, progress appears on standard
-//! error, and an interrupt ends the wait. The state of the hosts is shown.
+//! Long operations of the console: a silent host delays no other host, progress appears on
+//! standard error, and an interrupt ends the wait. The state of the hosts is shown.
 
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
@@ -13,8 +13,8 @@ use std::time::Duration;
 
 const TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Writes a remote shell that never answers for h3, and works for all other hosts. Returns its path
-/// in the hosts.
+/// Writes a remote shell that never answers for h3, and works for all other hosts. Returns its
+/// path in the hosts.
 fn write_shell_that_hangs_for_h3(bed: &Testbed) -> String {
     let remote_shell = remote_shell_command(bed.folder(), "root");
     let script = format!(
@@ -47,8 +47,8 @@ fn find_console_below(starter: u32) -> i32 {
     *console.expect("the console runs").0
 }
 
-/// The other host joins although h3 is silent. The console says what it waits for. An interrupt ends
-/// the console, and the host that has joined stays.
+/// The other host joins although h3 is silent. The console says what it waits for. An interrupt
+/// ends the console, and the host that has joined stays.
 #[test]
 #[ignore = "system tier: needs root and hosts"]
 fn silent_host_delays_no_other_host() {
