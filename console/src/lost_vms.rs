@@ -1,4 +1,5 @@
-//! What this host knows about virtual machines that did not end in order, as text and as JSON.
+//! Prints the notes of this host about virtual machines that did not end in order, as text and as
+//! JSON.
 //! The daemons write the notes ([`sempa_notes`]).
 
 use crate::output::terminal::Terminal;

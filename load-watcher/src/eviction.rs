@@ -3,7 +3,7 @@
 use sempa_proto::owner::{EvictionMode, GuestAccess};
 use std::fmt;
 
-/// What is known about the engine that dumps and restores tasks.
+/// State of the engine that dumps and restores tasks, as far as known.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum EngineState {
     Works,

@@ -13,7 +13,7 @@ use sempa_proto::table::{HostTable, TaskInfo};
 use sempa_proto::task::Reply;
 use sempa_proto::{HostId, Micros};
 
-/// What the status is built from.
+/// The facts from which the status is built.
 #[derive(Debug)]
 pub(crate) struct StatusInputs<'a> {
     /// Name of the virtual machine.

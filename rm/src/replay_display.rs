@@ -13,7 +13,7 @@ const LOG_INTERVAL: Duration = Duration::from_secs(2);
 /// The display for one replay.
 #[derive(Debug)]
 pub(crate) struct ReplayDisplay {
-    /// What is replayed, such as "recorded policy".
+    /// The replayed policy, such as "recorded policy".
     subject: &'static str,
     is_terminal: bool,
     started_at: Instant,

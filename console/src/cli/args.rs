@@ -125,7 +125,6 @@ pub(crate) fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Mode, Ar
             return Err(ArgsError::ExtraWords(first_word.clone()));
         }
         [file, ..] if is_command => return Err(ArgsError::NoHostFile(file.clone())),
-        [file] => return Err(ArgsError::NotFound(file.clone())),
         [first_word, ..] => return Err(ArgsError::NotFound(first_word.clone())),
     }
     Ok(if first_word == "start" {

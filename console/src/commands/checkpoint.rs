@@ -5,21 +5,20 @@ use crate::arguments::{parse_duration, parse_option_value, parse_tid, unknown_op
 use crate::command::{CommandSpec, Completion, ParsedCommand, VmCommand, WordKind};
 use crate::outcome::Outcome;
 use crate::output::progress::{Progress, Waited, ask_showing_progress};
-use crate::output::transfer_amounts::TransferAmounts;
+use crate::output::transfer_amounts::TransferMeter;
 use crate::parse_error::ParseError;
 use crate::session::Session;
 use crate::virtual_machine::{
-    VirtualMachine, describe_host, no_task_line, task_has_ended, unexpected_reply_error,
+    VirtualMachine, no_task_line, task_has_ended, unexpected_reply_error,
 };
 use libpvm::Error;
 use sempa_proto::checkpoint::{CheckpointFailure, CheckpointReport, CheckpointSchedule};
 use sempa_proto::event::Event;
-use sempa_proto::table::TaskInfo;
 use sempa_proto::task::{Reply, Request};
 use sempa_proto::{HostId, Micros, Tid};
 use serde_json::json;
-use std::collections::BTreeSet;
-use std::time::{Duration, Instant};
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
 
 /// Maximum checkpoint interval. A longer interval is refused as a typing error.
 const INTERVAL_MAX: Duration = Duration::from_secs(30 * 24 * 3600);
@@ -129,7 +128,7 @@ impl VmCommand for CheckpointCommand {
             end_job: self.ends_job,
             wait_for_end: true,
         };
-        let mut progress = CheckpointProgress::new(&session.vm, job)?;
+        let mut progress = CheckpointProgress::new(job);
         let waited =
             ask_showing_progress(&session.vm, request, &mut progress, !session.prints_json)?;
         let reply = match waited {
@@ -167,35 +166,37 @@ impl VmCommand for CheckpointCommand {
 /// The progress of the checkpoint of a job.
 struct CheckpointProgress {
     job: Tid,
-    /// Tasks of the job at the beginning.
-    tasks: BTreeSet<Tid>,
-    /// Hosts of these tasks.
-    hosts: BTreeSet<HostId>,
-    transfer: Option<TransferAmounts>,
+    /// The tasks of the job at the first refresh, with their hosts. Most checkpoints are complete
+    /// before.
+    tasks: Option<BTreeMap<Tid, HostId>>,
+    transfer: TransferMeter,
 }
 
 impl CheckpointProgress {
-    fn new(machine: &dyn VirtualMachine, job: Tid) -> Result<Self, Error> {
-        let all_tasks = machine.tasks(Tid::NONE)?;
-        let mut tasks = BTreeSet::from([job]);
-        // Parents may follow their children in the list.
-        loop {
-            let is_new =
-                |task: &&TaskInfo| tasks.contains(&task.parent) && !tasks.contains(&task.tid);
-            let children: Vec<Tid> = all_tasks.iter().filter(is_new).map(|t| t.tid).collect();
-            if children.is_empty() {
-                break;
-            }
-            tasks.extend(children);
-        }
-        let hosts = all_tasks.iter().filter(|task| tasks.contains(&task.tid));
-        let hosts = hosts.map(|task| task.host).collect();
-        Ok(Self {
+    fn new(job: Tid) -> Self {
+        Self {
             job,
-            tasks,
-            hosts,
-            transfer: None,
-        })
+            tasks: None,
+            transfer: TransferMeter::default(),
+        }
+    }
+}
+
+/// Returns the tasks of a job with their hosts; empty if the tasks cannot be listed.
+fn job_tasks(machine: &dyn VirtualMachine, job: Tid) -> BTreeMap<Tid, HostId> {
+    let all_tasks = machine.tasks(Tid::NONE).unwrap_or_default();
+    let mut tasks = BTreeMap::new();
+    // Parents may follow their children in the list.
+    loop {
+        let task_count = tasks.len();
+        for task in &all_tasks {
+            if task.tid == job || tasks.contains_key(&task.parent) {
+                tasks.insert(task.tid, task.host);
+            }
+        }
+        if tasks.len() == task_count {
+            return tasks;
+        }
     }
 }
 
@@ -209,36 +210,17 @@ impl Progress for CheckpointProgress {
     }
 
     fn refresh(&mut self, machine: &dyn VirtualMachine) {
-        let (mut sent_bytes, mut resident_bytes) = (0, 0);
-        for host in &self.hosts {
-            let Ok(report) = describe_host(machine, *host, true) else {
-                continue;
-            };
-            let departures = report.departures.iter();
-            sent_bytes += departures
-                .filter(|departure| self.tasks.contains(&departure.tid))
-                .map(|departure| departure.sent_bytes)
-                .sum::<u64>();
-            let usages = report.task_usages.iter();
-            resident_bytes += usages
-                .filter(|(tid, _)| self.tasks.contains(tid))
-                .map(|(_, usage)| usage.resident_max_bytes)
-                .sum::<u64>();
-        }
-        if sent_bytes > 0 {
-            let now = Instant::now();
-            self.transfer
-                .get_or_insert_with(|| TransferAmounts::new(sent_bytes, resident_bytes, now))
-                .update(sent_bytes, now);
-        }
+        let tasks = self
+            .tasks
+            .get_or_insert_with(|| job_tasks(machine, self.job));
+        let hosts: BTreeSet<HostId> = tasks.values().copied().collect();
+        self.transfer
+            .measure(machine, hosts, |tid| tasks.contains_key(&tid));
     }
 
     fn current_step(&self) -> String {
-        let step = "the job's tasks are frozen and written to the store";
-        match self.transfer {
-            Some(transfer) => format!("{step}: {transfer}"),
-            None => step.to_string(),
-        }
+        self.transfer
+            .describe("the job's tasks are frozen and written to the store")
     }
 
     fn without_waiting(&self) -> &'static str {

@@ -47,10 +47,22 @@ struct DescribedHost {
 impl VmCommand for HostsCommand {
     fn run(&self, session: &mut Session) -> Result<Outcome, Error> {
         let table = session.vm.hosts()?;
+        // Without a resource manager no host is drained, so the first failed question is the last.
+        let mut rm_answers = true;
+        let mut is_drained = |name: &str| {
+            let is_drained = rm_answers.then(|| is_drained(&session.vm, name)).flatten();
+            rm_answers = is_drained.is_some();
+            is_drained
+        };
         let hosts: Vec<DescribedHost> = table
             .hosts
             .into_iter()
-            .map(|entry| describe(&session.vm, entry))
+            .map(|entry| DescribedHost {
+                report: describe_host(&session.vm, entry.id, false)
+                    .map_err(|error| error.to_string()),
+                is_drained: is_drained(&entry.name),
+                entry,
+            })
             .collect();
         let failed = hosts.iter().any(|host| host.report.is_err());
         let mut outcome = Outcome::with_json(table_text(&hosts), table_json(&hosts), failed);
@@ -64,10 +76,9 @@ impl VmCommand for HostsCommand {
     }
 }
 
-fn describe(machine: &dyn VirtualMachine, entry: HostEntry) -> DescribedHost {
-    let report = describe_host(machine, entry.id, false).map_err(|error| error.to_string());
-    let decisions = machine.ask_rm(&RmQuery::HostDecisions(entry.name.clone()));
-    let is_drained = match decisions {
+/// True if the resource manager drains the host; `None` if no resource manager answers.
+fn is_drained(machine: &dyn VirtualMachine, host: &str) -> Option<bool> {
+    match machine.ask_rm(&RmQuery::HostDecisions(host.to_string())) {
         Ok(RmReply::Decisions {
             host_state:
                 Some(HostState::Excluded {
@@ -77,11 +88,6 @@ fn describe(machine: &dyn VirtualMachine, entry: HostEntry) -> DescribedHost {
         }) => Some(drain_requested_by.is_some()),
         Ok(_) => Some(false),
         Err(_) => None,
-    };
-    DescribedHost {
-        entry,
-        report,
-        is_drained,
     }
 }
 

@@ -129,6 +129,24 @@ impl VmCommand for JobCommand {
     }
 }
 
+/// Adds the resources that running tasks have used so far to the totals of their jobs.
+fn add_live_usages(machine: &dyn VirtualMachine, jobs: &mut [JobUsage]) -> Result<(), Error> {
+    let mut running_jobs = jobs
+        .iter_mut()
+        .filter(|job| job.ended_at.is_none())
+        .peekable();
+    if running_jobs.peek().is_none() {
+        return Ok(());
+    }
+    let live_usages = LiveUsages::read(machine)?;
+    for job in running_jobs {
+        if let RmReply::Job { tasks, .. } = machine.ask_rm(&RmQuery::Job(job.job))? {
+            live_usages.add_to_job(job, &tasks);
+        }
+    }
+    Ok(())
+}
+
 fn list_jobs(machine: &dyn VirtualMachine, user: Option<u32>) -> Result<Outcome, Error> {
     let RmReply::Jobs(mut jobs) = machine.ask_rm(&RmQuery::Jobs { user })? else {
         return Ok(Outcome::from_error(
@@ -142,12 +160,7 @@ fn list_jobs(machine: &dyn VirtualMachine, user: Option<u32>) -> Result<Outcome,
             "job list: the resource manager does not report waiting spawns",
         ));
     };
-    let live_usages = LiveUsages::read(machine)?;
-    for job in jobs.iter_mut().filter(|job| job.ended_at.is_none()) {
-        if let RmReply::Job { tasks, .. } = machine.ask_rm(&RmQuery::Job(job.job))? {
-            live_usages.add_to_job(job, &tasks);
-        }
-    }
+    add_live_usages(machine, &mut jobs)?;
     let lines = jobs
         .iter()
         .map(job_line)

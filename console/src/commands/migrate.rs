@@ -4,11 +4,11 @@ use crate::arguments::parse_task_tid;
 use crate::command::{CommandSpec, Completion, ParsedCommand, VmCommand, WordKind};
 use crate::outcome::Outcome;
 use crate::output::progress::{Progress, Waited, ask_showing_progress};
-use crate::output::transfer_amounts::TransferAmounts;
+use crate::output::transfer_amounts::TransferMeter;
 use crate::parse_error::ParseError;
 use crate::session::Session;
 use crate::virtual_machine::{
-    VirtualMachine, describe_host, no_task_line, task_has_ended, unexpected_reply_error,
+    VirtualMachine, no_task_line, task_has_ended, unexpected_reply_error,
 };
 use libpvm::{Error, MigrateError};
 use sempa_proto::engine::Engine;
@@ -17,7 +17,6 @@ use sempa_proto::migration::Step;
 use sempa_proto::task::{MigrationReport, Reply, Request};
 use sempa_proto::{HostId, Micros, PvmError, Tid};
 use serde_json::json;
-use std::time::Instant;
 
 pub(crate) const SPEC: CommandSpec = CommandSpec {
     name: "migrate",
@@ -90,7 +89,7 @@ struct MigrationProgress {
     last_event_at: Option<Micros>,
     /// The task's host; `None` before the first event.
     source: Option<HostId>,
-    transfer: Option<TransferAmounts>,
+    transfer: TransferMeter,
 }
 
 impl MigrationProgress {
@@ -101,7 +100,7 @@ impl MigrationProgress {
             current_step: Step::ALL[0],
             last_event_at: None,
             source: None,
-            transfer: None,
+            transfer: TransferMeter::default(),
         }
     }
 }
@@ -135,29 +134,13 @@ impl Progress for MigrationProgress {
     }
 
     fn refresh(&mut self, machine: &dyn VirtualMachine) {
-        let report = self
-            .source
-            .and_then(|source| describe_host(machine, source, true).ok());
-        let Some(report) = report else {
-            return;
-        };
-        let departure = report.departures.iter().find(|d| d.tid == self.tid);
-        let Some(sent_bytes) = departure.map(|d| d.sent_bytes).filter(|bytes| *bytes > 0) else {
-            return;
-        };
-        let now = Instant::now();
-        let usage = report.task_usages.iter().find(|(tid, _)| *tid == self.tid);
-        let resident_bytes = usage.map_or(0, |(_, usage)| usage.resident_max_bytes);
+        let migrating_tid = self.tid;
         self.transfer
-            .get_or_insert_with(|| TransferAmounts::new(sent_bytes, resident_bytes, now))
-            .update(sent_bytes, now);
+            .measure(machine, self.source, |tid| tid == migrating_tid);
     }
 
     fn current_step(&self) -> String {
-        match self.transfer {
-            Some(transfer) => format!("{}: {transfer}", self.current_step),
-            None => self.current_step.to_string(),
-        }
+        self.transfer.describe(self.current_step)
     }
 
     fn without_waiting(&self) -> &'static str {

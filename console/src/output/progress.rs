@@ -63,7 +63,9 @@ pub(crate) fn ask_showing_progress(
                     display.add_step(&progress.title(), &step);
                 }
             }
-            progress.refresh(machine);
+            if display.shows_current_step() {
+                progress.refresh(machine);
+            }
             display.show(&progress.title(), &progress.current_step());
         }
         ControlFlow::Continue(())
@@ -82,7 +84,7 @@ pub(crate) fn ask_showing_progress(
 /// The progress of an operation whose steps the log does not report.
 pub(crate) struct PlainProgress {
     pub(crate) title: String,
-    /// What is under way from the beginning to the end.
+    /// The only step of the operation.
     pub(crate) step: &'static str,
     pub(crate) without_waiting: &'static str,
 }
@@ -166,6 +168,11 @@ impl Display {
 
     fn add_step(&mut self, title: &str, step: &str) {
         self.pending_steps.push(format!("{title}: {step}"));
+    }
+
+    /// True if the current step is shown now or later. A log shows it at most once.
+    fn shows_current_step(&self) -> bool {
+        self.is_terminal || !self.has_printed
     }
 
     fn show(&mut self, title: &str, current_step: &str) {

@@ -12,7 +12,7 @@ const REPORT_INTERVAL: Micros = Micros::from_secs(60);
 /// A line of a list, with what distinguishes it from others.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct RepeatableLine {
-    /// What the line says, without its time and without numbers that only count.
+    /// The text without its time and without numbers that only count.
     pub(crate) content: String,
     pub(crate) at: Micros,
     /// The time as text, for the report of the last repetition.

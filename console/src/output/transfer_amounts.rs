@@ -1,11 +1,61 @@
 //! Amount, rate and estimated end of a transfer that is under way.
 
+use crate::virtual_machine::{VirtualMachine, describe_host};
+use sempa_proto::{HostId, Tid};
 use std::fmt;
 use std::time::Instant;
 
+/// Measures the transfers of tasks that leave their hosts.
+#[derive(Debug, Default)]
+pub(crate) struct TransferMeter {
+    /// `None` before the first byte.
+    amounts: Option<TransferAmounts>,
+}
+
+impl TransferMeter {
+    /// Asks these hosts for the tasks that `is_measured` selects. A host that does not answer
+    /// contributes nothing.
+    pub(crate) fn measure(
+        &mut self,
+        machine: &dyn VirtualMachine,
+        hosts: impl IntoIterator<Item = HostId>,
+        is_measured: impl Fn(Tid) -> bool,
+    ) {
+        let (mut sent_bytes, mut resident_bytes) = (0, 0);
+        for host in hosts {
+            let Ok(report) = describe_host(machine, host, true) else {
+                continue;
+            };
+            let departures = report.departures.iter().filter(|d| is_measured(d.tid));
+            sent_bytes += departures.map(|d| d.sent_bytes).sum::<u64>();
+            let usages = report
+                .task_usages
+                .iter()
+                .filter(|(tid, _)| is_measured(*tid));
+            resident_bytes += usages
+                .map(|(_, usage)| usage.resident_max_bytes)
+                .sum::<u64>();
+        }
+        if sent_bytes > 0 {
+            let now = Instant::now();
+            self.amounts
+                .get_or_insert_with(|| TransferAmounts::new(sent_bytes, resident_bytes, now))
+                .update(sent_bytes, now);
+        }
+    }
+
+    /// Returns a description of a step with its amounts, if they are known.
+    pub(crate) fn describe(&self, step: impl fmt::Display) -> String {
+        match self.amounts {
+            Some(amounts) => format!("{step}: {amounts}"),
+            None => step.to_string(),
+        }
+    }
+}
+
 /// Amounts of a transfer that is under way.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct TransferAmounts {
+struct TransferAmounts {
     sent_bytes: u64,
     /// Resident memory when the transfer was first seen. The images have about this size.
     expected_bytes: u64,
@@ -15,7 +65,7 @@ pub(crate) struct TransferAmounts {
 }
 
 impl TransferAmounts {
-    pub(crate) fn new(sent_bytes: u64, expected_bytes: u64, now: Instant) -> Self {
+    fn new(sent_bytes: u64, expected_bytes: u64, now: Instant) -> Self {
         Self {
             sent_bytes,
             expected_bytes,
@@ -24,7 +74,7 @@ impl TransferAmounts {
         }
     }
 
-    pub(crate) fn update(&mut self, sent_bytes: u64, now: Instant) {
+    fn update(&mut self, sent_bytes: u64, now: Instant) {
         let (first_at, first_bytes) = self.first_seen;
         let seconds = now.duration_since(first_at).as_secs_f64();
         self.sent_bytes = sent_bytes;

@@ -134,11 +134,12 @@ impl Job {
     /// Returns the exit code of the first spawned task, in the order of the spawn's reply, whose
     /// exit code is not 0. Returns 0 if there is no such task.
     fn exit_code(&self) -> u8 {
-        let exit_codes = self
+        let tasks = self
             .spawned_tids
             .iter()
-            .filter_map(|tid| self.tasks.get(tid).map(|task| task.exit_code));
-        exit_codes.into_iter().find(|code| *code != 0).unwrap_or(0)
+            .filter_map(|tid| self.tasks.get(tid));
+        let mut exit_codes = tasks.map(|task| task.exit_code);
+        exit_codes.find(|code| *code != 0).unwrap_or(0)
     }
 
     /// Records that a task runs, as far as is known. The notification of its exit is requested

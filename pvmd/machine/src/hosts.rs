@@ -542,10 +542,8 @@ impl Machine {
             // An empty request is answered after all earlier requests.
             return;
         }
-        let ready_hosts = std::mem::take(&mut add_request.ready_hosts);
-        if !ready_hosts.is_empty() {
-            changes.pending_adds.extend(ready_hosts);
-            return self.begin_table_change();
+        if !add_request.ready_hosts.is_empty() {
+            return self.join_ready_hosts(request_number);
         }
         if add_request.results.iter().any(Option::is_none) {
             return;

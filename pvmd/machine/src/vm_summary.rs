@@ -45,7 +45,7 @@ struct KnownCheckpoint {
     copy_hosts: Vec<String>,
 }
 
-/// What the master knows about tasks and checkpoints from events.
+/// The tasks and checkpoints that the master knows from events.
 #[derive(Debug, Default)]
 pub(super) struct KnownState {
     tasks: BTreeMap<Tid, KnownTask>,

@@ -76,7 +76,7 @@ pub struct VmNote {
     pub summary: VmSummary,
 }
 
-/// What a note says about its virtual machine.
+/// State of a virtual machine according to its note.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum NoteState {
     /// The daemon of this host runs, or may run.

@@ -15,7 +15,7 @@ pub struct ProcessIdentity {
     pub start_ticks: u64,
 }
 
-/// What one process can tell about another one.
+/// State of a process, as far as another process can tell.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ProcessState {
     /// The process may live: it is on another machine, or it lives on this one.

@@ -33,7 +33,7 @@ pub(crate) fn is_greeting(bytes: &[u8]) -> bool {
     bytes.starts_with(&GREETING_START)
 }
 
-/// What the files of a process in /proc tell of a program that uses the library of another PVM.
+/// A process that uses the library of another PVM, as its files in /proc describe it.
 #[derive(Debug, Default, Deserialize, Serialize)]
 pub(crate) struct ForeignProcess {
     /// The token with which the process was spawned; `None` if a user started the process.

@@ -8,7 +8,7 @@ use sempa_proto::Micros;
 use sempa_proto::checkpoint::RestartFailure;
 use tokio::runtime::Handle;
 
-/// What is known about the virtual machine that made a checkpoint.
+/// State of the virtual machine that made a checkpoint, as far as known.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum OriginState {
     /// There is no note about it, so its hosts are not known.

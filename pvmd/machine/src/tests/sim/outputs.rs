@@ -10,7 +10,7 @@ use sempa_proto::task::ToTask;
 use sempa_proto::vm_summary::VmSummary;
 use sempa_proto::{HostId, Micros, MigrationId, PvmError};
 
-/// What a host keeps for the case that the master is lost.
+/// The data that a host keeps for the case that the master is lost.
 #[derive(Debug, Default)]
 pub(in crate::tests) struct HostNote {
     /// The summary of the virtual machine on the host's disk.
