@@ -10,7 +10,7 @@ use crate::proc::{
 use sempa_proto::Micros;
 use sempa_proto::cgroup::group_dir;
 use std::fs::{self, File};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 /// Maximum number of bytes that are read from a file of a control group.
 const GROUP_FILE_BYTES_MAX: usize = 1024;
@@ -68,6 +68,8 @@ struct GroupReading {
 /// The control group that limits this process.
 #[derive(Debug)]
 pub struct LimitingGroup {
+    /// Directory of the group; in version 1, its directory below the controller `cpu`.
+    dir: PathBuf,
     files: GroupFiles,
     buffer: Box<[u8; GROUP_FILE_BYTES_MAX]>,
     previous_reading: Option<GroupReading>,
@@ -139,18 +141,18 @@ impl LimitingGroup {
         let mounts = fs::read(process_dir.join("mountinfo")).ok()?;
         let group_folder = |controller| group_dir(&mounts, &cgroups, controller);
         let mut buffer = Box::new([0; GROUP_FILE_BYTES_MAX]);
-        let mut tightest_limit_and_files: Option<(f32, GroupFiles)> = None;
-        let mut keep_tighter_limit = |files: Option<GroupFiles>, buffer: &mut [u8]| {
+        let mut tightest: Option<(f32, PathBuf, GroupFiles)> = None;
+        let mut keep_tighter_limit = |dir: &Path, files: Option<GroupFiles>, buffer: &mut [u8]| {
             let Some((limit, files)) =
                 files.and_then(|files| Some((files.processor_limit(buffer)?, files)))
             else {
                 return;
             };
-            if tightest_limit_and_files
+            if tightest
                 .as_ref()
-                .is_none_or(|(least_limit, _)| limit < *least_limit)
+                .is_none_or(|(least_limit, ..)| limit < *least_limit)
             {
-                tightest_limit_and_files = Some((limit, files));
+                tightest = Some((limit, dir.to_path_buf(), files));
             }
         };
         if let (Some(cpu), Some(cpuacct)) =
@@ -159,21 +161,27 @@ impl LimitingGroup {
             // The use of a group is known only if both hierarchies have a group of the same name.
             for (cpu, cpuacct) in cpu.ancestors().zip(cpuacct.ancestors()) {
                 if cpu.file_name() == cpuacct.file_name() {
-                    keep_tighter_limit(GroupFiles::open_v1(cpu, cpuacct), &mut buffer[..]);
+                    keep_tighter_limit(cpu, GroupFiles::open_v1(cpu, cpuacct), &mut buffer[..]);
                 }
             }
         }
         if let Some(folder) = group_folder(None) {
             folder.ancestors().for_each(|folder| {
-                keep_tighter_limit(GroupFiles::open_v2(folder), &mut buffer[..])
+                keep_tighter_limit(folder, GroupFiles::open_v2(folder), &mut buffer[..])
             });
         }
-        let (_, files) = tightest_limit_and_files?;
+        let (_, dir, files) = tightest?;
         Some(Self {
+            dir,
             files,
             buffer,
             previous_reading: None,
         })
+    }
+
+    /// Returns the directory of the group.
+    pub fn dir(&self) -> &Path {
+        &self.dir
     }
 
     /// Returns the limit of the group and its use since the previous measurement; `None` if the

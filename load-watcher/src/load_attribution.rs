@@ -260,6 +260,13 @@ impl TaskLoad {
             .then(|| to_processor_count(self.used_us - previous_used_us, total_us, cores))
     }
 
+    /// Forgets all measurements of the host, because the CPU times begin to describe another group
+    /// of processes. The next measurements yield no result.
+    pub fn restart(&mut self) {
+        (self.last_sample, self.last_measurement) = (None, None);
+        self.mean_external_processors = None;
+    }
+
     /// Records that a sample is not measured. The next period starts with the next call of
     /// [`TaskLoad::measure_task_processors`].
     pub fn skip_sample(&mut self) {
@@ -378,6 +385,16 @@ mod tests {
         assert_eq!(
             task_load.measure_task_processors(cpu_times(600, 150), 2),
             None
+        );
+        // Times that describe another group of processes are not compared with earlier ones.
+        task_load.restart();
+        assert_eq!(
+            (
+                task_load.measure_task_processors(cpu_times(1000, 150), 2),
+                task_load.measure_external_processors(cpu_times(1000, 150), 2),
+                task_load.measure_external_processors(cpu_times(1200, 350), 2),
+            ),
+            (None, None, Some(0.0))
         );
     }
 

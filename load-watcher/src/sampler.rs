@@ -8,7 +8,7 @@ use sempa_proto::Micros;
 use sempa_proto::load::LoadSample;
 use std::fs::File;
 use std::io;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 /// Maximum number of bytes that are read from a /proc file. /proc/stat begins with the lines of the
@@ -37,7 +37,12 @@ pub struct Sampler {
     pressure: Option<File>,
     /// CPU pressure at its last reading, as a share from 0 to 1.
     last_pressure: f32,
+    /// Directory of this process in /proc.
+    process_dir: PathBuf,
     limiting_group: Option<LimitingGroup>,
+    /// True if the CPU times of the last sample and of the sample before describe different groups
+    /// of processes.
+    cpu_times_restarted: bool,
     /// CPU times of the limiting control group at the last sample; `None` if there is no limit.
     group_times: Option<proc::CpuTimes>,
     buffer: Box<[u8]>,
@@ -69,16 +74,19 @@ impl Sampler {
     /// # Errors
     /// One of `stat`, `loadavg`, `meminfo` cannot be opened.
     pub fn open(root: &Path) -> io::Result<Self> {
+        let process_dir = root.join("self");
         Ok(Self {
             stat: open(&root.join("stat"))?,
-            cpu_account: cpu_usage::open_root_cpu_account(&root.join("self")),
+            cpu_account: cpu_usage::open_root_cpu_account(&process_dir),
             cpu_usage: None,
             started_at: Instant::now(),
             loadavg: open(&root.join("loadavg"))?,
             meminfo: open(&root.join("meminfo"))?,
             pressure: open(&root.join("pressure/cpu")).ok(),
             last_pressure: 0.0,
-            limiting_group: LimitingGroup::of_process(&root.join("self")),
+            limiting_group: LimitingGroup::of_process(&process_dir),
+            process_dir,
+            cpu_times_restarted: false,
             group_times: None,
             buffer: vec![0; PROC_FILE_BYTES_MAX].into_boxed_slice(),
             last_cpu_times: None,
@@ -137,6 +145,7 @@ impl Sampler {
             .limiting_group
             .as_mut()
             .and_then(|group| group.measure(at));
+        self.cpu_times_restarted |= self.group_times.is_some() != limit_usage.is_some();
         self.group_times = limit_usage.map(|limit_usage| limit_usage.cpu_times(at, cores));
         if let Some(limit_usage) = limit_usage {
             // All other numbers in /proc describe the whole machine. Only the control group
@@ -171,6 +180,26 @@ impl Sampler {
             cpu_pressure: self.last_pressure,
             task_cpus: None,
         })
+    }
+
+    /// Selects the limiting control group again, because this process may have been moved to another
+    /// group, and a limit may have been set or removed. The selection allocates memory.
+    pub fn select_limiting_group(&mut self) {
+        let selected_group = LimitingGroup::of_process(&self.process_dir);
+        let (old_dir, new_dir) = (
+            self.limiting_group.as_ref().map(LimitingGroup::dir),
+            selected_group.as_ref().map(LimitingGroup::dir),
+        );
+        if old_dir != new_dir {
+            self.cpu_times_restarted = true;
+            self.limiting_group = selected_group;
+        }
+    }
+
+    /// Returns true if the CPU times since the last call of this function began to describe another
+    /// group of processes, so that earlier CPU times cannot be compared with the newest ones.
+    pub fn take_cpu_times_restart(&mut self) -> bool {
+        std::mem::take(&mut self.cpu_times_restarted)
     }
 
     /// Returns the CPU times of the newest sample; `None` before the first sample. With a processor

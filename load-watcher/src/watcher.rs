@@ -492,6 +492,23 @@ impl Watcher {
         }
     }
 
+    /// Takes a sample. When slow checks are due, determines first which control group the sample
+    /// describes.
+    fn take_sample(&mut self) -> anyhow::Result<()> {
+        if self.now() >= self.deadlines.slow_checks {
+            self.sampler.select_limiting_group();
+        }
+        self.last_sample = self
+            .sampler
+            .sample(time_of_day())
+            .context(SAMPLING_CONTEXT)?;
+        if self.sampler.take_cpu_times_restart() {
+            self.task_load.restart();
+        }
+        self.attribute_load();
+        Ok(())
+    }
+
     /// Stores in the sample how many processors the virtual machine's tasks use. The number is not
     /// stored if less than [`LOW_LOAD_PROCESSORS`] are used in total, if it cannot be measured, or
     /// if the external load has risen so much that the tasks must be listed again.
@@ -702,11 +719,7 @@ impl Watcher {
             if self.now() < next_sample_at {
                 continue;
             }
-            self.last_sample = self
-                .sampler
-                .sample(time_of_day())
-                .context(SAMPLING_CONTEXT)?;
-            self.attribute_load();
+            self.take_sample()?;
             let now = self.now();
             let previous_minute =
                 std::mem::replace(&mut current_minute, time_of_day().0 / 60_000_000);

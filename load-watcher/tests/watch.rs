@@ -370,6 +370,53 @@ fn load_comes_from_the_outermost_control_group() {
     }
 }
 
+/// A limit that is set after the start counts from the next selection of the control group. The
+/// CPU times before and after the change cannot be compared.
+#[test]
+fn limit_set_after_the_start_counts() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let write_file = |name: &str, text: &str| {
+        fs::write(dir.path().join(name), text).expect("the test's own file")
+    };
+    fs::create_dir_all(dir.path().join("self")).expect("the test's own directory");
+    fs::create_dir_all(dir.path().join("groups/host")).expect("the test's own directory");
+    write_file(
+        "self/mountinfo",
+        &format!(
+            "9 8 0:1 / {} rw - cgroup2 cgroup2 rw\n",
+            dir.path().join("groups").display()
+        ),
+    );
+    write_file("self/cgroup", "0::/\n");
+    write_file("groups/host/cpu.max", "50000 100000\n");
+    write_file("groups/host/cpu.stat", "usage_usec 1000\n");
+    write_file("stat", "cpu 100 0 0 100 0 0 0 0\ncpu0 1\ncpu1 1\nintr 0\n");
+    write_file("loadavg", "1.00 1 1 3/100 7\n");
+    write_file("meminfo", "MemTotal: 8 kB\nMemAvailable: 4 kB\n");
+    let mut sampler = Sampler::open(dir.path()).expect("all files are there");
+    let mut select_and_sample = |seconds| {
+        sampler.select_limiting_group();
+        let sample = sampler
+            .sample(Micros::from_secs(seconds))
+            .expect("all files are good");
+        (
+            sample.cpu_limit,
+            sample.busy_share,
+            sampler.take_cpu_times_restart(),
+        )
+    };
+    assert_eq!(select_and_sample(1), (0.0, 1.0, false));
+    // The process is moved to the limited group, and later the limit is removed.
+    write_file("self/cgroup", "0::/host\n");
+    assert_eq!(select_and_sample(2), (0.5, 0.0, true));
+    write_file("groups/host/cpu.stat", "usage_usec 251000\n");
+    assert_eq!(select_and_sample(3), (0.5, 0.5, false));
+    write_file("groups/host/cpu.max", "max 100000\n");
+    let (limit, _, is_restarted) = select_and_sample(4);
+    assert_eq!((limit, is_restarted), (0.0, true));
+    assert!(!select_and_sample(5).2, "a change is reported once");
+}
+
 /// A change of a file appears in the next sample that reads the file.
 #[test]
 fn samples_follow_their_files() {
