@@ -182,8 +182,8 @@ impl Sampler {
         })
     }
 
-    /// Selects the limiting control group again, because this process may have been moved to another
-    /// group, and a limit may have been set or removed. The selection allocates memory.
+    /// Selects the limiting control group again, because this process may have been moved to
+    /// another group, and a limit may have been set or removed. The selection allocates memory.
     pub fn select_limiting_group(&mut self) {
         let selected_group = LimitingGroup::of_process(&self.process_dir);
         let (old_dir, new_dir) = (
