@@ -103,7 +103,7 @@ impl Supervisor {
             CString::new(dir.as_os_str().as_bytes()).map_err(|e| Failure::Io(e.to_string()))?;
         let (output, output_writer) = Output::new().map_err(io_failure)?;
         let mut probe = EngineProbe {
-            namespace: Namespace::new(None).map_err(io_failure)?,
+            namespace: Namespace::new(self.spare_namespaces.kind(), None).map_err(io_failure)?,
             process_pid: 0,
             output,
             image_dir: dir.clone(),
@@ -191,7 +191,7 @@ impl Supervisor {
         };
         let source_namespace = std::mem::replace(
             &mut probe.namespace,
-            Namespace::new(None).map_err(io_failure)?,
+            Namespace::new(self.spare_namespaces.kind(), None).map_err(io_failure)?,
         );
         let external_resources = ExternalResources {
             output_pipe: probe.output.pipe_inode(),

@@ -12,6 +12,7 @@
 use crate::clone_vfork;
 use crate::namespace_init;
 use crate::sys::{self, Child};
+use crate::task_user::with_own_file_rights;
 use nix::fcntl::{Flock, FlockArg};
 use nix::sched::{CloneFlags, unshare};
 use rustix::mount::{FsMountFlags, FsOpenFlags, MountAttrFlags, fsconfig_create, fsmount, fsopen};
@@ -127,6 +128,10 @@ impl Freezer {
     /// # Errors
     /// Freezing is not possible on this host.
     pub(crate) fn new() -> Result<Self, FreezerUnavailable> {
+        with_own_file_rights(Self::create)
+    }
+
+    fn create() -> Result<Self, FreezerUnavailable> {
         if std::env::var_os(FREEZER_VARIABLE).is_some_and(|value| value == "off") {
             return Err(FreezerUnavailable::Disabled);
         }
@@ -181,12 +186,14 @@ impl Freezer {
     /// The system's error, for example because the number of groups is limited.
     pub(crate) fn create_group(&mut self) -> io::Result<ControlGroup> {
         // Only the groups that still contain processes remain in the list.
-        self.unremoved_groups
-            .borrow_mut()
-            .retain(|path| remove_group(path).is_err());
         self.created_group_count += 1;
         let path = self.dir.join(self.created_group_count.to_string());
-        fs::create_dir(&path)?;
+        with_own_file_rights(|| {
+            self.unremoved_groups
+                .borrow_mut()
+                .retain(|path| remove_group(path).is_err());
+            fs::create_dir(&path)
+        })?;
         Ok(ControlGroup {
             path,
             freeze_requested: Cell::new(false),
@@ -217,7 +224,7 @@ fn kill_and_reap(process: &Child) {
 
 impl Drop for Freezer {
     fn drop(&mut self) {
-        remove_groups(&self.dir);
+        with_own_file_rights(|| remove_groups(&self.dir));
     }
 }
 
@@ -229,7 +236,7 @@ impl ControlGroup {
     /// # Errors
     /// The group was removed by another process.
     pub(crate) fn open_dir(&self) -> io::Result<OwnedFd> {
-        Ok(File::open(&self.path)?.into())
+        Ok(with_own_file_rights(|| File::open(&self.path))?.into())
     }
 
     /// Returns the PIDs of the processes in the group and in the groups below it, which are frozen
@@ -238,12 +245,16 @@ impl ControlGroup {
     /// # Errors
     /// The group was removed by another process.
     pub(crate) fn member_pids(&self) -> io::Result<Vec<i32>> {
-        let mut text = fs::read_to_string(self.procs_file())?;
-        for dir in nested_groups(&self.path) {
-            // A group that the task has just removed has no processes. A group that the task has
-            // made threaded has no list; the list of the group above contains its processes.
-            text.push_str(&fs::read_to_string(dir.join(PROCS_FILE)).unwrap_or_default());
-        }
+        let text = with_own_file_rights(|| {
+            let mut text = fs::read_to_string(self.procs_file())?;
+            for dir in nested_groups(&self.path) {
+                // A group that the task has just removed has no processes. A group that the task
+                // has made threaded has no list; the list of the group above contains its
+                // processes.
+                text.push_str(&fs::read_to_string(dir.join(PROCS_FILE)).unwrap_or_default());
+            }
+            io::Result::Ok(text)
+        })?;
         // The kernel lists processes outside the tasker's PID namespace as 0.
         Ok(text
             .lines()
@@ -287,14 +298,13 @@ impl ControlGroup {
     /// True if the kernel reports that all processes of the group are frozen.
     pub(crate) fn is_fully_frozen(&self) -> bool {
         let path = self.path.join("cgroup.events");
-        self.reserve
-            .run(|| fs::read_to_string(&path))
+        with_own_file_rights(|| self.reserve.run(|| fs::read_to_string(&path)))
             .is_ok_and(|text| text.lines().any(|line| line == "frozen 1"))
     }
 
     fn write_freeze(&self, freeze_value: &str) -> io::Result<()> {
         let path = self.path.join("cgroup.freeze");
-        self.reserve.run(|| fs::write(&path, freeze_value))
+        with_own_file_rights(|| self.reserve.run(|| fs::write(&path, freeze_value)))
     }
 
     fn wait_until_frozen(&self) -> io::Result<()> {
@@ -312,7 +322,7 @@ impl ControlGroup {
 impl Drop for ControlGroup {
     fn drop(&mut self) {
         self.thaw();
-        if remove_group(&self.path).is_err() {
+        if with_own_file_rights(|| remove_group(&self.path)).is_err() {
             self.unremoved_groups
                 .borrow_mut()
                 .push(std::mem::take(&mut self.path));
@@ -327,13 +337,15 @@ impl Drop for ControlGroup {
 /// # Errors
 /// An existing process could not be added.
 pub(crate) fn add_to_group(procs_file: &Path, pids: &[i32]) -> io::Result<()> {
-    for pid in pids {
-        match fs::write(procs_file, pid.to_string()) {
-            Err(error) if error.raw_os_error() != Some(libc::ESRCH) => return Err(error),
-            _ => {}
+    with_own_file_rights(|| {
+        for pid in pids {
+            match fs::write(procs_file, pid.to_string()) {
+                Err(error) if error.raw_os_error() != Some(libc::ESRCH) => return Err(error),
+                _ => {}
+            }
         }
-    }
-    Ok(())
+        Ok(())
+    })
 }
 
 /// Mounts the tasker's own control group of version 2 without a mount point. The mount is reachable

@@ -38,6 +38,7 @@ mod supervisor;
 mod sys;
 mod target;
 mod task;
+mod task_user;
 mod workers;
 mod written_files;
 
@@ -70,7 +71,16 @@ const RETAINED_CAPABILITIES: CapabilitySet = CapabilitySet::empty()
     // For restoring processes with their original ids, and for choosing the ids of new tasks.
     .union(CapabilitySet::CHECKPOINT_RESTORE);
 
-const USAGE: &str = "usage: pvm-tasker FD; it is started by pvmd, not by hand, see pvm-tasker(1)";
+/// Additional capabilities of a tasker that runs the tasks of another user.
+const USER_CAPABILITIES: CapabilitySet = CapabilitySet::empty()
+    // For giving tasks the ids of their user.
+    .union(CapabilitySet::SETUID)
+    .union(CapabilitySet::SETGID)
+    // For entering mount namespaces.
+    .union(CapabilitySet::SYS_CHROOT);
+
+const USAGE: &str = "usage: pvm-tasker FD [--user UID]; it is started by pvmd or pvm-taskerd, not by hand, see \
+                     pvm-tasker(1)";
 
 fn main() -> ExitCode {
     sempa_logging::init_stderr("pvm-tasker");
@@ -83,37 +93,77 @@ fn main() -> ExitCode {
     }
 }
 
-fn run_tasker() -> anyhow::Result<()> {
-    let mut args = std::env::args().skip(1);
-    let (Some(fd), None) = (args.next(), args.next()) else {
-        bail!("{USAGE}");
-    };
-    match fd.as_str() {
-        "--help" | "-h" => {
-            println!("{USAGE}");
-            return Ok(());
+/// The command line of a tasker.
+#[derive(Debug)]
+enum CommandLine {
+    Help,
+    Version,
+    Serve {
+        /// Descriptor of the socket to the daemon.
+        socket_fd: i32,
+        /// The user whose tasks are run; `None` for the user of the tasker.
+        uid: Option<u32>,
+    },
+}
+
+impl CommandLine {
+    fn parse(args: &[String]) -> anyhow::Result<Self> {
+        let parse_fd = |fd: &str| {
+            fd.parse()
+                .with_context(|| format!("{fd:?} is not the number of a descriptor"))
+        };
+        let args: Vec<&str> = args.iter().map(String::as_str).collect();
+        match args[..] {
+            ["--help" | "-h"] => Ok(Self::Help),
+            ["--version" | "-V"] => Ok(Self::Version),
+            [fd] => Ok(Self::Serve {
+                socket_fd: parse_fd(fd)?,
+                uid: None,
+            }),
+            [fd, "--user", uid] => Ok(Self::Serve {
+                socket_fd: parse_fd(fd)?,
+                uid: Some(
+                    uid.parse()
+                        .with_context(|| format!("{uid:?} is not the id of a user"))?,
+                ),
+            }),
+            _ => bail!("{USAGE}"),
         }
-        "--version" | "-V" => {
-            println!("pvm-tasker {}", env!("CARGO_PKG_VERSION"));
-            return Ok(());
-        }
-        _ => {}
     }
-    let fd: i32 = fd
-        .parse()
-        .with_context(|| format!("{fd:?} is not the number of a descriptor"))?;
+}
+
+fn run_tasker() -> anyhow::Result<()> {
+    let args: Vec<String> = std::env::args().skip(1).collect();
+    match CommandLine::parse(&args)? {
+        CommandLine::Help => println!("{USAGE}"),
+        CommandLine::Version => println!("pvm-tasker {}", env!("CARGO_PKG_VERSION")),
+        CommandLine::Serve { socket_fd, uid } => return serve_daemon(socket_fd, uid),
+    }
+    Ok(())
+}
+
+fn serve_daemon(socket_fd: i32, uid: Option<u32>) -> anyhow::Result<()> {
     open_standard_descriptors()?;
     // A second malloc arena would retain up to two mebibytes after worker threads have read images
     // and files.
     allocator::limit_arenas(1);
-    let socket = sys::take_inherited_fd(fd)
-        .with_context(|| format!("descriptor {fd}, the connection to the daemon, is not open"))?;
+    let socket = sys::take_inherited_fd(socket_fd).with_context(|| {
+        format!("descriptor {socket_fd}, the connection to the daemon, is not open")
+    })?;
     set_signal_actions()?;
-    capabilities::retain_capabilities(RETAINED_CAPABILITIES).context("cannot drop privileges")?;
+    let user = uid
+        .map(|uid| task_user::serve_user(uid, &socket))
+        .transpose()
+        .context("cannot run tasks for this user")?;
+    let retained_capabilities = match user {
+        Some(_) => RETAINED_CAPABILITIES.union(USER_CAPABILITIES),
+        None => RETAINED_CAPABILITIES,
+    };
+    capabilities::retain_capabilities(retained_capabilities).context("cannot drop privileges")?;
     // The owner waits until this thread has stopped the guests. The thread never computes for long,
     // and its children start with normal priority.
     sempa_socket::boost_priority();
-    let mut supervisor = supervisor::Supervisor::new(socket).context("cannot set up")?;
+    let mut supervisor = supervisor::Supervisor::new(socket, user).context("cannot set up")?;
     supervisor.run_until_disconnect().context("lost the daemon")
 }
 

@@ -14,6 +14,7 @@ use crate::namespace_init;
 use crate::pid_numbering::{FirstPid, PidNumbering};
 use crate::stop::{self, SeenStopped, TaskProcesses, VforkRule};
 use crate::sys::{self, Child, ExecPlan, StartError, StartGuard};
+use crate::task_user::with_own_file_rights;
 use checkpoint::proc;
 use nix::fcntl::OFlag;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
@@ -43,10 +44,21 @@ const SPARE_CREATION_DELAY: Duration = Duration::from_millis(1);
 /// frozen yet.
 const OUTSIDE_SIGNAL_INTERVAL: Duration = Duration::from_millis(100);
 
+/// The namespaces of a task.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum NamespaceKind {
+    /// A PID namespace. The task sees the mounts and the `/proc` of the tasker.
+    Pid,
+    /// A PID namespace, and a mount namespace with the `/proc` of this PID namespace. The engine
+    /// runs inside both, which a task of an ordinary user requires.
+    PidAndMount,
+}
+
 /// A PID namespace and its init. Dropping this value ends all processes in the namespace. The
 /// caller must still reap the init.
 #[derive(Debug)]
 pub(crate) struct Namespace {
+    kind: NamespaceKind,
     init: Child,
     /// Write end of the pipe from which the init reads the order to end.
     init_control: OwnedFd,
@@ -74,11 +86,17 @@ impl Namespace {
     ///
     /// # Errors
     /// `EPERM` if the tasker may not create namespaces.
-    pub(crate) fn new(freezer: Option<&mut Freezer>) -> io::Result<Self> {
+    pub(crate) fn new(kind: NamespaceKind, freezer: Option<&mut Freezer>) -> io::Result<Self> {
         let (control_reader, control_writer) = nix::unistd::pipe2(OFlag::O_CLOEXEC)?;
-        let init = namespace_init::start_init(control_reader.as_fd(), None)?;
+        let init = match kind {
+            NamespaceKind::Pid => namespace_init::start_init(control_reader.as_fd(), None)?,
+            NamespaceKind::PidAndMount => {
+                namespace_init::start_init_with_mounts(control_reader.as_fd())?
+            }
+        };
         match std::fs::metadata(namespace_path(&init)) {
             Ok(namespace_metadata) => Ok(Self {
+                kind,
                 inode: namespace_metadata.st_ino(),
                 init,
                 init_control: control_writer,
@@ -99,8 +117,8 @@ impl Namespace {
 
     /// Tests whether the tasker may create PID namespaces, by creating one. Returns the PIDs that
     /// namespaces allow; `None` if the tasker may not create namespaces.
-    pub(crate) fn probe() -> Option<PidNumbering> {
-        let namespace = Self::new(None).ok()?;
+    pub(crate) fn probe(kind: NamespaceKind) -> Option<PidNumbering> {
+        let namespace = Self::new(kind, None).ok()?;
         let numbering = namespace.run_with_children_inside(PidNumbering::probe);
         namespace.kill_processes();
         sys::wait_and_reap(namespace.init.pid).ok()?;
@@ -149,6 +167,20 @@ impl Namespace {
         Ok(File::open(namespace_path(&self.init))?.into())
     }
 
+    /// Opens the mount namespace; `None` if the task has that of the tasker.
+    ///
+    /// # Errors
+    /// The init has ended.
+    pub(crate) fn open_mount_namespace(&self) -> io::Result<Option<OwnedFd>> {
+        match self.kind {
+            NamespaceKind::Pid => Ok(None),
+            NamespaceKind::PidAndMount => {
+                let path = format!("/proc/{}/ns/mnt", self.init.pid);
+                Ok(Some(File::open(path)?.into()))
+            }
+        }
+    }
+
     /// Runs `create_process`, and returns its result. Processes that `create_process` creates are
     /// started in this namespace.
     fn run_with_children_inside<T>(&self, create_process: impl FnOnce() -> T) -> io::Result<T> {
@@ -168,12 +200,14 @@ impl Namespace {
     /// As [`sys::start_program`].
     pub(crate) fn start_program(
         &self,
-        plan: &ExecPlan<'_>,
+        plan: ExecPlan<'_>,
         guard: &StartGuard,
         first_pid: Option<FirstPid>,
     ) -> Result<Child, StartError> {
+        let mount_namespace = self.open_mount_namespace().map_err(StartError::NoProcess)?;
+        let plan = plan.in_mount_namespace(mount_namespace);
         self.start_in_group(first_pid, |group, pid| {
-            sys::start_program(plan, guard, group, pid)
+            sys::start_program(&plan, guard, group, pid)
         })
     }
 
@@ -184,11 +218,13 @@ impl Namespace {
     /// As [`sys::start_stopped_before_exec`].
     pub(crate) fn start_waiting(
         &self,
-        plan: &ExecPlan<'_>,
+        plan: ExecPlan<'_>,
         first_pid: Option<FirstPid>,
     ) -> Result<Child, StartError> {
+        let mount_namespace = self.open_mount_namespace().map_err(StartError::NoProcess)?;
+        let plan = plan.in_mount_namespace(mount_namespace);
         self.start_in_group(first_pid, |group, pid| {
-            sys::start_stopped_before_exec(plan, group, pid)
+            sys::start_stopped_before_exec(&plan, group, pid)
         })
     }
 
@@ -211,9 +247,13 @@ impl Namespace {
         let mut attempts = creation_attempts(group, set_pid.map(FirstPid::pid)).into_iter();
         loop {
             let (group, pid) = attempts.next().expect("the last attempt returns");
-            let creation_result = self
-                .run_with_children_inside(|| create_process(group, pid))
-                .map_err(StartError::NoProcess)?;
+            let create = || self.run_with_children_inside(|| create_process(group, pid));
+            // Only root may create a process in the group.
+            let creation_result = match group {
+                Some(_) => with_own_file_rights(create),
+                None => create(),
+            };
+            let creation_result = creation_result.map_err(StartError::NoProcess)?;
             match creation_result {
                 Err(StartError::NoProcess(_)) if attempts.len() > 0 => {}
                 other => {
@@ -492,6 +532,7 @@ fn namespace_path(init: &Child) -> String {
 /// namespaces.
 #[derive(Debug)]
 pub(crate) struct SpareNamespaces {
+    kind: NamespaceKind,
     namespaces: Vec<Namespace>,
     /// Time at which a task last took a namespace.
     last_taken_at: Instant,
@@ -501,8 +542,9 @@ pub(crate) struct SpareNamespaces {
 }
 
 impl SpareNamespaces {
-    pub(crate) fn new() -> Self {
+    pub(crate) fn new(kind: NamespaceKind) -> Self {
         Self {
+            kind,
             namespaces: Vec::new(),
             last_taken_at: Instant::now(),
             creation_failed: false,
@@ -524,7 +566,12 @@ impl SpareNamespaces {
                 return Ok(namespace);
             }
         }
-        Namespace::new(freezer)
+        Namespace::new(self.kind, freezer)
+    }
+
+    /// Returns the kind of the namespaces of this tasker.
+    pub(crate) fn kind(&self) -> NamespaceKind {
+        self.kind
     }
 
     /// Adds the namespace of an ended task to the spare namespaces. Returns the namespace if it
@@ -558,7 +605,7 @@ impl SpareNamespaces {
     /// [`SPARE_IDLE_TIMEOUT`] without a new task. Must be called when the tasker is idle.
     pub(crate) fn adjust_spare_count(&mut self, freezer: Option<&mut Freezer>) {
         if self.namespaces.len() < SPARE_NAMESPACES_MIN {
-            match Namespace::new(freezer) {
+            match Namespace::new(self.kind, freezer) {
                 // Tasks take namespaces from the end of the list. The new namespace is inserted at
                 // the start, so that recently used ones are taken first.
                 Ok(namespace) => self.namespaces.insert(0, namespace),
@@ -594,7 +641,8 @@ mod tests {
     #[test]
     #[ignore = "system tier: needs root and process-id namespaces"]
     fn next_process_has_the_chosen_pid() {
-        let namespace = Namespace::new(None).unwrap_or_else(|e| panic!("cannot run here: {e}"));
+        let namespace = Namespace::new(NamespaceKind::Pid, None)
+            .unwrap_or_else(|e| panic!("cannot run here: {e}"));
         let (dev_null, mut children) = (File::open("/dev/null").expect("there"), Vec::new());
         let mut start_idle = || {
             let child = namespace.start_idle_process(c"/", &dev_null, &dev_null);
@@ -605,7 +653,7 @@ mod tests {
         assert_eq!((start_idle(), start_idle()), (Some(20_001), Some(20_002)));
         namespace.set_last_pid(300).expect("permitted");
         assert_eq!(start_idle(), Some(301));
-        let numbering = Namespace::probe().expect("permitted");
+        let numbering = Namespace::probe(NamespaceKind::Pid).expect("permitted");
         assert!(
             numbering
                 .first_pid(sempa_proto::Tid::from_raw(0x40001))

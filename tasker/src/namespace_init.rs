@@ -5,6 +5,8 @@
 #![allow(unsafe_code)] // What a new process does between system calls has no safe interface.
 
 use crate::sys::{self, Child};
+use nix::errno::Errno;
+use nix::fcntl::OFlag;
 use std::ffi::CStr;
 use std::io;
 use std::ops::Range;
@@ -32,6 +34,68 @@ pub(crate) fn start_init(
         Some(child) => Ok(child),
         // SAFETY: this is the new process.
         None => unsafe { run_init(control, &heap_ranges) },
+    }
+}
+
+/// Creates the idle init of a new PID namespace and a new mount namespace, like [`start_init`].
+/// Returns when the mounts are in place: those of the tasker, which later changes of the host's
+/// mounts reach as well, and a `/proc` of the PID namespace.
+///
+/// # Errors
+/// As for [`start_init`], or the kernel refuses a mount.
+pub(crate) fn start_init_with_mounts(control: BorrowedFd<'_>) -> io::Result<Child> {
+    let (mounted_reader, mounted_writer) = nix::unistd::pipe2(OFlag::O_CLOEXEC)?;
+    let (control, heap_ranges) = (control.as_raw_fd(), HeapRanges::of_this_process());
+    let flags = libc::CLONE_NEWPID | libc::CLONE_NEWNS;
+    // SAFETY: the new process immediately calls `run_init`, which never returns.
+    let init = match unsafe { sys::clone3(flags, None, None) }? {
+        Some(init) => init,
+        // SAFETY: this is the new process. The system calls have constant or local arguments.
+        None => unsafe {
+            if !mount_proc() {
+                libc::_exit(1);
+            }
+            libc::write(mounted_writer.as_raw_fd(), c"m".as_ptr().cast(), 1);
+            run_init(control, &heap_ranges)
+        },
+    };
+    drop(mounted_writer);
+    let mut byte = [0];
+    loop {
+        match nix::unistd::read(&mounted_reader, &mut byte) {
+            Ok(1) => return Ok(init),
+            Err(Errno::EINTR) => {}
+            _ => break,
+        }
+    }
+    let _ = sys::wait_and_reap(init.pid)?;
+    Err(io::Error::new(
+        io::ErrorKind::PermissionDenied,
+        "the kernel refuses to mount /proc in a new mount namespace",
+    ))
+}
+
+/// Mounts the `/proc` of this process's PID namespace over the inherited one. Mounts of the host
+/// still reach this namespace, but none of this namespace reaches the host. Returns false if the
+/// kernel refuses.
+///
+/// # Safety
+/// May be called only in a process that was created with a new mount namespace.
+unsafe fn mount_proc() -> bool {
+    const PROC: &CStr = c"proc";
+    let flags = libc::MS_NOSUID | libc::MS_NODEV | libc::MS_NOEXEC;
+    // SAFETY: all strings are constants, and no data is passed.
+    unsafe {
+        let (no_name, no_data) = (std::ptr::null(), std::ptr::null());
+        let slave_flags = libc::MS_REC | libc::MS_SLAVE;
+        libc::mount(no_name, c"/".as_ptr(), no_name, slave_flags, no_data) == 0
+            && libc::mount(
+                PROC.as_ptr(),
+                c"/proc".as_ptr(),
+                PROC.as_ptr(),
+                flags,
+                no_data,
+            ) == 0
     }
 }
 

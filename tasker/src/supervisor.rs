@@ -10,11 +10,12 @@ use crate::freezer::{Freezer, FreezerUnavailable};
 use crate::lease::Lease;
 use crate::leftovers::Leftovers;
 use crate::migrations::{EngineStatus, Migrations};
-use crate::namespace::{Namespace, SpareNamespaces};
+use crate::namespace::{Namespace, NamespaceKind, SpareNamespaces};
 use crate::pid_numbering::{FirstPid, PidNumbering};
 use crate::signal_disposition;
 use crate::sys::{self, StartGuard, TaskStartState};
 use crate::task::{self, DEFERRED_SIGNALS_MAX, StartTaskError, StartTaskFailure, Task, TaskPhase};
+use crate::task_user::TaskUser;
 use checkpoint::allocator;
 use checkpoint::boot_clock;
 use checkpoint::proc;
@@ -109,7 +110,7 @@ impl Supervisor {
     ///
     /// # Errors
     /// A system call failed.
-    pub(crate) fn new(socket: OwnedFd) -> io::Result<Self> {
+    pub(crate) fn new(socket: OwnedFd, user: Option<TaskUser>) -> io::Result<Self> {
         // Orphans of tasks must become children of the tasker. As children of the host's init they
         // would not be killed when the tasker ends.
         nix::sys::prctl::set_child_subreaper(true)?;
@@ -121,15 +122,19 @@ impl Supervisor {
             &handled_signals,
             SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK,
         )?;
-        let pid_numbering = Namespace::probe();
+        let namespace_kind = match user {
+            Some(_) => NamespaceKind::PidAndMount,
+            None => NamespaceKind::Pid,
+        };
+        let pid_numbering = Namespace::probe(namespace_kind);
         let uses_namespaces = pid_numbering.is_some();
         Ok(Self {
             daemon_socket: DaemonSocket::new(socket)?,
             tasks: BTreeMap::new(),
             migrations: Migrations::new(uses_namespaces)?,
             pid_numbering,
-            spare_namespaces: SpareNamespaces::new(),
-            task_start_state: TaskStartState::prepare()?,
+            spare_namespaces: SpareNamespaces::new(namespace_kind),
+            task_start_state: TaskStartState::prepare(user)?,
             start_guard: StartGuard::new()?,
             lease: Lease::new()?,
             must_check_pauses: false,

@@ -11,6 +11,7 @@
 
 use crate::clone_vfork::{self, SetTid};
 use crate::last_pid::LastPid;
+use crate::task_user::TaskUser;
 use checkpoint::capabilities::CapabilitySet;
 use nix::errno::Errno;
 use nix::fcntl::OFlag;
@@ -55,6 +56,10 @@ pub(crate) struct Child {
 /// The step at which the start of a new process failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ExecStage {
+    /// Entering the mount namespace.
+    MountNamespace,
+    /// Taking on the ids, groups and limits of the user.
+    User,
     /// Setting up the standard descriptors.
     StandardDescriptors,
     /// Changing to the working directory.
@@ -75,6 +80,10 @@ const STATUS_PROGRAM_ERROR_BASE: i32 = 0x80;
 /// Exit status of a process that failed while it set up the standard descriptors. The errno is
 /// lost.
 const STATUS_STDIO_ERROR: i32 = 0x7f;
+/// As [`STATUS_STDIO_ERROR`], while it took on the ids of the user.
+const STATUS_USER_ERROR: i32 = 0x7e;
+/// As [`STATUS_STDIO_ERROR`], while it entered the mount namespace.
+const STATUS_MOUNT_ERROR: i32 = 0x7d;
 
 impl ExecError {
     /// Encodes the error as an exit status. The errno of a failed access to a file or directory is
@@ -82,7 +91,9 @@ impl ExecError {
     fn exit_status(self) -> i32 {
         match self.stage {
             ExecStage::StandardDescriptors => STATUS_STDIO_ERROR,
-            ExecStage::WorkingDir => (self.errno as i32).min(STATUS_STDIO_ERROR - 1),
+            ExecStage::User => STATUS_USER_ERROR,
+            ExecStage::MountNamespace => STATUS_MOUNT_ERROR,
+            ExecStage::WorkingDir => (self.errno as i32).min(STATUS_MOUNT_ERROR - 1),
             ExecStage::ProgramCheck => {
                 STATUS_PROGRAM_ERROR_BASE | (self.errno as i32).min(STATUS_STDIO_ERROR)
             }
@@ -94,6 +105,8 @@ impl ExecError {
     fn from_exit_status(status: i32) -> Self {
         let (stage, errno) = match status {
             STATUS_STDIO_ERROR => (ExecStage::StandardDescriptors, Errno::UnknownErrno),
+            STATUS_USER_ERROR => (ExecStage::User, Errno::UnknownErrno),
+            STATUS_MOUNT_ERROR => (ExecStage::MountNamespace, Errno::UnknownErrno),
             STATUS_PROGRAM_ERROR_BASE.. => (
                 ExecStage::ProgramCheck,
                 Errno::from_raw(status & !STATUS_PROGRAM_ERROR_BASE),
@@ -160,6 +173,8 @@ pub(crate) struct ExecPlan<'a> {
     env: Vec<*const c_char>,
     stdin_fd: RawFd,
     output_fd: RawFd,
+    /// The mount namespace that the process enters; `None` if it stays in that of the tasker.
+    mount_namespace: Option<OwnedFd>,
     task_start_state: &'a TaskStartState,
     /// True if the kernel must kill the process when the tasker dies. False for processes in a
     /// namespace, which are killed with the namespace.
@@ -199,6 +214,7 @@ impl<'a> ExecPlan<'a> {
             program,
             stdin_fd: stdin.as_raw_fd(),
             output_fd: output.as_raw_fd(),
+            mount_namespace: None,
             task_start_state: start_state,
             die_with_parent,
             wait_before_exec: false,
@@ -211,6 +227,12 @@ impl<'a> ExecPlan<'a> {
     /// Makes the PIDs of the children follow `first_pid`, the PID of the process in its namespace.
     pub(crate) fn numbering_children_from(mut self, first_pid: Option<i32>) -> Self {
         self.last_pid = first_pid.map(LastPid::new);
+        self
+    }
+
+    /// Makes the process enter a mount namespace, if one is given.
+    pub(crate) fn in_mount_namespace(mut self, mount_namespace: Option<OwnedFd>) -> Self {
+        self.mount_namespace = mount_namespace;
         self
     }
 
@@ -231,6 +253,8 @@ pub(crate) struct TaskStartState {
     /// Signals that the tasker ignores, and that a task must not ignore. `execve` itself resets all
     /// signals with a handler.
     ignored_signals: Vec<i32>,
+    /// The user that tasks belong to; `None` for the user of the tasker.
+    user: Option<TaskUser>,
 }
 
 impl TaskStartState {
@@ -240,7 +264,7 @@ impl TaskStartState {
     ///
     /// # Errors
     /// A system call failed.
-    pub(crate) fn prepare() -> io::Result<Self> {
+    pub(crate) fn prepare(user: Option<TaskUser>) -> io::Result<Self> {
         let (soft_limit, hard_limit) = getrlimit(Resource::RLIMIT_NOFILE)?;
         nix::sys::resource::setrlimit(Resource::RLIMIT_NOFILE, hard_limit, hard_limit)?;
         let descriptor_limit = libc::rlimit {
@@ -252,7 +276,13 @@ impl TaskStartState {
             ignored_signals: (1..=SIGNAL_MAX)
                 .filter(|signal| signal_is_ignored(*signal))
                 .collect(),
+            user,
         })
+    }
+
+    /// Returns the user that tasks belong to; `None` for the user of the tasker.
+    pub(crate) fn user(&self) -> Option<&TaskUser> {
+        self.user.as_ref()
     }
 }
 
@@ -484,22 +514,18 @@ extern "C" fn exec_child(plan: *mut libc::c_void) -> i32 {
     let plan = unsafe { &*plan.cast::<ExecPlan<'_>>() };
     // SAFETY: plain system calls; all pointers come from strings that the plan keeps alive.
     unsafe {
-        if plan.die_with_parent {
-            libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL);
-        }
         if let Some(last_pid) = &plan.last_pid {
             // If this fails, the children have the first PIDs of the namespace.
             let _ = last_pid.write();
         }
         libc::setsid();
-        if libc::dup2(plan.stdin_fd, 0) < 0
-            || libc::dup2(plan.output_fd, 1) < 0
-            || libc::dup2(plan.output_fd, 2) < 0
+        if let Some(mount_namespace) = &plan.mount_namespace
+            && libc::setns(mount_namespace.as_raw_fd(), libc::CLONE_NEWNS) != 0
         {
-            exit_child_with_error(plan, ExecStage::StandardDescriptors);
+            exit_child_with_error(plan, ExecStage::MountNamespace);
         }
-        if libc::chdir(plan.program.dir.as_ptr()) != 0 {
-            exit_child_with_error(plan, ExecStage::WorkingDir);
+        if !set_up_standard_descriptors(plan) {
+            exit_child_with_error(plan, ExecStage::StandardDescriptors);
         }
         // A process that stops before its exec closes all other descriptors now, because other code
         // may wait until they are closed.
@@ -509,10 +535,27 @@ extern "C" fn exec_child(plan: *mut libc::c_void) -> i32 {
             libc::CLOSE_RANGE_CLOEXEC
         };
         libc::syscall(libc::SYS_close_range, 3, u32::MAX, close_flags);
-        libc::setrlimit(
-            libc::RLIMIT_NOFILE,
-            &raw const plan.task_start_state.descriptor_limit,
-        );
+        match &plan.task_start_state.user {
+            Some(user) => {
+                if !user.become_user() {
+                    exit_child_with_error(plan, ExecStage::User);
+                }
+            }
+            None => {
+                libc::setrlimit(
+                    libc::RLIMIT_NOFILE,
+                    &raw const plan.task_start_state.descriptor_limit,
+                );
+            }
+        }
+        // After the change of the user, which clears this setting.
+        if plan.die_with_parent {
+            libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL);
+        }
+        // As the user, who may have no access to the directory, or the only one.
+        if libc::chdir(plan.program.dir.as_ptr()) != 0 {
+            exit_child_with_error(plan, ExecStage::WorkingDir);
+        }
         // A raw system call: the C library refuses to change the signals that it uses internally. A
         // zeroed structure selects the default action.
         let default_action = [0usize; SIGACTION_WORDS];
@@ -555,6 +598,24 @@ extern "C" fn exec_child(plan: *mut libc::c_void) -> i32 {
             plan.env.as_ptr(),
         );
         exit_child_with_error(plan, ExecStage::Exec)
+    }
+}
+
+/// Connects the standard descriptors of a new process. Returns false if the kernel refuses.
+///
+/// # Safety
+/// As for [`exec_child`].
+unsafe fn set_up_standard_descriptors(plan: &ExecPlan<'_>) -> bool {
+    // SAFETY: plain system calls on descriptors of this process and a constant path.
+    unsafe {
+        // The engine finds no mount for a descriptor that was opened outside the mount namespace.
+        let stdin_fd = match plan.mount_namespace {
+            Some(_) => libc::open(c"/dev/null".as_ptr(), libc::O_RDONLY | libc::O_CLOEXEC),
+            None => plan.stdin_fd,
+        };
+        libc::dup2(stdin_fd, 0) >= 0
+            && libc::dup2(plan.output_fd, 1) >= 0
+            && libc::dup2(plan.output_fd, 2) >= 0
     }
 }
 

@@ -346,7 +346,7 @@ pub(crate) fn start_task_process(
     let start = |plan: ExecPlan<'_>| match &namespace {
         Some((namespace, first_pid)) => {
             let plan = plan.numbering_children_from(first_pid.map(FirstPid::pid));
-            namespace.start_program(&plan, guard, *first_pid)
+            namespace.start_program(plan, guard, *first_pid)
         }
         None => sys::start_program(&plan, guard, None, None),
     };
@@ -386,7 +386,7 @@ pub(crate) fn start_stopped_process(
         match namespace {
             Some((namespace, first_pid)) => {
                 let plan = plan.numbering_children_from(first_pid.map(FirstPid::pid));
-                namespace.start_waiting(&plan, first_pid)
+                namespace.start_waiting(plan, first_pid)
             }
             None => sys::start_stopped_before_exec(&plan, None, None),
         }
@@ -478,6 +478,10 @@ pub(crate) enum StartTaskFailure {
     /// other steps.
     #[error("its standard descriptors: {}", .0.desc())]
     Descriptors(#[source] Errno),
+    #[error("its mount namespace: {}", .0.desc())]
+    EnterMountNamespace(#[source] Errno),
+    #[error("the ids and limits of its user: {}", .0.desc())]
+    BecomeUser(#[source] Errno),
     #[error("working directory {}: {}", dir.display(), source.desc())]
     WorkingDir { dir: PathBuf, source: Errno },
     #[error("{}", .0.desc())]
@@ -493,6 +497,8 @@ impl StartTaskFailure {
         };
         match stage {
             ExecStage::StandardDescriptors => Self::Descriptors(errno),
+            ExecStage::MountNamespace => Self::EnterMountNamespace(errno),
+            ExecStage::User => Self::BecomeUser(errno),
             ExecStage::WorkingDir => Self::WorkingDir {
                 dir: order.working_dir.clone(),
                 source: errno,

@@ -61,9 +61,20 @@ impl Tasker {
         tasker
     }
 
+    /// Starts a tasker of root that runs the tasks of the user with the id `uid`, as the system
+    /// service does.
+    pub fn start_for_user(uid: u32) -> Self {
+        Self::start_with_arguments(&[], &["--user", &uid.to_string()], &[])
+    }
+
     /// Starts a tasker through the wrapper command `wrapper`, which receives the tasker's command
     /// as its last arguments.
     pub fn start_wrapped(wrapper: &[&str], env: &[(&str, &str)]) -> Self {
+        Self::start_with_arguments(wrapper, &[], env)
+    }
+
+    /// As [`Tasker::start_wrapped`]; the tasker has the additional arguments `arguments`.
+    fn start_with_arguments(wrapper: &[&str], arguments: &[&str], env: &[(&str, &str)]) -> Self {
         let (daemon_end, tasker_end) = socketpair(
             AddressFamily::Unix,
             SockType::Stream,
@@ -84,6 +95,7 @@ impl Tasker {
         let child = Command::new(command[0])
             .args(&command[1..])
             .arg(tasker_end.as_raw_fd().to_string())
+            .args(arguments)
             .envs(env.iter().copied())
             .stdin(Stdio::null())
             .spawn()
