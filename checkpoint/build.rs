@@ -1,4 +1,4 @@
-//! Compiles the two C libraries that CRIU loads. This crate embeds their binaries.
+//! Compiles the C libraries that CRIU loads. This crate embeds their binaries.
 
 use std::env;
 use std::path::PathBuf;
@@ -11,7 +11,7 @@ fn main() {
         .extra_warnings(true)
         .get_compiler();
     let out_dir = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets it"));
-    for library in ["relay", "uffd_batching"] {
+    for library in ["relay", "uffd_batching", "file_rights"] {
         let source = format!("csrc/{library}.c");
         println!("cargo:rerun-if-changed={source}");
         let status = compiler

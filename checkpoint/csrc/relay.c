@@ -505,6 +505,45 @@ __attribute__((visibility("default"))) int ioctl(int descriptor, unsigned long r
     return pid ? scan_visible(original, descriptor, argument, pid) : original(descriptor, request, argument);
 }
 
+/* Reads or sets the limits of another process. Without CAP_SYS_RESOURCE the kernel permits it to a
+ * process with the same real ids (prlimit(2)), so CRIU has those of the task for the moment.
+ * SEMPA_TASK_IDS has the user id and the group id of the task.
+ */
+static long limit_other_process(long (*original)(long, ...), long pid, long resource, long new_limit, long old_limit)
+{
+    const char *ids = getenv("SEMPA_TASK_IDS");
+    unsigned user, group;
+
+    if (!ids || pid == 0 || pid == getpid() || sscanf(ids, "%u,%u", &user, &group) != 2)
+        return original(SYS_prlimit64, pid, resource, new_limit, old_limit);
+    if (original(SYS_setresgid, group, -1L, -1L) || original(SYS_setresuid, user, -1L, -1L))
+        return -1;
+    long result = original(SYS_prlimit64, pid, resource, new_limit, old_limit);
+    int error = errno;
+    /* The effective ids are still those of root, so the way back is open. */
+    if (original(SYS_setresuid, 0L, -1L, -1L) || original(SYS_setresgid, 0L, -1L, -1L))
+        _exit(1);
+    errno = error;
+    return result;
+}
+
+__attribute__((visibility("default"))) long syscall(long number, ...)
+{
+    static long (*original)(long, ...);
+    long arguments[6];
+    va_list list;
+    va_start(list, number);
+    for (int i = 0; i < 6; i++)
+        arguments[i] = va_arg(list, long);
+    va_end(list);
+
+    if (!original)
+        original = (long (*)(long, ...))dlsym(RTLD_NEXT, "syscall");
+    if (number == SYS_prlimit64)
+        return limit_other_process(original, arguments[0], arguments[1], arguments[2], arguments[3]);
+    return original(number, arguments[0], arguments[1], arguments[2], arguments[3], arguments[4], arguments[5]);
+}
+
 /* Reports that the library was loaded, if SEMPA_LOADED has the number of a descriptor. */
 __attribute__((constructor)) static void report_loaded(void)
 {

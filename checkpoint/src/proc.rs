@@ -25,8 +25,10 @@
 use procfs::process::Process;
 pub use procfs::process::{Stat, Status};
 use procfs::{FromRead, ProcError};
-use std::fs::DirEntry;
+use std::fs::{DirEntry, File};
 use std::io;
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
 
 /// Returns the status of the process or thread with the id `id`; `None` if no such process or
@@ -148,6 +150,35 @@ pub fn thread_ids(pid: i32) -> io::Result<Vec<i32>> {
 pub fn children(pid: i32) -> Option<Vec<i32>> {
     let children = Process::new(pid).ok()?.task_main_thread().ok()?.children();
     Some(children.ok()?.into_iter().map(u32::cast_signed).collect())
+}
+
+/// Returns the child of the calling process that has the PID `innermost_pid` in the PID namespace
+/// `namespace`, in the caller's own namespace; `None` if there is none.
+///
+/// # Errors
+/// The children cannot be read.
+pub(crate) fn child_with_innermost_pid(
+    namespace: &OwnedFd,
+    innermost_pid: i32,
+) -> io::Result<Option<i32>> {
+    let inode = File::from(namespace.try_clone()?).metadata()?.ino();
+    let is_inside = |pid: &i32| {
+        self::innermost_pid(*pid) == Some(innermost_pid)
+            && std::fs::metadata(format!("/proc/{pid}/ns/pid"))
+                .is_ok_and(|metadata| metadata.ino() == inode)
+    };
+    let own_pid = std::process::id().cast_signed();
+    for thread in thread_ids(own_pid)? {
+        let path = format!("/proc/{own_pid}/task/{thread}/children");
+        let children = none_if_ended(std::fs::read_to_string(path))?.unwrap_or_default();
+        let mut pids = children
+            .split_ascii_whitespace()
+            .filter_map(|pid| pid.parse().ok());
+        if let Some(pid) = pids.find(is_inside) {
+            return Ok(Some(pid));
+        }
+    }
+    Ok(None)
 }
 
 pub(crate) fn into_io_error(error: ProcError) -> io::Error {

@@ -2,19 +2,19 @@
 //! several attempts because it can collide with dumps of other tasks.
 
 use checkpoint::dump_retry::DumpRetry;
-use checkpoint::engine::{CancelHandle, DumpParams, SentPages};
+use crate::image_vault::ImageDir;
+use checkpoint::engine::{CancelHandle, DumpParams, SentPages, TaskNamespaces};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use sempa_proto::migration::Failure;
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::os::fd::OwnedFd;
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// The parameters and the retry state of one attempt to dump a task.
 #[derive(Clone, Debug)]
 pub(crate) struct DumpAttempt {
-    pub(crate) image_dir: PathBuf,
+    pub(crate) image_dir: ImageDir,
     /// With post-copy: the socket on which the target will request the memory. `None` without
     /// post-copy.
     pub(crate) page_socket: Option<Arc<OwnedFd>>,
@@ -31,12 +31,12 @@ pub(crate) struct DumpAttempt {
 impl DumpAttempt {
     /// Creates the first attempt, with the current time as its start.
     pub(crate) fn new_first(
-        dir: PathBuf,
+        image_dir: ImageDir,
         page_socket: Option<Arc<OwnedFd>>,
         pre_copied: Option<Arc<SentPages>>,
     ) -> Self {
         Self {
-            image_dir: dir,
+            image_dir,
             page_socket,
             pre_copied,
             first_started_at: Instant::now(),
@@ -46,12 +46,13 @@ impl DumpAttempt {
     }
 
     /// Returns the parameters for the dump of these processes. `pid_namespace` is the inode number
-    /// of their PID namespace.
+    /// of their PID namespace, and `inside` are the namespaces inside which the engine runs.
     pub(crate) fn dump_params(
         &self,
         root_pid: i32,
         processes: Vec<i32>,
         pid_namespace: u64,
+        inside: Option<TaskNamespaces>,
     ) -> Result<DumpParams, Failure> {
         let page_socket = self
             .page_socket
@@ -61,8 +62,9 @@ impl DumpAttempt {
         Ok(DumpParams {
             root_pid,
             processes,
-            dir: self.image_dir.clone(),
+            dir: self.image_dir.path().to_path_buf(),
             pid_namespace,
+            inside,
             page_stream: page_socket.map_err(|e| Failure::Io(format!("no descriptor: {e}")))?,
             sent_pages: self.pre_copied.clone(),
         })

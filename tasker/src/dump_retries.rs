@@ -1,7 +1,6 @@
 //! Further attempts of a dump that has failed or hung.
 
 use crate::dump_attempt::{DumpAttempt, random_number, sleep_unless_cancelled};
-use crate::image_manifest::prepare_image_dir;
 use crate::supervisor::Supervisor;
 use crate::task::{TaskPhase, to_micros};
 use crate::workers::WorkerResult;
@@ -88,14 +87,13 @@ impl Supervisor {
 
     /// Starts another attempt of a dump, in an emptied directory. Returns false on failure.
     fn restart_dump(&mut self, migration: MigrationId, tid: Tid, attempt: DumpAttempt) -> bool {
-        let removal_result =
-            std::fs::remove_dir_all(&attempt.image_dir).map_err(|e| Failure::Io(e.to_string()));
         let attempt = DumpAttempt {
             is_first: false,
             ..attempt
         };
-        let start_result = removal_result
-            .and_then(|()| prepare_image_dir(&attempt.image_dir))
+        let start_result = attempt
+            .image_dir
+            .clear()
             .map_err(EngineFailure::from)
             .and_then(|()| self.start_dump(migration, tid, &attempt));
         let Ok(worker_id) = start_result else {

@@ -5,18 +5,22 @@
 //! intervals: it may have been replaced, or the failure may have been caused by a full disk.
 
 use crate::migrations::{EngineStatus, engine_limits};
-use crate::namespace::Namespace;
+use crate::IDLE_ARGUMENT;
+use crate::idle_engines::{EnginePlace, IdleRestoreWithOutput, start_restore_engine};
+use crate::image_vault::{ImageDir, ImageVault};
+use crate::namespace::{Namespace, NamespaceKind};
 use crate::post_copy::PostCopyUnavailable;
 use crate::supervisor::Supervisor;
-use crate::task::Output;
+use crate::task::{self, Output};
+use crate::task_user::with_own_file_rights;
 use crate::workers::WorkerResult;
 use checkpoint::criu::Criu;
 use checkpoint::engine::{
-    DumpParams, Engine, EngineFailure, ExternalResources, RestoreParams, RestoreResources,
-    RestoredTask,
+    DumpParams, Engine, EngineFailure, ExternalResources, RestoreParams, RestoredTask,
 };
 use sempa_proto::migration::Failure;
-use sempa_proto::tasker::{DumpReport, FromTasker};
+use sempa_proto::Tid;
+use sempa_proto::tasker::{DumpReport, FromTasker, TaskStart};
 use std::ffi::CString;
 use std::fs::File;
 use std::os::unix::ffi::OsStrExt;
@@ -36,20 +40,48 @@ const PROBE_DIR_PREFIX: &str = "sempa-trial-";
 /// tasker. A probe takes much less time.
 const STALE_DIR_AGE_MIN: Duration = Duration::from_secs(120);
 
+/// Tid of the process of a probe, which is no task.
+const PROBE_TID: Tid = Tid::NONE;
+/// Path of a directory that does not exist: the images of a probe are not handed out.
+const NO_DIR: &str = "/nonexistent";
+
 /// The process and the images of a running probe. Dropping this value kills the process and removes
 /// the images.
 pub(crate) struct EngineProbe {
     namespace: Namespace,
     process_pid: i32,
     output: Output,
-    image_dir: PathBuf,
+    image_dir: ProbeDir,
+}
+
+/// The directory in which a probe writes its images. Dropping this value removes the directory.
+enum ProbeDir {
+    Temporary(PathBuf),
+    OfVault(ImageDir),
+}
+
+impl ProbeDir {
+    fn path(&self) -> &Path {
+        match self {
+            Self::Temporary(path) => path,
+            Self::OfVault(dir) => dir.path(),
+        }
+    }
+}
+
+impl Drop for ProbeDir {
+    fn drop(&mut self) {
+        if let Self::Temporary(path) = self {
+            // The directory may have been removed already, and no caller could handle another
+            // error.
+            let _ = std::fs::remove_dir_all(path);
+        }
+    }
 }
 
 impl Drop for EngineProbe {
     fn drop(&mut self) {
         self.namespace.kill_processes();
-        // The directory may have been removed already, and no caller could handle another error.
-        let _ = std::fs::remove_dir_all(&self.image_dir);
     }
 }
 
@@ -62,6 +94,10 @@ impl Supervisor {
             EngineStatus::Probing(_) => {}
             EngineStatus::Unusable(why) if self.uses_namespaces() => {
                 let why = why.clone();
+                let key_result = self.image_vault.as_mut().map_or(Ok(()), ImageVault::reload_keys);
+                if let Err(key_error) = key_result {
+                    return self.mark_engine_unusable(&why, key_error);
+                }
                 match Criu::locate(|name| std::env::var_os(name)) {
                     Ok(criu) => self.migrations.engine = Some(Arc::new(criu)),
                     Err(locate_error) => {
@@ -94,26 +130,14 @@ impl Supervisor {
 
     fn start_probe_process(&mut self) -> Result<(), Failure> {
         let io_failure = |e: std::io::Error| Failure::Io(e.to_string());
-        let temp_path = std::env::temp_dir();
-        remove_stale_dirs(&temp_path);
-        let template = temp_path.join(format!("{PROBE_DIR_PREFIX}XXXXXX"));
-        let dir = nix::unistd::mkdtemp(&template)
-            .map_err(|e| Failure::Io(format!("{}: {e}", template.display())))?;
-        let cwd =
-            CString::new(dir.as_os_str().as_bytes()).map_err(|e| Failure::Io(e.to_string()))?;
-        let (output, output_writer) = Output::new().map_err(io_failure)?;
-        let mut probe = EngineProbe {
-            namespace: Namespace::new(self.spare_namespaces.kind(), None).map_err(io_failure)?,
-            process_pid: 0,
-            output,
-            image_dir: dir.clone(),
+        let probe = match &self.image_vault {
+            Some(vault) => {
+                let dir = vault.new_image_dir(PROBE_TID, Path::new(NO_DIR))?;
+                self.start_probe_program(ProbeDir::OfVault(dir))?
+            }
+            None => start_idle_probe(create_probe_dir()?).map_err(io_failure)?,
         };
-        let stdin = File::open("/dev/null").map_err(io_failure)?;
-        probe.process_pid = probe
-            .namespace
-            .start_idle_process(&cwd, &stdin, &output_writer)
-            .map_err(io_failure)?
-            .pid;
+        let dir = probe.image_dir.path().to_path_buf();
         let engine = self
             .migrations
             .engine
@@ -128,6 +152,40 @@ impl Supervisor {
                 WorkerResult::ProbeChecked(running_check.wait_for_result(&limits))
             })?;
         Ok(())
+    }
+
+    /// Starts this program as the process of a probe for another user's tasks: it has the rights of
+    /// that user, and must not contain a copy of the tasker's memory with the site keys.
+    fn start_probe_program(&mut self, image_dir: ProbeDir) -> Result<EngineProbe, Failure> {
+        let io_failure = |e: std::io::Error| Failure::Io(e.to_string());
+        let namespace = Namespace::new(self.spare_namespaces.kind(), None).map_err(io_failure)?;
+        let program = std::env::current_exe().map_err(io_failure)?;
+        let order = TaskStart {
+            tid: PROBE_TID,
+            argv: vec![
+                program.as_os_str().as_bytes().to_vec(),
+                IDLE_ARGUMENT.into(),
+            ],
+            path: program,
+            env: Vec::new(),
+            working_dir: "/".into(),
+            pinned: false,
+        };
+        let mut task = task::start_task_process(
+            &order,
+            Some((namespace, None)),
+            &self.task_start_state,
+            &self.start_guard,
+            self.exec_time_limit(),
+        )
+        .map_err(|why| Failure::Io(why.to_string()))?;
+        let namespace = task.namespace.take().expect("it was started in one");
+        Ok(EngineProbe {
+            namespace,
+            process_pid: task.process.pid,
+            output: task.output,
+            image_dir,
+        })
     }
 
     /// Handles the result of the post-copy check, which determines whether this host supports
@@ -146,25 +204,30 @@ impl Supervisor {
         };
         let (pid, dir, pid_namespace) = (
             probe.process_pid,
-            probe.image_dir.clone(),
+            probe.image_dir.path().to_path_buf(),
             probe.namespace.namespace_inode(),
         );
-        let running_dump = engine.start_dump(DumpParams {
+        let inside = self.engine_place(&probe.namespace)?;
+        // The library in the engine relays requests for these processes only.
+        let processes = match inside {
+            Some(_) => probe.namespace.pids(),
+            None => Vec::new(),
+        };
+        let dump_params = DumpParams {
             root_pid: pid,
-            processes: Vec::new(),
+            processes,
             dir,
             pid_namespace,
+            inside,
             page_stream: None,
             sent_pages: None,
-        })?;
+        };
+        let running_dump = with_own_file_rights(|| engine.start_dump(dump_params))?;
         let limits = engine_limits(0)?;
         let (cancel, pid) = (limits.cancel.clone(), running_dump.engine_pid());
         let work = move || {
-            WorkerResult::ProbeDumped(
-                running_dump
-                    .wait_until_dumped(&limits)
-                    .map(|(report, _)| report),
-            )
+            let dump_result = with_own_file_rights(|| running_dump.wait_until_dumped(&limits));
+            WorkerResult::ProbeDumped(dump_result.map(|(report, _)| report))
         };
         self.migrations
             .workers
@@ -184,6 +247,7 @@ impl Supervisor {
 
     fn restore_probe(&mut self) -> Result<(), Failure> {
         let io_failure = |e: std::io::Error| Failure::Io(e.to_string());
+        let namespace_kind = self.spare_namespaces.kind();
         let (Some(probe), Some(engine)) =
             (&mut self.migrations.running_probe, &self.migrations.engine)
         else {
@@ -191,24 +255,28 @@ impl Supervisor {
         };
         let source_namespace = std::mem::replace(
             &mut probe.namespace,
-            Namespace::new(self.spare_namespaces.kind(), None).map_err(io_failure)?,
+            Namespace::new(namespace_kind, None).map_err(io_failure)?,
         );
         let external_resources = ExternalResources {
             output_pipe: probe.output.pipe_inode(),
         };
-        let (output, output_writer) = Output::new().map_err(io_failure)?;
-        probe.output = output;
-        let pid_namespace = probe.namespace.open().map_err(io_failure)?;
+        let place = EnginePlace {
+            namespace: &probe.namespace,
+            vault: self.image_vault.as_ref(),
+            pid_numbering: self.pid_numbering,
+        };
         let restore_params = RestoreParams {
-            dir: probe.image_dir.clone(),
+            dir: probe.image_dir.path().to_path_buf(),
             external_resources,
             post_copy: false,
         };
-        let resources = RestoreResources {
-            pid_namespace,
-            output: output_writer,
-        };
-        let running_restore = engine.start_restore(resources, restore_params)?;
+        let IdleRestoreWithOutput {
+            engine: idle_restore,
+            output,
+            ..
+        } = start_restore_engine(engine.as_ref(), &place)?;
+        probe.output = output;
+        let running_restore = with_own_file_rights(|| idle_restore.start(restore_params))?;
         let limits = engine_limits(0)?;
         let (cancel, engine_pid) = (limits.cancel.clone(), running_restore.engine_pid());
         self.migrations
@@ -238,7 +306,7 @@ impl Supervisor {
             .migrations
             .running_probe
             .take()
-            .map(|probe| probe.image_dir.display().to_string());
+            .map(|probe| probe.image_dir.path().display().to_string());
         // Equal failures must have equal texts, so the name of the directory is replaced.
         let failure_reason = |why: Failure| {
             let why = why
@@ -280,6 +348,33 @@ impl Supervisor {
         }
         self.handle_deferred_orders();
     }
+}
+
+/// Creates the temporary directory of a probe.
+fn create_probe_dir() -> Result<ProbeDir, Failure> {
+    let temp_path = std::env::temp_dir();
+    remove_stale_dirs(&temp_path);
+    let template = temp_path.join(format!("{PROBE_DIR_PREFIX}XXXXXX"));
+    nix::unistd::mkdtemp(&template)
+        .map(ProbeDir::Temporary)
+        .map_err(|e| Failure::Io(format!("{}: {e}", template.display())))
+}
+
+/// Starts an idle process with its working directory in `image_dir`.
+fn start_idle_probe(image_dir: ProbeDir) -> std::io::Result<EngineProbe> {
+    let cwd = CString::new(image_dir.path().as_os_str().as_bytes())?;
+    let (output, output_writer) = Output::new()?;
+    let namespace = Namespace::new(NamespaceKind::Pid, None)?;
+    let stdin = File::open("/dev/null")?;
+    let process_pid = namespace
+        .start_idle_process(&cwd, &stdin, &output_writer)?
+        .pid;
+    Ok(EngineProbe {
+        namespace,
+        process_pid,
+        output,
+        image_dir,
+    })
 }
 
 /// Returns the delay from a failed probe to the next probe. `failure_count` is the number of

@@ -96,7 +96,7 @@ impl Supervisor {
         result: Result<TaskFacts, Refusal>,
     ) {
         let inspected_migration = match requester {
-            Requester::Migration { migration, .. } if result.is_ok() => Some(migration),
+            Requester::Migration { migration, tid } if result.is_ok() => Some((migration, tid)),
             _ => None,
         };
         self.send(&match requester {
@@ -115,8 +115,8 @@ impl Supervisor {
             }
             Requester::Query(query) => FromTasker::QueryInspected { query, result },
         });
-        if let Some(migration) = inspected_migration {
-            self.start_idle_dump(migration);
+        if let Some((migration, tid)) = inspected_migration {
+            self.start_idle_dump(migration, tid);
         }
     }
 

@@ -12,9 +12,11 @@
 
 use crate::dump_attempt::random_number;
 use crate::image_manifest::ImageManifest;
+use crate::image_vault::ImageDir;
 use crate::supervisor::Supervisor;
 use crate::sys;
 use crate::target::{IncomingTask, TargetStage};
+use crate::task_user::with_own_file_rights;
 use crate::workers::WorkerResult;
 use checkpoint::engine::CancelHandle;
 use checkpoint::facts::{self, COPIED_BYTES_MAX, COPIED_FILES_MAX, OpenFile};
@@ -91,11 +93,15 @@ fn copy_file_to_images(file: &OpenFile, target: &Path, bytes_max: u64) -> io::Re
         .read(true)
         .custom_flags(libc::O_NONBLOCK)
         .open(&file.fd_path)?;
-    let mut target = OpenOptions::new()
-        .write(true)
-        .create_new(true)
-        .mode(0o600)
-        .open(target)?;
+    let create_target = || {
+        OpenOptions::new()
+            .write(true)
+            .create_new(true)
+            .mode(0o600)
+            .open(target)
+    };
+    // The source was opened with the rights of the task's user.
+    let mut target = with_own_file_rights(create_target)?;
     let copied_bytes = io::copy(&mut source.take(bytes_max + 1), &mut target)?;
     let size_error = || {
         io::Error::other(format!(
@@ -128,7 +134,8 @@ impl PlacedFiles {
 ///
 /// # Errors
 /// A file cannot be created. Then all files that were written are removed again.
-fn write_files(dir: &Path, files: &[TransferredFile]) -> Result<PlacedFiles, Failure> {
+fn write_files(image_dir: &ImageDir, files: &[TransferredFile]) -> Result<PlacedFiles, Failure> {
+    let (dir, journal_dir) = (image_dir.path(), image_dir.journal_dir());
     let privilege_failure =
         |e: io::Error| Failure::Io(format!("cannot drop privileges to write files: {e}"));
     if !nix::unistd::geteuid().is_root() {
@@ -137,10 +144,10 @@ fn write_files(dir: &Path, files: &[TransferredFile]) -> Result<PlacedFiles, Fai
     let journal_failure = |e: io::Error| {
         Failure::Io(format!(
             "the transferred files cannot be recorded next to {}: {e}",
-            dir.display()
+            journal_dir.display()
         ))
     };
-    let mut journal = FileTransferJournal::create_next_to(dir).map_err(journal_failure)?;
+    let mut journal = FileTransferJournal::create_next_to(journal_dir).map_err(journal_failure)?;
     for file in files {
         let write_result = place_file(dir, file, &mut journal);
         write_result.map_err(|e| {
@@ -181,10 +188,13 @@ fn place_file(
     .into();
     let metadata = target.metadata()?;
     let image_path = dir.join(Path::new(&file.image_name).file_name().unwrap_or_default());
-    let mut source = OpenOptions::new()
-        .read(true)
-        .custom_flags(libc::O_NOFOLLOW)
-        .open(image_path)?;
+    let open_source = || {
+        OpenOptions::new()
+            .read(true)
+            .custom_flags(libc::O_NOFOLLOW)
+            .open(image_path)
+    };
+    let mut source = with_own_file_rights(open_source)?;
     io::copy(&mut source, &mut target)?;
     if metadata.gid() != file.gid {
         fchown(&target, None, Some(Gid::from_raw(file.gid)))?;
@@ -213,14 +223,14 @@ impl Supervisor {
     pub(crate) fn start_placing_files(
         &mut self,
         migration: MigrationId,
-        dir: &Path,
+        image_dir: ImageDir,
         manifest: ImageManifest,
         redirect: Option<MemoryWrite>,
     ) {
-        let image_dir = dir.to_path_buf();
+        let written_dir = image_dir.clone();
         let work = move || WorkerResult::FilesPlaced {
             migration,
-            result: write_files(&image_dir, &manifest.transferred_files),
+            result: write_files(&written_dir, &manifest.transferred_files),
         };
         let cancel = CancelHandle::new().map_err(|e| Failure::Io(format!("no descriptor: {e}")));
         let start_result =
@@ -231,7 +241,7 @@ impl Supervisor {
         ) {
             (Ok(_), Some(target)) => {
                 target.stage = TargetStage::PlacingFiles {
-                    dir: dir.into(),
+                    image_dir,
                     redirect,
                     must_discard: false,
                 }
@@ -264,7 +274,7 @@ impl Supervisor {
             return;
         };
         let TargetStage::PlacingFiles {
-            dir,
+            image_dir,
             redirect: redirection,
             must_discard: is_discarded,
         } = std::mem::replace(&mut target.stage, TargetStage::Prepared)
@@ -278,7 +288,7 @@ impl Supervisor {
         match result {
             Ok(placed_files) => {
                 target.placed_files = placed_files;
-                self.start_engine_restore(migration, &dir, redirection);
+                self.start_engine_restore(migration, image_dir, redirection);
             }
             Err(why) => {
                 let mut final_messages = vec![FromTasker::Restored {
@@ -336,7 +346,7 @@ mod tests {
         fn place_in_thread(&self, files: &[TransferredFile]) -> Result<PlacedFiles, Failure> {
             std::thread::scope(|scope| {
                 scope
-                    .spawn(|| write_files(&self.path("images"), files))
+                    .spawn(|| write_files(&ImageDir::OfDaemon(self.path("images")), files))
                     .join()
                     .expect("it ends")
             })

@@ -4,12 +4,16 @@
 //! that has ended while it waited is replaced when the dump or restore begins.
 
 use crate::freezer;
+use crate::image_vault::ImageVault;
 use crate::namespace::Namespace;
+use crate::pid_numbering::PidNumbering;
 use crate::supervisor::Supervisor;
 use crate::task::Output;
 use crate::workers::{WorkerResult, Workers};
-use checkpoint::engine::{CancelHandle, Engine, IdleDump, IdleRestore, RestoreResources};
-use sempa_proto::MigrationId;
+use checkpoint::engine::{
+    CancelHandle, Engine, IdleDump, IdleRestore, RestoreResources, TaskNamespaces,
+};
+use sempa_proto::{MigrationId, Tid};
 use sempa_proto::migration::Failure;
 use std::io;
 use std::time::{Duration, Instant};
@@ -17,6 +21,9 @@ use std::time::{Duration, Instant};
 /// Maximum number of engines that wait for a dump, and of those that wait for a restore. At most
 /// eight tasks leave a host at a time.
 pub(crate) const IDLE_ENGINES_MAX: usize = 8;
+/// Number of the highest PIDs of a namespace that an engine inside it gets. Tasks get such PIDs only
+/// after they have created all others.
+const ENGINE_PIDS: u32 = 256;
 /// Time after which an engine that waits for a dump is ended: the migration was probably given up,
 /// which the tasker is not told before the task has been stopped.
 const IDLE_DUMP_TIMEOUT: Duration = Duration::from_secs(10);
@@ -83,15 +90,19 @@ pub(crate) struct IdleRestoreWithOutput {
 }
 
 impl Supervisor {
-    /// Starts an engine that waits for the dump of this migration, unless one waits already. If
-    /// that fails, the dump starts its engine itself.
-    pub(crate) fn start_idle_dump(&mut self, migration: MigrationId) {
+    /// Starts an engine that waits for the dump of the task `tid` in this migration, unless one
+    /// waits already. If that fails, the dump starts its engine itself.
+    pub(crate) fn start_idle_dump(&mut self, migration: MigrationId, tid: Tid) {
+        let namespace = self.tasks.get(&tid).and_then(|task| task.namespace.as_ref());
+        let Some(Ok(inside)) = namespace.map(|namespace| self.engine_place(namespace)) else {
+            return;
+        };
         let migrations = &mut self.migrations;
         let Some(engine) = &migrations.engine else {
             return;
         };
         if migrations.idle_dumps.can_add(migration)
-            && let Ok(idle_dump) = engine.start_idle_dump()
+            && let Ok(idle_dump) = engine.start_idle_dump(inside.as_ref())
         {
             migrations
                 .idle_dumps
@@ -117,9 +128,14 @@ impl Supervisor {
         let Some(namespace) = &target.namespace else {
             return;
         };
+        let place = EnginePlace {
+            namespace,
+            vault: self.image_vault.as_ref(),
+            pid_numbering: self.pid_numbering,
+        };
         if idle_count < IDLE_ENGINES_MAX
             && target.idle_restore.is_none()
-            && let Ok(idle_restore) = start_restore_engine(engine.as_ref(), namespace)
+            && let Ok(idle_restore) = start_restore_engine(engine.as_ref(), &place)
         {
             let pids = vec![idle_restore.engine.engine_pid()];
             start_joining_group(namespace, pids, &mut migrations.workers, move |succeeded| {
@@ -142,15 +158,42 @@ impl Supervisor {
     }
 }
 
-/// Starts an engine that waits for a restore into this namespace.
+/// Where an engine restores a task.
+pub(crate) struct EnginePlace<'a> {
+    pub(crate) namespace: &'a Namespace,
+    /// `Some` if the engine runs inside the namespace.
+    pub(crate) vault: Option<&'a ImageVault>,
+    pub(crate) pid_numbering: Option<PidNumbering>,
+}
+
+impl EnginePlace<'_> {
+    /// Returns the namespaces inside which the engine runs, and makes the engine's PIDs there differ
+    /// from those of the task; `None` if the engine runs outside.
+    ///
+    /// # Errors
+    /// The namespace has ended, or the kernel does not let the tasker choose PIDs.
+    fn prepare_inside(&self) -> io::Result<Option<TaskNamespaces>> {
+        let Some(vault) = self.vault else {
+            return Ok(None);
+        };
+        if let Some(numbering) = self.pid_numbering {
+            let last_pid = numbering.pid_limit.saturating_sub(ENGINE_PIDS);
+            self.namespace.set_last_pid(last_pid.cast_signed())?;
+        }
+        vault.task_namespaces(self.namespace).map(Some)
+    }
+}
+
+/// Starts an engine that waits for a restore.
 pub(crate) fn start_restore_engine(
     engine: &dyn Engine,
-    namespace: &Namespace,
+    place: &EnginePlace<'_>,
 ) -> Result<IdleRestoreWithOutput, Failure> {
     let io_failure = |e: io::Error| Failure::Io(format!("cannot restore: {e}"));
     let (output, output_writer) = Output::new().map_err(io_failure)?;
     let resources = RestoreResources {
-        pid_namespace: namespace.open().map_err(io_failure)?,
+        inside: place.prepare_inside().map_err(io_failure)?,
+        pid_namespace: place.namespace.open().map_err(io_failure)?,
         output: output_writer,
     };
     Ok(IdleRestoreWithOutput {

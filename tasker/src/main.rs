@@ -18,6 +18,7 @@ mod file_transfer;
 mod freezer;
 mod idle_engines;
 mod image_manifest;
+mod image_vault;
 mod last_pid;
 mod lease;
 mod leftovers;
@@ -93,11 +94,16 @@ fn main() -> ExitCode {
     }
 }
 
+/// Argument of a process that only sleeps.
+pub(crate) const IDLE_ARGUMENT: &str = "--idle";
+
 /// The command line of a tasker.
 #[derive(Debug)]
 enum CommandLine {
     Help,
     Version,
+    /// Sleep until killed: the process of a probe of the engine.
+    Idle,
     Serve {
         /// Descriptor of the socket to the daemon.
         socket_fd: i32,
@@ -116,6 +122,7 @@ impl CommandLine {
         match args[..] {
             ["--help" | "-h"] => Ok(Self::Help),
             ["--version" | "-V"] => Ok(Self::Version),
+            [IDLE_ARGUMENT] => Ok(Self::Idle),
             [fd] => Ok(Self::Serve {
                 socket_fd: parse_fd(fd)?,
                 uid: None,
@@ -136,6 +143,9 @@ fn run_tasker() -> anyhow::Result<()> {
     let args: Vec<String> = std::env::args().skip(1).collect();
     match CommandLine::parse(&args)? {
         CommandLine::Help => println!("{USAGE}"),
+        CommandLine::Idle => loop {
+            std::thread::park();
+        },
         CommandLine::Version => println!("pvm-tasker {}", env!("CARGO_PKG_VERSION")),
         CommandLine::Serve { socket_fd, uid } => return serve_daemon(socket_fd, uid),
     }

@@ -12,6 +12,7 @@ use crate::feasibility::{self, Requester};
 use crate::file_transfer;
 use crate::idle_engines::IdleDumps;
 use crate::image_manifest::{ImageManifest, TaskFiles, prepare_image_dir};
+use crate::image_vault::{ImageDir, ImageVault};
 use crate::memory_reservations::MemoryReservations;
 use crate::namespace::Namespace;
 use crate::nice;
@@ -23,8 +24,11 @@ use crate::supervisor::Supervisor;
 use crate::sys;
 use crate::target::{IncomingTask, TargetStage};
 use crate::task::{Task, TaskPhase, to_micros};
+use crate::task_user::with_own_file_rights;
 use crate::workers::{WorkerResult, Workers};
-use checkpoint::engine::{CallLimits, CancelHandle, Engine, EngineFailure, MemoryServer};
+use checkpoint::engine::{
+    CallLimits, CancelHandle, Engine, EngineFailure, MemoryServer, TaskNamespaces,
+};
 use checkpoint::facts::{self, HashCache};
 use sempa_proto::migration::{Failure, Refusal, Usage};
 use sempa_proto::task::RedirectAddress;
@@ -96,18 +100,23 @@ pub(crate) struct Migrations {
 
 impl Migrations {
     /// Locates the engine and queries its version. `namespaces_allowed` is true if the tasker may
-    /// create PID namespaces; otherwise the engine is not used.
+    /// create PID namespaces; otherwise the engine is not used. The engine is not used either if
+    /// `image_vault` has no keys.
     ///
     /// # Errors
     /// No descriptors are available.
-    pub(crate) fn new(namespaces_allowed: bool) -> io::Result<Self> {
+    pub(crate) fn new(
+        namespaces_allowed: bool,
+        image_vault: Option<&ImageVault>,
+    ) -> io::Result<Self> {
         let locate_engine = || checkpoint::criu::Criu::locate(|name| std::env::var_os(name));
         let located_engine = if namespaces_allowed {
             locate_engine().map_err(|no_engine| no_engine.to_string())
         } else {
             Err(NO_NAMESPACES.into())
         };
-        let probe_result = located_engine.and_then(|criu| {
+        let key_result = image_vault.map_or(Ok(()), ImageVault::check_keys);
+        let probe_result = key_result.and(located_engine).and_then(|criu| {
             let version = criu.query_version().map_err(|why| why.to_string())?;
             Ok((version, criu))
         });
@@ -344,6 +353,9 @@ impl Supervisor {
                     tid,
                     failure,
                 } => self.on_retry_delay_over(migration, tid, failure),
+                WorkerResult::ImagesTakenIn { migration, result } => {
+                    self.on_images_taken_in(migration, result)
+                }
                 WorkerResult::FilesPlaced { migration, result } => {
                     self.on_files_placed(migration, result)
                 }
@@ -491,8 +503,10 @@ impl Supervisor {
         memory_socket: Option<&Path>,
     ) {
         let completed_pre_copy = self.migrations.pre_copies.take_sent_pages(migration);
-        let image_dir_result = prepare_image_dir(&image_dir).map_err(EngineFailure::from);
-        let start_result = image_dir_result.and_then(|()| {
+        let image_dir_result = prepare_image_dir(&image_dir)
+            .and_then(|()| self.engine_dir(tid, &image_dir))
+            .map_err(EngineFailure::from);
+        let start_result = image_dir_result.and_then(|image_dir| {
             let (page_socket, sent_pages) = match (memory_socket, completed_pre_copy) {
                 (Some(_), Some((stream, sent_pages))) => (Some(stream), Some(sent_pages)),
                 (way, _) => (
@@ -585,13 +599,19 @@ impl Supervisor {
         if attempt.is_first {
             limits.timeout -= ENGINE_TIMEOUT_BASE - FIRST_DUMP_TIMEOUT_BASE;
         }
-        let dir = attempt.image_dir.clone();
-        let dump_params =
-            attempt.dump_params(root_pid, processes.clone(), namespace.namespace_inode())?;
-        let running_dump = match self.migrations.idle_dumps.take(migration) {
-            Some(idle_dump) => idle_dump.start(dump_params)?,
-            None => engine.start_dump(dump_params)?,
-        };
+        let image_dir = attempt.image_dir.clone();
+        let inside = self.engine_place(namespace)?;
+        let dump_params = attempt.dump_params(
+            root_pid,
+            processes.clone(),
+            namespace.namespace_inode(),
+            inside,
+        )?;
+        let idle_dump = self.migrations.idle_dumps.take(migration);
+        let running_dump = with_own_file_rights(|| match idle_dump {
+            Some(idle_dump) => idle_dump.start(dump_params),
+            None => engine.start_dump(dump_params),
+        })?;
         let (cancel, engine_pid) = (limits.cancel.clone(), running_dump.engine_pid());
         let hashes = self.migrations.hash_cache.clone();
         let worker_id =
@@ -601,33 +621,43 @@ impl Supervisor {
                     // The engine is at work meanwhile.
                     let process_settings = ProcessSettings::read_all(&processes);
                     let open_files = facts::open_files(&processes);
-                    let result = running_dump.wait_until_dumped(&limits).and_then(
-                        |(report, memory_server)| {
-                            let files = TaskFiles {
-                                open: open_files,
-                                transferred: file_transfer::copy_files_to_images(
-                                    &dir, root_pid, &processes,
-                                )?,
-                                written: facts::written_files(&processes),
-                            };
-                            let file_count = files.transferred.len() as u32;
+                    let dump_result =
+                        with_own_file_rights(|| running_dump.wait_until_dumped(&limits));
+                    let result = dump_result.and_then(|(report, memory_server)| {
+                        let dir = image_dir.path();
+                        let files = TaskFiles {
+                            open: open_files,
+                            transferred: file_transfer::copy_files_to_images(
+                                dir, root_pid, &processes,
+                            )?,
+                            written: facts::written_files(&processes),
+                        };
+                        let file_count = files.transferred.len() as u32;
+                        let report = with_own_file_rights(|| {
                             let manifest = ImageManifest::from_image_dir(
-                                &dir,
+                                dir,
                                 output_and_stopped_pids.0,
                                 output_and_stopped_pids.1,
                                 memory_bytes,
                                 files,
                                 process_settings?,
                             )?;
-                            let manifest_bytes = manifest.write(&dir)?;
-                            let report = DumpReport {
+                            let manifest_bytes = manifest.write(dir)?;
+                            Ok::<_, Failure>(DumpReport {
                                 image_bytes: manifest.image_bytes().max(report.image_bytes)
                                     + manifest_bytes,
                                 image_files: report.image_files + 1 + file_count,
-                            };
-                            Ok((report, memory_server))
-                        },
-                    );
+                            })
+                        })?;
+                        let report = match image_dir.hand_out()? {
+                            Some(image_bytes) => DumpReport {
+                                image_bytes,
+                                image_files: 1,
+                            },
+                            None => report,
+                        };
+                        Ok((report, memory_server))
+                    });
                     let result = result.map_err(|failure| {
                         stop::wait_until_stopped(&processes);
                         EngineFailure {
@@ -647,6 +677,33 @@ impl Supervisor {
                     }
                 })?;
         Ok(worker_id)
+    }
+
+    /// Returns the directory for the images of the task `tid`. `dir` is the image directory of the
+    /// daemon.
+    ///
+    /// # Errors
+    /// The tasker's own directory cannot be created, or there are no keys.
+    pub(crate) fn engine_dir(&self, tid: Tid, dir: &Path) -> Result<ImageDir, Failure> {
+        self.image_vault.as_ref().map_or_else(
+            || Ok(ImageDir::OfDaemon(dir.to_path_buf())),
+            |vault| vault.new_image_dir(tid, dir),
+        )
+    }
+
+    /// Returns the namespaces inside which the engine handles a task; `None` if it runs outside.
+    ///
+    /// # Errors
+    /// The namespace has ended.
+    pub(crate) fn engine_place(
+        &self,
+        namespace: &Namespace,
+    ) -> Result<Option<TaskNamespaces>, Failure> {
+        let vault = self.image_vault.as_ref();
+        vault
+            .map(|vault| vault.task_namespaces(namespace))
+            .transpose()
+            .map_err(|e| Failure::Io(format!("the namespaces of the task: {e}")))
     }
 
     pub(crate) fn engine_failure(&self) -> Failure {

@@ -7,10 +7,12 @@
 //!   connects.
 
 use crate::census::Census;
+use crate::image_vault::ImageDir;
 use crate::stop;
 use crate::supervisor::Supervisor;
 use crate::target::TargetStage;
 use crate::task::{Task, TaskPhase};
+use crate::task_user::with_own_file_rights;
 use crate::workers::WorkerResult;
 use checkpoint::engine::{
     CallLimits, CancelHandle, EngineFailure, FailedPart, FetchCompletion, MemoryServer,
@@ -289,12 +291,12 @@ impl Supervisor {
 
     // ---- The target
 
-    /// Starts to fetch the memory of a task that is about to be restored. `image_dir` is the image
-    /// directory, and `socket_path` is the daemon's socket for the memory.
+    /// Starts to fetch the memory of a task that is about to be restored from `image_dir`.
+    /// `socket_path` is the daemon's socket for the memory.
     pub(crate) fn start_fetch(
         &mut self,
         migration: MigrationId,
-        image_dir: &Path,
+        image_dir: &ImageDir,
         socket_path: &Path,
     ) -> Result<(), Failure> {
         let completed_pre_copy = self.migrations.pre_copies.take_received_pages(migration)?;
@@ -312,16 +314,21 @@ impl Supervisor {
             }
             None => (connect_memory_socket(socket_path)?, ReceivedPages::empty()),
         };
-        let running_fetch = engine.start_fetch(image_dir, stream, received_pages)?;
+        let running_fetch = with_own_file_rights(|| {
+            engine.start_fetch(image_dir.path(), stream, received_pages)
+        })?;
         let (limits, pid, memory_completion) = (
             transfer_limits()?,
             running_fetch.engine_pid(),
             running_fetch.completion(),
         );
         let cancel = limits.cancel.clone();
-        let work = move || WorkerResult::MemoryArrived {
-            migration,
-            result: running_fetch.wait_until_fetched(&limits),
+        // The engine reads the images until all memory has arrived.
+        let image_dir = image_dir.clone();
+        let work = move || {
+            let result = with_own_file_rights(|| running_fetch.wait_until_fetched(&limits));
+            drop(image_dir);
+            WorkerResult::MemoryArrived { migration, result }
         };
         let worker_id = self
             .migrations

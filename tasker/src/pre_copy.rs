@@ -276,6 +276,7 @@ impl Supervisor {
         let Some(pre_copy) = self.migrations.pre_copies.outgoing.get_mut(&migration) else {
             return;
         };
+        let pre_copy_tid = pre_copy.tid;
         let result = result.map(|sent_pages| {
             let bytes = sent_pages.sent_bytes();
             pre_copy.sent_pages = Some(Arc::new(sent_pages));
@@ -290,10 +291,10 @@ impl Supervisor {
             self.migrations.pre_copies.failed_tasks.insert(tid);
             self.migrations.pre_copies.abort_outgoing(migration);
         }
-        let is_complete = result.is_ok();
+        let completed_tid = result.is_ok().then_some(pre_copy_tid);
         self.send(&FromTasker::PreCopied { migration, result });
-        if is_complete {
-            self.start_idle_dump(migration);
+        if let Some(tid) = completed_tid {
+            self.start_idle_dump(migration, tid);
         }
     }
 

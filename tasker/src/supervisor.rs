@@ -7,6 +7,7 @@
 use crate::census::Census;
 use crate::daemon_socket::DaemonSocket;
 use crate::freezer::{Freezer, FreezerUnavailable};
+use crate::image_vault::ImageVault;
 use crate::lease::Lease;
 use crate::leftovers::Leftovers;
 use crate::migrations::{EngineStatus, Migrations};
@@ -71,7 +72,9 @@ pub(crate) struct Supervisor {
     /// Namespaces prepared for future tasks.
     pub(crate) spare_namespaces: SpareNamespaces,
     pub(crate) task_start_state: TaskStartState,
-    start_guard: StartGuard,
+    /// Keeps the images of another user's tasks; `None` for tasks of the tasker's own user.
+    pub(crate) image_vault: Option<ImageVault>,
+    pub(crate) start_guard: StartGuard,
     pub(crate) lease: Lease,
     /// True if a pause was ordered since the last check. One check serves all pauses that are
     /// ordered together, because it reads all processes of the host.
@@ -126,15 +129,17 @@ impl Supervisor {
             Some(_) => NamespaceKind::PidAndMount,
             None => NamespaceKind::Pid,
         };
+        let image_vault = user.as_ref().map(ImageVault::create).transpose()?;
         let pid_numbering = Namespace::probe(namespace_kind);
         let uses_namespaces = pid_numbering.is_some();
         Ok(Self {
             daemon_socket: DaemonSocket::new(socket)?,
             tasks: BTreeMap::new(),
-            migrations: Migrations::new(uses_namespaces)?,
+            migrations: Migrations::new(uses_namespaces, image_vault.as_ref())?,
             pid_numbering,
             spare_namespaces: SpareNamespaces::new(namespace_kind),
             task_start_state: TaskStartState::prepare(user)?,
+            image_vault,
             start_guard: StartGuard::new()?,
             lease: Lease::new()?,
             must_check_pauses: false,

@@ -3,8 +3,9 @@
 
 use crate::census::{Census, ProcessTree};
 use crate::file_transfer::PlacedFiles;
-use crate::idle_engines::{self, IdleRestoreWithOutput};
+use crate::idle_engines::{self, EnginePlace, IdleRestoreWithOutput};
 use crate::image_manifest::ImageManifest;
+use crate::image_vault::ImageDir;
 use crate::migrations::{NO_NAMESPACES, engine_limits, write_redirect};
 use crate::namespace::Namespace;
 use crate::pause::Pause;
@@ -12,6 +13,7 @@ use crate::process_settings;
 use crate::supervisor::Supervisor;
 use crate::sys::{self, Child};
 use crate::task::{self, Output, Task, TaskPhase};
+use crate::task_user::{TaskUser, with_own_file_rights};
 use crate::workers::WorkerResult;
 use crate::written_files;
 use checkpoint::engine::{EngineFailure, ExternalResources, FailedPart, RestoreParams};
@@ -37,6 +39,8 @@ pub(crate) struct IncomingTask {
     pub(crate) stage: TargetStage,
     /// Files that were transferred with the task and written at this host.
     pub(crate) placed_files: PlacedFiles,
+    /// The directory of the images, once they have arrived.
+    image_dir: Option<ImageDir>,
     /// True if most of the task's memory is post-copied.
     uses_post_copy: bool,
 }
@@ -44,9 +48,15 @@ pub(crate) struct IncomingTask {
 pub(crate) enum TargetStage {
     /// The host has accepted the task and reserved a namespace for it.
     Prepared,
+    /// The seal of the images is being checked.
+    TakingImagesIn {
+        redirect: Option<MemoryWrite>,
+        memory_socket: Option<PathBuf>,
+        must_discard: bool,
+    },
     /// Files that were transferred with the task are being written.
     PlacingFiles {
-        dir: PathBuf,
+        image_dir: ImageDir,
         redirect: Option<MemoryWrite>,
         must_discard: bool,
     },
@@ -138,6 +148,7 @@ impl Supervisor {
             idle_restore: None,
             stage: TargetStage::Prepared,
             placed_files: PlacedFiles::default(),
+            image_dir: None,
             uses_post_copy: false,
         };
         self.migrations.incoming_tasks.insert(migration, target);
@@ -169,7 +180,89 @@ impl Supervisor {
                 result: Err(why),
             });
         }
-        let image_manifest = ImageManifest::read(dir);
+        let start_result = match self.engine_dir(tid, dir) {
+            Ok(image_dir @ ImageDir::OfDaemon(_)) => {
+                return self.restore_from(migration, image_dir, redirect, memory_socket);
+            }
+            Ok(image_dir) => self.start_uncancellable(move || WorkerResult::ImagesTakenIn {
+                migration,
+                result: image_dir.take_in().map(|()| image_dir),
+            }),
+            Err(why) => Err(why),
+        };
+        match (
+            start_result,
+            self.migrations.incoming_tasks.get_mut(&migration),
+        ) {
+            (Ok(_), Some(target)) => {
+                target.stage = TargetStage::TakingImagesIn {
+                    redirect,
+                    memory_socket: memory_socket.map(Path::to_path_buf),
+                    must_discard: false,
+                }
+            }
+            (Ok(_), None) => {}
+            (Err(why), _) => self.fail_restore(migration, why),
+        }
+    }
+
+    /// Discards a migration to this host whose restore has failed, and reports the failure.
+    fn fail_restore(&mut self, migration: MigrationId, why: Failure) {
+        self.remove_incoming_task(
+            migration,
+            vec![FromTasker::Restored {
+                migration,
+                result: Err(why),
+            }],
+        );
+    }
+
+    /// Handles the end of the check of the images' seal.
+    pub(crate) fn on_images_taken_in(
+        &mut self,
+        migration: MigrationId,
+        result: Result<ImageDir, Failure>,
+    ) {
+        let Some(target) = self.migrations.incoming_tasks.get_mut(&migration) else {
+            return;
+        };
+        let stage = std::mem::replace(&mut target.stage, TargetStage::Prepared);
+        let TargetStage::TakingImagesIn {
+            redirect,
+            memory_socket,
+            must_discard,
+        } = stage
+        else {
+            target.stage = stage;
+            return;
+        };
+        match result {
+            _ if must_discard => {
+                let cancelled = Failure::Cancelled("the migration was cancelled".into());
+                let restored = FromTasker::Restored {
+                    migration,
+                    result: Err(cancelled),
+                };
+                let final_messages = vec![restored, FromTasker::Discarded { migration }];
+                self.remove_incoming_task(migration, final_messages);
+            }
+            Ok(image_dir) => {
+                self.restore_from(migration, image_dir, redirect, memory_socket.as_deref());
+            }
+            Err(why) => self.fail_restore(migration, why),
+        }
+    }
+
+    /// Starts the restore of a task from complete images.
+    fn restore_from(
+        &mut self,
+        migration: MigrationId,
+        image_dir: ImageDir,
+        redirect: Option<MemoryWrite>,
+        memory_socket: Option<&Path>,
+    ) {
+        let dir = image_dir.path();
+        let image_manifest = with_own_file_rights(|| ImageManifest::read(dir));
         self.migrations
             .reservations
             .record_image_arrival(migration, dir);
@@ -178,11 +271,14 @@ impl Supervisor {
         });
         let fetch_result = check_result.map_err(EngineFailure::from).and_then(|()| {
             memory_socket
-                .map_or(Ok(()), |path| self.start_fetch(migration, dir, path))
+                .map_or(Ok(()), |path| {
+                    self.start_fetch(migration, &image_dir, path)
+                })
                 .map_err(EngineFailure::missing_memory)
         });
         if let Some(target) = self.migrations.incoming_tasks.get_mut(&migration) {
             target.uses_post_copy = memory_socket.is_some();
+            target.image_dir = Some(image_dir.clone());
         }
         match (fetch_result, image_manifest) {
             (Err(why), _) => {
@@ -198,10 +294,10 @@ impl Supervisor {
                 );
             }
             (Ok(()), Ok(image_manifest)) if !image_manifest.transferred_files.is_empty() => {
-                self.start_placing_files(migration, dir, image_manifest, redirect)
+                self.start_placing_files(migration, image_dir, image_manifest, redirect)
             }
             // A defect of the manifest is reported when `start_restore` reads it.
-            _ => self.start_engine_restore(migration, dir, redirect),
+            _ => self.start_engine_restore(migration, image_dir, redirect),
         }
     }
 
@@ -210,10 +306,10 @@ impl Supervisor {
     pub(crate) fn start_engine_restore(
         &mut self,
         migration: MigrationId,
-        dir: &Path,
+        image_dir: ImageDir,
         redirect: Option<MemoryWrite>,
     ) {
-        let start_result = self.start_restore(migration, dir, redirect);
+        let start_result = self.start_restore(migration, &image_dir, redirect);
         match (
             start_result,
             self.migrations.incoming_tasks.get_mut(&migration),
@@ -292,9 +388,10 @@ impl Supervisor {
     fn start_restore(
         &mut self,
         migration: MigrationId,
-        dir: &Path,
+        image_dir: &ImageDir,
         redirect: Option<MemoryWrite>,
     ) -> Result<TargetStage, Failure> {
+        let dir = image_dir.path();
         let idle_restore = self
             .migrations
             .incoming_tasks
@@ -321,22 +418,35 @@ impl Supervisor {
             .engine
             .as_ref()
             .ok_or_else(|| self.engine_failure())?;
-        let manifest = ImageManifest::read(dir)?;
         // The images determine the rights of the restored processes, so they must belong to the
-        // user of the tasker.
-        checkpoint::criu::check_owner(dir, nix::unistd::geteuid().as_raw())?;
+        // user of the tasks.
+        let user = self.task_start_state.user();
+        let uid = user.map_or_else(|| nix::unistd::geteuid().as_raw(), TaskUser::uid);
+        let manifest = with_own_file_rights(|| {
+            let manifest = ImageManifest::read(dir)?;
+            checkpoint::criu::check_owner(dir, uid)?;
+            Ok::<_, Failure>(manifest)
+        })?;
         if redirect.is_some() {
             written_files::truncate_grown_files(&manifest.written_files)?;
         }
-        self.prepare_pids(namespace, dir)?;
         let IdleRestoreWithOutput {
             engine: idle_restore,
             output,
             is_in_group,
         } = match idle_restore {
             Some(idle_restore) => idle_restore,
-            None => idle_engines::start_restore_engine(engine.as_ref(), namespace)?,
+            None => idle_engines::start_restore_engine(
+                engine.as_ref(),
+                &EnginePlace {
+                    namespace,
+                    vault: self.image_vault.as_ref(),
+                    pid_numbering: self.pid_numbering,
+                },
+            )?,
         };
+        // After the start of the engine, which has PIDs of its own inside the namespace.
+        self.prepare_pids(namespace, dir)?;
         let limits = engine_limits(manifest.image_bytes())?;
         let restore_params = RestoreParams {
             dir: dir.into(),
@@ -345,7 +455,7 @@ impl Supervisor {
             },
             post_copy: uses_post_copy,
         };
-        let running_restore = idle_restore.start(restore_params)?;
+        let running_restore = with_own_file_rights(|| idle_restore.start(restore_params))?;
         let (cancel, engine_pid) = (limits.cancel.clone(), running_restore.engine_pid());
         let open_files = manifest.open_files.clone();
         let host = ThisHost::new(self.migrations.hash_cache.clone(), 0, u32::MAX);
@@ -386,7 +496,7 @@ impl Supervisor {
     /// Checks that the namespace allows the PIDs in the images. Makes the PIDs of future processes
     /// of the task follow the highest of them, as they would have at the source.
     fn prepare_pids(&self, namespace: &Namespace, dir: &Path) -> Result<(), Failure> {
-        let highest_pid = checkpoint::criu::highest_pid(dir)?;
+        let highest_pid = with_own_file_rights(|| checkpoint::criu::highest_pid(dir))?;
         if let Some(pid_limit) = self.pid_numbering.map(|numbering| numbering.pid_limit)
             && highest_pid >= pid_limit
         {
@@ -635,6 +745,10 @@ impl Supervisor {
             }
             // The reply is sent after the worker has finished and the files have been removed.
             TargetStage::PlacingFiles {
+                must_discard: is_discarded,
+                ..
+            }
+            | TargetStage::TakingImagesIn {
                 must_discard: is_discarded,
                 ..
             } => *is_discarded = true,

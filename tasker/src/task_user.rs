@@ -40,6 +40,7 @@ pub(crate) enum TaskUserError {
 /// Ids, groups and limits with which the tasks of a user start.
 #[derive(Clone, Debug)]
 pub(crate) struct TaskUser {
+    name: String,
     uid: u32,
     gid: u32,
     /// All groups of the user on this host, including `gid`.
@@ -59,8 +60,9 @@ impl TaskUser {
         let account = User::from_uid(Uid::from_raw(uid))
             .map_err(TaskUserError::Accounts)?
             .ok_or(TaskUserError::NoAccount(uid))?;
-        let name = CString::new(account.name).map_err(|_| TaskUserError::NoAccount(uid))?;
-        let groups = getgrouplist(&name, account.gid).map_err(TaskUserError::Accounts)?;
+        let c_name =
+            CString::new(account.name.as_str()).map_err(|_| TaskUserError::NoAccount(uid))?;
+        let groups = getgrouplist(&c_name, account.gid).map_err(TaskUserError::Accounts)?;
         let peer = getsockopt(&socket, PeerCredentials)
             .map_err(|e| TaskUserError::Limits(e.desc().into()))?;
         // Root may act for any user; tests do.
@@ -71,11 +73,16 @@ impl TaskUser {
             });
         }
         Ok(Self {
+            name: account.name,
             uid,
             gid: account.gid.as_raw(),
             groups: groups.into_iter().map(Gid::as_raw).collect(),
             limits: permitted_limits(peer.pid())?,
         })
+    }
+
+    pub(crate) fn name(&self) -> &str {
+        &self.name
     }
 
     pub(crate) fn uid(&self) -> u32 {

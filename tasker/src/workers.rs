@@ -6,6 +6,7 @@
 
 use crate::feasibility::Requester;
 use crate::file_transfer::PlacedFiles;
+use crate::image_vault::ImageDir;
 use checkpoint::engine::{
     CancelHandle, EngineFailure, MemoryServer, ReceivedPages, RestoredTask, SentPages, UffdGuard,
 };
@@ -64,6 +65,12 @@ pub(crate) enum WorkerResult {
         tid: Tid,
         /// Why the previous attempt failed.
         failure: Failure,
+    },
+    /// The seal of the images of an arriving task was checked.
+    ImagesTakenIn {
+        migration: MigrationId,
+        /// The directory with the images.
+        result: Result<ImageDir, Failure>,
     },
     /// The files that were transferred with a task have been written.
     FilesPlaced {

@@ -90,16 +90,25 @@ impl LazyPages {
     }
 
     /// Writes the hidden areas to the empty file `filter_file` for the library in CRIU, as triples
-    /// of PID, start and end, sorted.
+    /// of PID, start and end, sorted. The PIDs are those in the task's namespace if `is_inside` is
+    /// true, which means that CRIU runs inside it.
     ///
     /// # Errors
     /// No memory is available.
-    pub(super) fn write_filter_file(&self, filter_file: &OwnedFd) -> io::Result<()> {
+    pub(super) fn write_filter_file(
+        &self,
+        filter_file: &OwnedFd,
+        is_inside: bool,
+    ) -> io::Result<()> {
         let process_entries = |process: &ProcessLazyPages| -> Vec<[u64; 3]> {
+            let pid = match is_inside {
+                true => process.namespace_pid,
+                false => process.pid.cast_unsigned().into(),
+            };
             process
                 .areas
                 .iter()
-                .map(|(start, end)| [process.pid.cast_unsigned().into(), *start, *end])
+                .map(|(start, end)| [pid, *start, *end])
                 .collect()
         };
         let bytes = self

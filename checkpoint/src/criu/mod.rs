@@ -11,12 +11,17 @@
 //! - the PID namespace is external,
 //! - the restored root is a child of the caller (`rst_sibling`).
 //!
-//! CRIU itself is unmodified, but must be linked dynamically: two libraries of this crate are
-//! loaded into CRIU by `LD_PRELOAD`.
+//! CRIU itself is unmodified, but must be linked dynamically: libraries of this crate are loaded
+//! into CRIU by `LD_PRELOAD`.
+//!
+//! For a task of an ordinary user CRIU runs inside the task's PID and mount namespaces
+//! ([`TaskNamespaces`]). Neither is then dumped, and the PIDs that CRIU sees are those of the
+//! images; `ptrace_relay` translates them.
 //!
 //! | problem of CRIU | solution here |
 //! | --- | --- |
 //! | A CRIU that is killed during a dump leaves a trap that kills the task | `ptrace_relay`: a thread of the tasker is the tracer; `trap_cleanup` restores registers and code |
+//! | As root, CRIU opens files that the task's user may not open | `file_rights`: CRIU accesses files with the user's rights |
 //! | Dumps of tasks with the same working directory disturb each other | `dump_lock`: one dump at a time per directory |
 //! | For a lazy dump the stopped task splices its pages into pipes, which takes time | `lazy_pages_filter` hides these pages from CRIU; `page_server` reads them from the stopped processes |
 //! | `criu lazy-pages` requests one range at a time | `prefetch`: a proxy requests pages before CRIU does |
@@ -27,6 +32,7 @@
 
 mod criu_log;
 mod dump_lock;
+mod file_rights;
 mod ghost_names;
 mod image_check;
 mod image_owner;
@@ -57,11 +63,14 @@ pub use thread_freezer::FrozenThreads;
 use crate::engine::{
     CallLimits, DumpParams, Engine, EngineFailure, EngineUnusable, IdleDump, IdleRestore,
     MemoryFetch, MemoryServer, PostCopyCheck, PreCopyStopCondition, ReceivedPages, RestoreParams,
-    RestoreResources, RestoredTask, RunningDump, RunningRestore, SentPages,
+    RestoreResources, RestoredTask, RunningDump, RunningRestore, SentPages, TaskNamespaces,
 };
+use crate::proc;
+use file_rights::FileRights;
 use lazy_pages_filter::LazyPages;
 use nix::fcntl::{FallocateFlags, fallocate};
 use process::{CriuCommand, Swrk, SwrkMessage};
+use ptrace_relay::TracedTask;
 use sempa_proto::migration::Failure;
 use sempa_proto::tasker::DumpReport;
 use smaps_reader::SmapsReaders;
@@ -151,7 +160,10 @@ impl Engine for Criu {
         })
     }
 
-    fn start_idle_dump(&self) -> Result<Box<dyn IdleDump>, Failure> {
+    fn start_idle_dump(
+        &self,
+        inside: Option<&TaskNamespaces>,
+    ) -> Result<Box<dyn IdleDump>, Failure> {
         // Without the relay the dump succeeds as well, but then an engine that is killed may damage
         // the task.
         let (relay, criu_descriptors) = ptrace_relay::IdleRelay::new().ok().unzip();
@@ -169,7 +181,8 @@ impl Engine for Criu {
         variables.push(ptrace_relay::hidden_areas_variable(&filter_file));
         let inherited_fds: Vec<BorrowedFd<'_>> =
             inherited_fds.iter().map(|fd| fd.as_fd()).collect();
-        let swrk = Swrk::start(&self.program, &inherited_fds, &variables)?;
+        variables.extend(inside.map(|inside| file_rights::task_ids_variable(&inside.user)));
+        let swrk = Swrk::start(&self.program, &inherited_fds, &variables, inside)?;
         Ok(Box::new(IdleCriuDump {
             swrk,
             relay,
@@ -216,8 +229,20 @@ impl Engine for Criu {
         &self,
         resources: RestoreResources,
     ) -> Result<Box<dyn IdleRestore>, Failure> {
-        let inherited_fds = [resources.pid_namespace.as_fd(), resources.output.as_fd()];
-        let swrk = Swrk::start(&self.program, &inherited_fds, &[])?;
+        let mut inherited_fds = vec![resources.pid_namespace.as_fd(), resources.output.as_fd()];
+        let file_rights = resources
+            .inside
+            .as_ref()
+            .map(FileRights::new)
+            .transpose()
+            .map_err(|e| Failure::Io(format!("no memory file for the engine: {e}")))?;
+        inherited_fds.extend(file_rights.as_ref().map(FileRights::library));
+        let variables = file_rights
+            .as_ref()
+            .map_or(Vec::new(), FileRights::variables);
+        let inside = resources.inside.as_ref();
+        let swrk = Swrk::start(&self.program, &inherited_fds, &variables, inside)?;
+        drop(inherited_fds);
         Ok(Box::new(IdleCriuRestore { swrk, resources }))
     }
 
@@ -311,19 +336,29 @@ impl IdleDump for IdleCriuDump {
             .map(|_| LazyPages::choose(&params.processes))
             .transpose()
             .map_err(scan_failure)?;
+        let is_inside = params.inside.is_some();
         if let Some(lazy_pages) = &post_copy {
             lazy_pages
-                .write_filter_file(&self.filter_file)
+                .write_filter_file(&self.filter_file, is_inside)
                 .map_err(scan_failure)?;
         }
+        let root_pid = match is_inside {
+            true => proc::innermost_pid(params.root_pid).ok_or(Failure::TaskEnded)?,
+            false => params.root_pid,
+        };
+        let traced_task = TracedTask {
+            root_pid: params.root_pid,
+            processes: params.processes.clone(),
+            is_criu_inside: is_inside,
+        };
         let relay = self
             .relay
-            .map(|relay| relay.start_tracer(params.root_pid, &params.processes, smaps_readers))
+            .map(|relay| relay.start_tracer(traced_task, smaps_readers))
             .transpose()
             .map_err(|e| Failure::Io(format!("no thread to trace the task: {e}")))?;
         self.swrk.raise_priority();
         self.swrk.set_cancel_timeout(CANCEL_GRACE_TIMEOUT);
-        let request = options::encode_dump_request(&params);
+        let request = options::encode_dump_request(&params, root_pid);
         self.swrk
             .send_request(&request, params.dir.join(DUMP_LOG))?;
         Ok(Box::new(CriuDump {
@@ -366,7 +401,11 @@ impl IdleRestore for IdleCriuRestore {
         let request = options::encode_restore_request(&params, &self.resources, consume_images);
         self.swrk
             .send_request(&request, params.dir.join(RESTORE_LOG))?;
-        Ok(Box::new(CriuRestore { swrk: self.swrk }))
+        let inside = self.resources.inside;
+        Ok(Box::new(CriuRestore {
+            swrk: self.swrk,
+            inside,
+        }))
     }
 }
 
@@ -458,6 +497,21 @@ fn count_files(dir: &Path) -> std::io::Result<DumpReport> {
 
 struct CriuRestore {
     swrk: Swrk,
+    /// The namespaces inside which CRIU runs; `None` if it runs in those of the caller.
+    inside: Option<TaskNamespaces>,
+}
+
+impl CriuRestore {
+    /// Returns the PID of the restored root in the caller's PID namespace. `reported_pid` is the
+    /// PID that CRIU has reported.
+    fn caller_pid(&self, reported_pid: i32) -> Result<i32, Failure> {
+        let Some(inside) = &self.inside else {
+            return Ok(reported_pid);
+        };
+        let pid = proc::child_with_innermost_pid(&inside.pid_namespace, reported_pid);
+        pid.map_err(|e| Failure::Io(format!("cannot find the restored process: {e}")))?
+            .ok_or_else(|| Failure::Engine("the restored process is no child of the tasker".into()))
+    }
 }
 
 impl RunningRestore for CriuRestore {
@@ -479,6 +533,7 @@ impl RunningRestore for CriuRestore {
                     point: script,
                     root_pid: pid,
                 } if script == "post-restore" => {
+                    let pid = self.caller_pid(pid)?;
                     return Ok(Box::new(CriuRestoredTask {
                         swrk: self.swrk,
                         pid,

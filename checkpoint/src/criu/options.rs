@@ -47,13 +47,17 @@ fn encode_request(request_type: Criu_req_type, opts: Criu_opts) -> Vec<u8> {
         .expect("a request is small and has all its fields")
 }
 
-/// Encodes a request to dump a task and leave it stopped.
-pub(super) fn encode_dump_request(params: &DumpParams) -> Vec<u8> {
+/// Encodes a request to dump a task and leave it stopped. `root_pid` is the PID of its root process
+/// as CRIU sees it.
+pub(super) fn encode_dump_request(params: &DumpParams, root_pid: i32) -> Vec<u8> {
     let mut opts = common_options(&params.dir);
-    opts.pid = Some(params.root_pid);
+    opts.pid = Some(root_pid);
     opts.leave_stopped = Some(true);
-    opts.external
-        .push(format!("pid[{}]:{NAMESPACE_KEY}", params.pid_namespace));
+    // Inside the namespace, CRIU sees its own.
+    if params.inside.is_none() {
+        opts.external
+            .push(format!("pid[{}]:{NAMESPACE_KEY}", params.pid_namespace));
+    }
     encode_request(Criu_req_type::DUMP, opts)
 }
 
@@ -75,10 +79,12 @@ pub(super) fn encode_restore_request(
         entry.fd = Some(fd);
         opts.inherit_fd.push(entry);
     };
-    add_inherited_fd(
-        NAMESPACE_KEY.to_string(),
-        resources.pid_namespace.as_raw_fd(),
-    );
+    if resources.inside.is_none() {
+        add_inherited_fd(
+            NAMESPACE_KEY.to_string(),
+            resources.pid_namespace.as_raw_fd(),
+        );
+    }
     add_inherited_fd(
         format!("pipe:[{}]", params.external_resources.output_pipe),
         resources.output.as_raw_fd(),

@@ -7,9 +7,10 @@
 
 use super::criu_log::{self, MemoryLog};
 use super::{STDERR_FILE, kdat, options};
-use crate::engine::{CallLimits, VersionError};
+use crate::engine::{CallLimits, TaskNamespaces, VersionError};
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sched::{CloneFlags, setns};
 use nix::sys::socket::{AddressFamily, MsgFlags, SockFlag, SockType, recv, send, socketpair};
 use protobuf::Message;
 use rust_criu::rust_criu_protobuf::rpc::{Criu_req_type, Criu_resp};
@@ -67,12 +68,14 @@ pub(super) struct Swrk {
 }
 
 impl Swrk {
-    /// Starts CRIU, which then waits for its request. CRIU inherits the descriptors
-    /// `inherited_descriptors` with the same numbers, and no other descriptor.
+    /// Starts CRIU, which then waits for its request, inside the namespaces `inside` if they are
+    /// given. CRIU inherits the descriptors `inherited_descriptors` with the same numbers, and no
+    /// other descriptor.
     pub(super) fn start(
         program: &Path,
         inherited_descriptors: &[BorrowedFd<'_>],
         variables: &[(&'static str, String)],
+        inside: Option<&TaskNamespaces>,
     ) -> Result<Self, Failure> {
         kdat::remove_stale_temporary();
         let (own_socket, criu_socket) = socketpair(
@@ -101,7 +104,15 @@ impl Swrk {
         // SAFETY: the closure makes only system calls on descriptors that it owns; it neither
         // allocates nor locks.
         unsafe { command.pre_exec(move || prepare_child(&inherited_fds)) };
-        let (child, pidfd) = spawn_with_pidfd(&mut command)
+        if let Some(inside) = inside {
+            let mount_namespace = inside.mount_namespace.clone();
+            // SAFETY: the closure makes one system call on a descriptor that it owns. The new
+            // process shares its file system information with no thread.
+            unsafe {
+                command.pre_exec(move || Ok(setns(&*mount_namespace, CloneFlags::CLONE_NEWNS)?))
+            };
+        }
+        let (child, pidfd) = spawn_inside(&mut command, inside)
             .map_err(|e| start_failure(&program.display().to_string(), &e))?;
         Ok(Self {
             child,
@@ -392,6 +403,22 @@ fn prepare_child(inherited_fds: &[RawFd]) -> io::Result<()> {
         }
     }
     Ok(())
+}
+
+/// Starts a child in the PID namespace of `inside`, if it is given, and opens its pidfd.
+fn spawn_inside(
+    command: &mut Command,
+    inside: Option<&TaskNamespaces>,
+) -> io::Result<(Child, OwnedFd)> {
+    let Some(inside) = inside else {
+        return spawn_with_pidfd(command);
+    };
+    let own_namespace = File::open("/proc/self/ns/pid")?;
+    setns(&*inside.pid_namespace, CloneFlags::CLONE_NEWPID)?;
+    let spawn_result = spawn_with_pidfd(command);
+    setns(own_namespace, CloneFlags::CLONE_NEWPID)
+        .expect("the way back into one's own namespace is open");
+    spawn_result
 }
 
 /// Starts a child and opens its pidfd. If opening fails, the child is killed.

@@ -27,7 +27,8 @@ use nix::sys::socket::{
     socketpair,
 };
 use procfs::process::Process;
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
+use std::ffi::CStr;
 use std::fs::File;
 use std::io::{self, IoSlice, Write};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -41,6 +42,8 @@ const LIBRARY: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/relay.so"));
 const WAIT_REQUEST: u64 = u64::MAX;
 /// Request number by which the library asks for the mappings of a process.
 const SMAPS_REQUEST: u64 = u64::MAX - 1;
+/// Thread id of a wait for any thread.
+const ANY_THREAD: i32 = -1;
 /// Error number of the reply if the thread does not belong to the dumped task.
 const NOT_DUMPED_ERROR: i32 = -1;
 /// Flag of a request: the data is passed through an iovec.
@@ -117,7 +120,7 @@ pub(super) fn load_report_variables(
     ]
 }
 
-fn preload_variable(library: &OwnedFd) -> (&'static str, String) {
+pub(super) fn preload_variable(library: &OwnedFd) -> (&'static str, String) {
     (
         "LD_PRELOAD",
         format!("/proc/self/fd/{}", library.as_raw_fd()),
@@ -129,9 +132,17 @@ fn preload_variable(library: &OwnedFd) -> (&'static str, String) {
 /// # Errors
 /// No file descriptor or memory is available.
 pub(super) fn library_file() -> io::Result<OwnedFd> {
-    let library = memfd_create(c"sempa-relay", MFdFlags::MFD_CLOEXEC)?;
-    File::from(library.try_clone()?).write_all(LIBRARY)?;
-    Ok(library)
+    memory_file(c"sempa-relay", LIBRARY)
+}
+
+/// Returns a file in memory with this name and content.
+///
+/// # Errors
+/// No file descriptor or memory is available.
+pub(super) fn memory_file(name: &CStr, content: &[u8]) -> io::Result<OwnedFd> {
+    let file = memfd_create(name, MFdFlags::MFD_CLOEXEC)?;
+    File::from(file.try_clone()?).write_all(content)?;
+    Ok(file)
 }
 
 impl IdleRelay {
@@ -158,20 +169,19 @@ impl IdleRelay {
         ))
     }
 
-    /// Starts a thread that will trace these processes. `root_pid` is the PID of their root
-    /// process. `smaps_readers` reads their mappings.
+    /// Starts a thread that will trace the processes of `task`. `smaps_readers` reads their
+    /// mappings.
     ///
     /// # Errors
     /// No thread is available.
     pub(super) fn start_tracer(
         self,
-        root_pid: i32,
-        processes: &[i32],
+        task: TracedTask,
         smaps_readers: SmapsReaders,
     ) -> io::Result<Relay> {
         let tracer = Tracer {
             smaps_readers,
-            ..Tracer::new(self.socket.clone(), root_pid, processes.to_vec())
+            ..Tracer::new(self.socket.clone(), task)
         };
         let thread = std::thread::Builder::new()
             .name("tracer".into())
@@ -313,10 +323,71 @@ impl LibraryReply {
     }
 }
 
+/// The processes that CRIU dumps.
+#[derive(Clone, Debug)]
+pub(super) struct TracedTask {
+    /// Root of the process tree, in the caller's PID namespace.
+    pub(super) root_pid: i32,
+    /// All processes of the tree, in the caller's PID namespace.
+    pub(super) processes: Vec<i32>,
+    /// True if CRIU runs inside the task's PID namespace, so that its thread ids are those of the
+    /// task.
+    pub(super) is_criu_inside: bool,
+}
+
+/// Translates thread ids between CRIU's PID namespace and that of the caller.
+#[derive(Debug)]
+enum ThreadIds {
+    /// CRIU is in the caller's namespace.
+    Same,
+    /// CRIU is in the task's namespace. Contains the caller's id of each thread that CRIU has
+    /// named.
+    Inner(BTreeMap<i32, i32>),
+}
+
+impl ThreadIds {
+    fn new(task: &TracedTask) -> Self {
+        match task.is_criu_inside {
+            true => Self::Inner(BTreeMap::new()),
+            false => Self::Same,
+        }
+    }
+
+    /// Returns the caller's id of the thread that CRIU calls `criu_tid`; `None` if the thread does
+    /// not belong to `processes`.
+    fn to_own(&mut self, criu_tid: i32, processes: &[i32]) -> Option<i32> {
+        let Self::Inner(own_ids) = self else {
+            return Some(criu_tid);
+        };
+        if !own_ids.contains_key(&criu_tid) {
+            let threads = processes
+                .iter()
+                .filter_map(|pid| proc::thread_ids(*pid).ok());
+            own_ids.extend(
+                threads
+                    .flatten()
+                    .filter_map(|tid| Some((proc::innermost_pid(tid)?, tid))),
+            );
+        }
+        own_ids.get(&criu_tid).copied()
+    }
+
+    /// Returns the id by which CRIU knows the thread `own_tid`.
+    fn to_criu(&self, own_tid: i32) -> i32 {
+        match self {
+            Self::Same => own_tid,
+            Self::Inner(own_ids) => own_ids
+                .iter()
+                .find(|(_, tid)| **tid == own_tid)
+                .map_or(own_tid, |(criu_tid, _)| *criu_tid),
+        }
+    }
+}
+
 struct Tracer {
     socket: Arc<OwnedFd>,
-    root_pid: i32,
-    processes: Vec<i32>,
+    task: TracedTask,
+    thread_ids: ThreadIds,
     traced_tids: BTreeSet<i32>,
     /// The lock of the task's working directory. It is acquired when the root is seized, and
     /// dropped when CRIU no longer needs the directory.
@@ -325,11 +396,11 @@ struct Tracer {
 }
 
 impl Tracer {
-    fn new(socket: Arc<OwnedFd>, root: i32, processes: Vec<i32>) -> Self {
+    fn new(socket: Arc<OwnedFd>, task: TracedTask) -> Self {
         Self {
             socket,
-            root_pid: root,
-            processes,
+            thread_ids: ThreadIds::new(&task),
+            task,
             traced_tids: BTreeSet::new(),
             directory_lock: None,
             smaps_readers: SmapsReaders::default(),
@@ -363,7 +434,11 @@ impl Tracer {
     }
 
     fn handle_request(&mut self, library_request: &LibraryRequest) -> LibraryReply {
-        let Ok(tid) = i32::try_from(library_request.pid) else {
+        let own_tid = |criu_tid: i32| match criu_tid {
+            ANY_THREAD => Some(ANY_THREAD),
+            _ => self.thread_ids.to_own(criu_tid, &self.task.processes),
+        };
+        let Some(tid) = i32::try_from(library_request.pid).ok().and_then(own_tid) else {
             return LibraryReply::not_dumped();
         };
         if library_request.request_number == SMAPS_REQUEST {
@@ -385,7 +460,8 @@ impl Tracer {
         }
         if is_seize {
             self.wait_for_group_stop(tid);
-            if tid == self.root_pid {
+            // Inside the task's namespaces CRIU needs no second /proc.
+            if tid == self.task.root_pid && !self.task.is_criu_inside {
                 self.lock_directory();
             }
         }
@@ -441,7 +517,7 @@ impl Tracer {
         if self.directory_lock.is_some() {
             return;
         }
-        let Some(working_dir) = dump_lock::WorkingDir::of_process(self.root_pid) else {
+        let Some(working_dir) = dump_lock::WorkingDir::of_process(self.task.root_pid) else {
             return;
         };
         let deadline = Instant::now() + dump_lock::LOCK_WAIT_TIMEOUT;
@@ -478,17 +554,18 @@ impl Tracer {
 
     /// True for threads of the dumped processes.
     fn is_dumped(&self, tid: i32) -> bool {
-        self.processes.contains(&tid)
-            || self.processes.iter().any(|pid| {
+        let processes = &self.task.processes;
+        processes.contains(&tid)
+            || processes.iter().any(|pid| {
                 Process::new(*pid).is_ok_and(|process| process.task_from_tid(tid).is_ok())
             })
     }
 
-    /// Waits for an event of the thread `tid`. If `tid` is -1 (any thread), the wait is short,
+    /// Waits for an event of the thread `tid`. If `tid` is [`ANY_THREAD`], the wait is short,
     /// because CRIU may also wait for its own children; the library then repeats the request.
     fn wait_for_event(&mut self, tid: i32, options: i32) -> LibraryReply {
         let tids: Vec<i32> = match tid {
-            -1 => self.traced_tids.iter().copied().collect(),
+            ANY_THREAD => self.traced_tids.iter().copied().collect(),
             tid => self.traced_tids.get(&tid).copied().into_iter().collect(),
         };
         if tids.is_empty() {
@@ -500,7 +577,7 @@ impl Tracer {
                     Ok(None) => {}
                     Ok(Some(ThreadEvent::Stopped(status))) => {
                         return LibraryReply {
-                            result: tid.into(),
+                            result: self.thread_ids.to_criu(tid).into(),
                             status,
                             ..LibraryReply::default()
                         };
@@ -508,7 +585,7 @@ impl Tracer {
                     Ok(Some(ThreadEvent::Exited(status))) => {
                         self.traced_tids.remove(&tid);
                         return LibraryReply {
-                            result: tid.into(),
+                            result: self.thread_ids.to_criu(tid).into(),
                             status,
                             ..LibraryReply::default()
                         };
@@ -516,7 +593,7 @@ impl Tracer {
                     Err(error) => return LibraryReply::from_error(&error),
                 }
             }
-            let is_over = tid == -1 && poll_count > SPIN_POLLS;
+            let is_over = tid == ANY_THREAD && poll_count > SPIN_POLLS;
             if options & libc::WNOHANG != 0 || is_over || self.pause_unless_criu_ended(poll_count) {
                 break;
             }
@@ -616,6 +693,14 @@ mod tests {
         child
     }
 
+    fn sole_process(pid: i32) -> TracedTask {
+        TracedTask {
+            root_pid: pid,
+            processes: vec![pid],
+            is_criu_inside: false,
+        }
+    }
+
     /// Encodes a request without memory in the library's format.
     fn encode_packet(request: libc::c_uint, pid: i32) -> Vec<u8> {
         let mut packet = u64::from(request).to_ne_bytes().to_vec();
@@ -636,8 +721,7 @@ mod tests {
             SockFlag::SOCK_CLOEXEC,
         )
         .expect("descriptors");
-        let (socket, processes) = (Arc::new(tracer_socket), vec![pid]);
-        let mut tracer = Tracer::new(socket, pid, processes);
+        let mut tracer = Tracer::new(Arc::new(tracer_socket), sole_process(pid));
         let mut send_request = |request: libc::c_uint| {
             let reply = tracer.handle_request(
                 &LibraryRequest::decode(&encode_packet(request, pid)).expect("a question"),
@@ -681,7 +765,7 @@ mod tests {
         let seize = || {
             let (idle_relay, criu_descriptors) = IdleRelay::new().expect("descriptors");
             let relay = idle_relay
-                .start_tracer(pid, &[pid], SmapsReaders::default())
+                .start_tracer(sole_process(pid), SmapsReaders::default())
                 .expect("a thread");
             send(
                 criu_descriptors.socket.as_raw_fd(),

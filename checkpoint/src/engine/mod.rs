@@ -139,9 +139,11 @@ pub struct DumpParams {
     pub processes: Vec<i32>,
     /// An existing empty directory that only its owner can access. It receives the images.
     pub dir: PathBuf,
-    /// Inode number of the task's PID namespace. The images refer to the namespace but do not
-    /// contain it.
+    /// Inode number of the task's PID namespace. If the engine runs outside, the images refer to the
+    /// namespace but do not contain it.
     pub pid_namespace: u64,
+    /// The namespaces inside which the engine runs; `None` if it runs in those of the caller.
+    pub inside: Option<TaskNamespaces>,
     /// With post-copy: a connected stream on which the target will request memory. `None` if the
     /// images must contain all memory.
     pub page_stream: Option<OwnedFd>,
@@ -164,6 +166,32 @@ pub struct RestoreResources {
     pub pid_namespace: OwnedFd,
     /// Write end of the pipe that will receive the task's output.
     pub output: OwnedFd,
+    /// The namespaces inside which the engine runs; `None` if it runs in those of the caller. The
+    /// next PIDs of the namespace must be far from those in the images, because the engine's own
+    /// processes get them.
+    pub inside: Option<TaskNamespaces>,
+}
+
+/// The namespaces of a task inside which the engine runs, and the user of the task.
+///
+/// A process without root's rights can be dumped only from inside: the engine's code in the task
+/// has to find a `/proc` that shows the task's own PIDs.
+#[derive(Clone, Debug)]
+pub struct TaskNamespaces {
+    pub pid_namespace: Arc<OwnedFd>,
+    /// The mounts of the task, with the `/proc` of `pid_namespace`.
+    pub mount_namespace: Arc<OwnedFd>,
+    pub user: TaskIds,
+    /// Directory of the caller that contains all image directories. Only root can access it.
+    pub own_dir: PathBuf,
+}
+
+/// Ids of the user of a task.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TaskIds {
+    pub uid: u32,
+    pub gid: u32,
+    pub groups: Vec<u32>,
 }
 
 /// The parameters of a restore.
@@ -222,18 +250,22 @@ pub trait Engine: Send + Sync {
     /// The engine's process could not be created.
     fn start_post_copy_check(&self, dir: &Path) -> Result<Box<dyn PostCopyCheck>, Failure>;
 
-    /// Starts an engine process that waits for the parameters of a dump.
+    /// Starts an engine process that waits for the parameters of a dump, inside the namespaces
+    /// `inside` if they are given.
     ///
     /// # Errors
     /// The engine's process could not be created.
-    fn start_idle_dump(&self) -> Result<Box<dyn IdleDump>, Failure>;
+    fn start_idle_dump(
+        &self,
+        inside: Option<&TaskNamespaces>,
+    ) -> Result<Box<dyn IdleDump>, Failure>;
 
     /// Starts a dump.
     ///
     /// # Errors
     /// The engine's process could not be created. The task is unchanged.
     fn start_dump(&self, params: DumpParams) -> Result<Box<dyn RunningDump>, EngineFailure> {
-        self.start_idle_dump()?.start(params)
+        self.start_idle_dump(params.inside.as_ref())?.start(params)
     }
 
     /// Prepares another attempt after a failed dump: removes files of a killed engine that would

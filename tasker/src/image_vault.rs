@@ -1,0 +1,305 @@
+//! Keeps the images of a user's tasks out of the user's reach.
+//!
+//! Images are code that root's engine runs. So the engine writes them into a directory that only
+//! root can access, and they leave it only sealed with the site key ([`checkpoint::seal`]), as one
+//! file in the image directory of the daemon. The tasker of the target opens the seal into a
+//! directory of its own.
+
+use crate::image_manifest::prepare_image_dir;
+use crate::namespace::Namespace;
+use crate::task_user::{TaskUser, with_own_file_rights};
+use checkpoint::engine::{TaskIds, TaskNamespaces};
+use checkpoint::seal::{
+    DEFAULT_SITE_KEY_PATH, SealContext, SealPurpose, SiteKeys, UnsealLimits, seal_images,
+    unseal_images,
+};
+use nix::fcntl::{Flock, FlockArg};
+use sempa_proto::Tid;
+use sempa_proto::migration::Failure;
+use std::ffi::OsStr;
+use std::fs::{self, DirBuilder, File, OpenOptions};
+use std::io::{self, BufWriter, Write};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// Directory of the service, which only root can change.
+const SERVICE_DIR: &str = "/run/sempa";
+/// Prefix of the name of a tasker's directory below [`SERVICE_DIR`].
+const DIR_PREFIX: &str = "images-";
+/// Environment variable that replaces [`DEFAULT_SITE_KEY_PATH`]. The environment is that of the
+/// service, not of the daemon.
+const SITE_KEY_VARIABLE: &str = "SEMPA_SITE_KEY";
+/// Name of the file with sealed images in the image directory of the daemon.
+const SEALED_FILE: &str = "sealed-images";
+/// Maximum number of attempts to create the tasker's directory. Another tasker may remove the new
+/// directory as stale before this tasker has locked it.
+const CREATE_DIR_ATTEMPTS_MAX: usize = 3;
+/// Size of the buffer between the seal and its file.
+const WRITE_BUFFER_BYTES: usize = 1 << 20;
+
+/// The private directory and the keys of a tasker. Dropping this value removes the directory.
+#[derive(Debug)]
+pub(crate) struct ImageVault {
+    dir: PathBuf,
+    /// Other taskers remove directories that are not locked.
+    _lock: Flock<File>,
+    user: TaskUser,
+    /// The site keys, or the reason why there are none: without keys no task migrates.
+    keys: Result<Arc<SiteKeys>, String>,
+    created_dirs: AtomicU64,
+}
+
+impl ImageVault {
+    /// Creates the private directory for the images of this user's tasks, and reads the site keys.
+    /// Removes the directories of killed taskers.
+    ///
+    /// # Errors
+    /// The directory cannot be created.
+    pub(crate) fn create(user: &TaskUser) -> io::Result<Self> {
+        with_own_file_rights(|| {
+            let service_dir = Path::new(SERVICE_DIR);
+            DirBuilder::new()
+                .recursive(true)
+                .mode(0o755)
+                .create(service_dir)?;
+            remove_stale_dirs(service_dir);
+            let (dir, lock) = (0..CREATE_DIR_ATTEMPTS_MAX)
+                .find_map(|_| create_locked_dir(service_dir).transpose())
+                .unwrap_or_else(|| Err(io::ErrorKind::WouldBlock.into()))?;
+            Ok(Self {
+                dir,
+                _lock: lock,
+                user: user.clone(),
+                keys: load_keys(),
+                created_dirs: AtomicU64::new(0),
+            })
+        })
+    }
+
+    /// Reads the site keys again. Returns the reason if there are none.
+    ///
+    /// # Errors
+    /// The reason, with what the administrator can do.
+    pub(crate) fn reload_keys(&mut self) -> Result<(), String> {
+        self.keys = with_own_file_rights(load_keys);
+        self.check_keys()
+    }
+
+    /// Checks that there are site keys.
+    ///
+    /// # Errors
+    /// As for [`ImageVault::reload_keys`].
+    pub(crate) fn check_keys(&self) -> Result<(), String> {
+        self.keys.as_ref().map(drop).map_err(String::clone)
+    }
+
+    /// Creates an empty directory for the images of a task. `exchange_dir` is the image directory of
+    /// the daemon.
+    ///
+    /// # Errors
+    /// There are no site keys, or the directory cannot be created.
+    pub(crate) fn new_image_dir(&self, tid: Tid, exchange_dir: &Path) -> Result<ImageDir, Failure> {
+        let keys = self.keys.clone().map_err(Failure::Engine)?;
+        let number = self.created_dirs.fetch_add(1, Ordering::Relaxed);
+        let path = self.dir.join(number.to_string());
+        with_own_file_rights(|| prepare_image_dir(&path))?;
+        let context = SealContext {
+            purpose: SealPurpose::Checkpoint,
+            uid: self.user.uid(),
+            user_name: self.user.name().into(),
+            tid,
+        };
+        Ok(ImageDir::Private(Arc::new(PrivateDir {
+            path,
+            exchange_dir: exchange_dir.to_path_buf(),
+            keys,
+            context,
+        })))
+    }
+
+    /// Returns the namespaces of a task for an engine that runs inside them.
+    ///
+    /// # Errors
+    /// The namespace has ended.
+    pub(crate) fn task_namespaces(&self, namespace: &Namespace) -> io::Result<TaskNamespaces> {
+        let mount_namespace = namespace.open_mount_namespace()?;
+        Ok(TaskNamespaces {
+            pid_namespace: Arc::new(namespace.open()?),
+            mount_namespace: Arc::new(mount_namespace.ok_or(io::ErrorKind::NotFound)?),
+            user: TaskIds {
+                uid: self.user.uid(),
+                gid: self.user.gid(),
+                groups: self.user.groups().to_vec(),
+            },
+            own_dir: self.dir.clone(),
+        })
+    }
+}
+
+impl Drop for ImageVault {
+    fn drop(&mut self) {
+        // No caller could handle the error. The next tasker removes what remains.
+        let _ = with_own_file_rights(|| fs::remove_dir_all(&self.dir));
+    }
+}
+
+fn load_keys() -> Result<Arc<SiteKeys>, String> {
+    let path = std::env::var_os(SITE_KEY_VARIABLE).filter(|path| !path.is_empty());
+    let path = path.unwrap_or_else(|| DEFAULT_SITE_KEY_PATH.into());
+    SiteKeys::load(Path::new(&path))
+        .map(Arc::new)
+        .map_err(|why| format!("no task of an ordinary user can be dumped or restored: {why}"))
+}
+
+/// Creates a directory for a tasker, and locks it. Returns `None` if another tasker has removed the
+/// directory as stale.
+fn create_locked_dir(service_dir: &Path) -> io::Result<Option<(PathBuf, Flock<File>)>> {
+    let dir = nix::unistd::mkdtemp(&service_dir.join(format!("{DIR_PREFIX}XXXXXX")))?;
+    let Ok(file) = File::open(&dir) else {
+        return Ok(None);
+    };
+    let lock = Flock::lock(file, FlockArg::LockExclusiveNonblock);
+    Ok(lock.ok().filter(|_| dir.exists()).map(|lock| (dir, lock)))
+}
+
+/// Removes the directories that killed taskers have left.
+fn remove_stale_dirs(service_dir: &Path) {
+    let has_prefix = |name: &OsStr| name.to_string_lossy().starts_with(DIR_PREFIX);
+    for entry in fs::read_dir(service_dir).into_iter().flatten().flatten() {
+        let path = entry.path();
+        if has_prefix(&entry.file_name())
+            && let Ok(file) = File::open(&path)
+            && Flock::lock(file, FlockArg::LockExclusiveNonblock).is_ok()
+        {
+            // Fails if another tasker removes it at the same time.
+            let _ = fs::remove_dir_all(&path);
+        }
+    }
+}
+
+/// The directory in which the engine writes or reads the images of a task.
+#[derive(Clone, Debug)]
+pub(crate) enum ImageDir {
+    /// The image directory of the daemon, which belongs to the same user as the tasker.
+    OfDaemon(PathBuf),
+    /// A directory of the tasker; the daemon only gets sealed images.
+    Private(Arc<PrivateDir>),
+}
+
+/// A private directory for the images of one task. Dropping this value removes the directory.
+#[derive(Debug)]
+pub(crate) struct PrivateDir {
+    path: PathBuf,
+    /// The image directory of the daemon, with the file of sealed images.
+    exchange_dir: PathBuf,
+    keys: Arc<SiteKeys>,
+    context: SealContext,
+}
+
+impl ImageDir {
+    /// Returns the directory for the engine.
+    pub(crate) fn path(&self) -> &Path {
+        match self {
+            Self::OfDaemon(path) => path,
+            Self::Private(dir) => &dir.path,
+        }
+    }
+
+    /// Returns the directory next to which the daemon looks for the journal of transferred files.
+    pub(crate) fn journal_dir(&self) -> &Path {
+        match self {
+            Self::OfDaemon(path) => path,
+            Self::Private(dir) => &dir.exchange_dir,
+        }
+    }
+
+    /// Removes everything in the directory, for another attempt to dump.
+    ///
+    /// # Errors
+    /// The directory cannot be emptied.
+    pub(crate) fn clear(&self) -> Result<(), Failure> {
+        with_own_file_rights_if(self.is_private(), || {
+            fs::remove_dir_all(self.path()).map_err(|e| Failure::Io(e.to_string()))?;
+            prepare_image_dir(self.path())
+        })
+    }
+
+    fn is_private(&self) -> bool {
+        matches!(self, Self::Private(_))
+    }
+
+    /// Hands complete images to the daemon. Returns the number of bytes that the daemon gets; `None`
+    /// if the daemon reads the images themselves.
+    ///
+    /// # Errors
+    /// The sealed images cannot be written.
+    pub(crate) fn hand_out(&self) -> Result<Option<u64>, Failure> {
+        let Self::Private(dir) = self else {
+            return Ok(None);
+        };
+        let path = dir.exchange_dir.join(SEALED_FILE);
+        let write_failure =
+            |e: io::Error| Failure::Io(format!("cannot write {}: {e}", path.display()));
+        // With the rights of the user, to whom the directory belongs.
+        let file = OpenOptions::new()
+            .write(true)
+            .create_new(true)
+            .mode(0o600)
+            .open(&path)
+            .map_err(write_failure)?;
+        let mut output = BufWriter::with_capacity(WRITE_BUFFER_BYTES, file);
+        let size = with_own_file_rights(|| {
+            seal_images(&dir.path, &mut output, &dir.keys, &dir.context)
+        })?;
+        output.flush().map_err(write_failure)?;
+        Ok(Some(size.sealed_bytes))
+    }
+
+    /// Takes the images from the daemon, and checks their seal.
+    ///
+    /// # Errors
+    /// There are no sealed images, or their seal is not valid.
+    pub(crate) fn take_in(&self) -> Result<(), Failure> {
+        let Self::Private(dir) = self else {
+            return Ok(());
+        };
+        let path = dir.exchange_dir.join(SEALED_FILE);
+        let read_failure = |e: io::Error| Failure::Images(format!("{}: {e}", path.display()));
+        // With the rights of the user, who chooses the path. A pipe must not block the tasker.
+        let file = OpenOptions::new()
+            .read(true)
+            .custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK)
+            .open(&path)
+            .map_err(read_failure)?;
+        let metadata = file.metadata().map_err(read_failure)?;
+        if !metadata.is_file() || metadata.uid() != dir.context.uid {
+            return Err(Failure::Images(format!(
+                "{} is not a regular file of user {}",
+                path.display(),
+                dir.context.user_name
+            )));
+        }
+        let limits = UnsealLimits::default();
+        with_own_file_rights(|| {
+            unseal_images(file, &dir.path, &dir.keys, &dir.context, &limits)
+        })?;
+        Ok(())
+    }
+}
+
+impl Drop for PrivateDir {
+    fn drop(&mut self) {
+        // No caller could handle the error. The directory of the tasker is removed at its end.
+        let _ = with_own_file_rights(|| fs::remove_dir_all(&self.path));
+    }
+}
+
+/// Calls `action` with the tasker's own file rights if `is_own` is true.
+fn with_own_file_rights_if<T>(is_own: bool, action: impl FnOnce() -> T) -> T {
+    match is_own {
+        true => with_own_file_rights(action),
+        false => action(),
+    }
+}
