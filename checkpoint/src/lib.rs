@@ -12,6 +12,7 @@
 //! * [`capabilities`][]: dropping of capabilities.
 //! * [`descendants`][]: the end of everything that a tasker has started.
 //! * [`proc`][]: facts about processes from /proc.
+//! * [`seal`][]: sealed images of tasks, which only the hosts of one site can create and read.
 //! * [`state_files`][]: state files of programs that write their own checkpoints.
 //! * [`store`][]: the store for checkpoints of jobs.
 
@@ -25,5 +26,8 @@ pub mod engine;
 pub mod facts;
 pub mod file_transfer_journal;
 pub mod proc;
+pub mod seal;
+mod sealed_stream;
 pub mod state_files;
 pub mod store;
+mod zero_runs;

@@ -155,6 +155,8 @@ const TEST_NEEDS: &[(&str, &str, &[TestNeed])] = &[
     ("pvm3-capi::waiting", "", &[Root, TestNeed::Processors(2)]),
     ("gpvm3", "", &[GCC]),
     ("checkpoint", "", &[PYTHON]),
+    ("checkpoint", "other_user_is_refused", &[Root]),
+    ("checkpoint", "full_disk_leaves_nothing", &[Root]),
     ("pvmd", "", &[]),
     ("pvmd", "disk", &[Disk]),
     ("pvmd::daemon", "", &[Root]),

@@ -1,41 +1,25 @@
 //! Encrypted files. Without the key their content cannot be read, and changes are detected.
 //!
-//! A file consists of a head (magic and version, key identifier, salt) and chunks of 1 MiB, each
-//! encrypted with AES-256-GCM.
-//!
-//! - The key of a file is derived (HKDF-SHA256) from the key of the store and a random salt.
-//!   Therefore the nonce of a chunk can be its number.
-//! - The nonce also marks the last chunk, so that a truncated file is detected.
-//! - Each chunk is bound to the head and to the role of the file: its checkpoint and its task.
-//!
-//! This is the STREAM construction (Hoang, Reyhanitabar, Rogaway, Vizár 2015). A file is decrypted
-//! chunk by chunk. Every byte that is returned is authentic at its position; whether the file is
-//! complete is known only at the end.
+//! A file is a stream ([`crate::sealed_stream`]) whose context is the role of the file: its
+//! checkpoint and its task.
 
 use super::id::CheckpointId;
-use ring::aead::{AES_256_GCM, Aad, LessSafeKey, MAX_TAG_LEN, NONCE_LEN, Nonce, UnboundKey};
-use ring::hkdf::{HKDF_SHA256, KeyType, Salt};
-use ring::rand::{SecureRandom, SystemRandom};
+use crate::sealed_stream::{StreamDecryptor, StreamEncryptor, StreamHead, StreamKey};
 use sempa_proto::Tid;
 use sempa_proto::checkpoint::ClaimKey;
 use std::fmt;
-use std::io::{self, Read};
+use std::io::{self, Read, Write};
 use std::path::{Path, PathBuf};
+use zeroize::Zeroizing;
 
-/// Size in bytes of a chunk before its encryption. The last chunk may be smaller.
-pub(super) const CHUNK_BYTES: usize = 1 << 20;
-/// Size in bytes of the key of a store.
-pub(super) const KEY_BYTES: usize = 32;
+pub(super) use crate::sealed_stream::{DecryptError, KEY_BYTES, random_bytes};
+
 /// Magic number of an encrypted file. The last byte is the version of the store's formats.
 const MAGIC: [u8; 8] = *b"sempack\x01";
-const KEY_ID_BYTES: usize = 16;
-const SALT_BYTES: usize = 32;
-const HEAD_BYTES: usize = MAGIC.len() + KEY_ID_BYTES + SALT_BYTES;
 
 /// The secret key of a store, with its identifier.
 pub(super) struct StoreKey {
-    key: [u8; KEY_BYTES],
-    key_id: [u8; KEY_ID_BYTES],
+    key: StreamKey,
     /// Path of the key file, for error messages.
     pub(super) path: PathBuf,
 }
@@ -44,25 +28,10 @@ impl StoreKey {
     /// Creates a store key from the bytes `key`, and derives its identifier. `path` is the file
     /// from which the key was read, for error messages.
     pub(super) fn new(key: [u8; KEY_BYTES], path: &Path) -> io::Result<Self> {
-        let mut id_bytes = [0; KEY_ID_BYTES];
-        let derived_key = Salt::new(HKDF_SHA256, &MAGIC).extract(&key);
-        derived_key
-            .expand(&[b"name of the key"], KeyIdLength)
-            .and_then(|output_key| output_key.fill(&mut id_bytes))
-            .map_err(crypto_error)?;
         Ok(Self {
-            key,
-            key_id: id_bytes,
+            key: StreamKey::new(MAGIC, Zeroizing::new(key))?,
             path: path.to_path_buf(),
         })
-    }
-
-    fn file_key(&self, salt: &[u8]) -> io::Result<LessSafeKey> {
-        let pseudorandom_key = Salt::new(HKDF_SHA256, salt).extract(&self.key);
-        let output_key = pseudorandom_key
-            .expand(&[b"key of a file"], &AES_256_GCM)
-            .map_err(crypto_error)?;
-        Ok(LessSafeKey::new(UnboundKey::from(output_key)))
     }
 }
 
@@ -70,27 +39,6 @@ impl fmt::Debug for StoreKey {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "the key in {}", self.path.display())
     }
-}
-
-struct KeyIdLength;
-
-impl KeyType for KeyIdLength {
-    fn len(&self) -> usize {
-        KEY_ID_BYTES
-    }
-}
-
-fn crypto_error(_: ring::error::Unspecified) -> io::Error {
-    io::Error::other("the cryptographic library failed")
-}
-
-/// Returns random bytes from the kernel.
-pub(super) fn random_bytes<const N: usize>() -> io::Result<[u8; N]> {
-    let mut bytes = [0; N];
-    SystemRandom::new()
-        .fill(&mut bytes)
-        .map_err(|_| io::Error::other("the kernel gave no random bytes"))?;
-    Ok(bytes)
 }
 
 /// The role of an encrypted file. A file cannot be decrypted in the role of another file.
@@ -104,28 +52,15 @@ pub(super) enum FileRole {
 }
 
 impl FileRole {
-    /// Returns the associated data of all chunks: the head and the role of the file.
-    fn associated_data(self, head: &[u8; HEAD_BYTES]) -> Vec<u8> {
+    /// Returns the context of the stream.
+    fn context(self) -> Vec<u8> {
         let (kind, name, tid) = match self {
             Self::Manifest(id) => (1, id.to_string(), Tid::NONE),
             Self::Part(id, tid) => (2, id.to_string(), tid),
             Self::Claim(key) => (3, key.origin.0.to_string(), key.job),
         };
-        let mut associated_bytes = head.to_vec();
-        associated_bytes.push(kind);
-        associated_bytes.extend(tid.raw().to_be_bytes());
-        associated_bytes.extend(name.as_bytes());
-        associated_bytes
+        [&[kind][..], &tid.raw().to_be_bytes(), name.as_bytes()].concat()
     }
-}
-
-/// Returns the nonce of a chunk. The nonce contains the chunk's number and whether the chunk is the
-/// last one.
-fn chunk_nonce(chunk_number: u64, is_last: bool) -> Nonce {
-    let mut nonce = [0; NONCE_LEN];
-    nonce[0] = u8::from(is_last);
-    nonce[NONCE_LEN - 8..].copy_from_slice(&chunk_number.to_be_bytes());
-    Nonce::assume_unique_for_key(nonce)
 }
 
 /// Length and hash of a file that was encrypted.
@@ -137,111 +72,75 @@ pub(super) struct EncryptedFile {
     pub(super) blake3: [u8; 32],
 }
 
-/// Encrypts a stream chunk by chunk, and passes the encrypted bytes to `write`.
-pub(super) struct Encryptor<F> {
+/// Passes the bytes of an encrypted file to `write`, counts and hashes them.
+struct HashedOutput<F> {
     write: F,
-    key: LessSafeKey,
-    associated_data: Vec<u8>,
-    chunk: Vec<u8>,
-    chunk_number: u64,
     hasher: blake3::Hasher,
     written_bytes: u64,
 }
+
+impl<F: FnMut(&[u8]) -> io::Result<()>> Write for HashedOutput<F> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        (self.write)(bytes)?;
+        self.hasher.update(bytes);
+        self.written_bytes += bytes.len() as u64;
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// Encrypts a file chunk by chunk, and passes the encrypted bytes to `write`.
+pub(super) struct Encryptor<F>(StreamEncryptor<HashedOutput<F>>);
 
 impl<F: FnMut(&[u8]) -> io::Result<()>> Encryptor<F> {
     /// Starts an encrypted file in the role `role`. `write` is called with the bytes of the file,
     /// in order.
     pub(super) fn new(store_key: &StoreKey, role: FileRole, write: F) -> io::Result<Self> {
-        let mut head = [0; HEAD_BYTES];
-        head[..MAGIC.len()].copy_from_slice(&MAGIC);
-        head[MAGIC.len()..][..KEY_ID_BYTES].copy_from_slice(&store_key.key_id);
-        let salt = random_bytes::<SALT_BYTES>()?;
-        head[HEAD_BYTES - SALT_BYTES..].copy_from_slice(&salt);
-        let mut encryptor = Self {
+        let mut output = HashedOutput {
             write,
-            key: store_key.file_key(&salt)?,
-            associated_data: role.associated_data(&head),
-            chunk: Vec::with_capacity(CHUNK_BYTES + MAX_TAG_LEN),
-            chunk_number: 0,
             hasher: blake3::Hasher::new(),
             written_bytes: 0,
         };
-        encryptor.write_out(&head)?;
-        Ok(encryptor)
+        let head = StreamHead::generate(&store_key.key)?;
+        output.write_all(head.as_bytes())?;
+        let encryptor = StreamEncryptor::new(&store_key.key, head, &role.context(), output)?;
+        Ok(Self(encryptor))
     }
 
     /// Appends bytes to the content of the file.
-    pub(super) fn append(&mut self, mut bytes: &[u8]) -> io::Result<()> {
-        while !bytes.is_empty() {
-            if self.chunk.len() == CHUNK_BYTES {
-                self.encrypt_chunk(false)?;
-            }
-            let (chunk_part, remaining_part) =
-                bytes.split_at(bytes.len().min(CHUNK_BYTES - self.chunk.len()));
-            self.chunk.extend_from_slice(chunk_part);
-            bytes = remaining_part;
-        }
-        Ok(())
+    pub(super) fn append(&mut self, bytes: &[u8]) -> io::Result<()> {
+        self.0.append(bytes)
     }
 
     /// Encrypts the last chunk. Returns the length and the hash of the file.
-    pub(super) fn finish(mut self) -> io::Result<EncryptedFile> {
-        self.encrypt_chunk(true)?;
+    pub(super) fn finish(self) -> io::Result<EncryptedFile> {
+        let output = self.0.finish()?;
         Ok(EncryptedFile {
-            bytes: self.written_bytes,
-            blake3: *self.hasher.finalize().as_bytes(),
+            bytes: output.written_bytes,
+            blake3: *output.hasher.finalize().as_bytes(),
         })
     }
-
-    fn encrypt_chunk(&mut self, is_last: bool) -> io::Result<()> {
-        let mut chunk = std::mem::take(&mut self.chunk);
-        let nonce = chunk_nonce(self.chunk_number, is_last);
-        self.key
-            .seal_in_place_append_tag(nonce, Aad::from(&self.associated_data), &mut chunk)
-            .map_err(crypto_error)?;
-        self.chunk_number += 1;
-        self.write_out(&chunk)?;
-        chunk.clear();
-        self.chunk = chunk;
-        Ok(())
-    }
-
-    fn write_out(&mut self, bytes: &[u8]) -> io::Result<()> {
-        self.hasher.update(bytes);
-        self.written_bytes += bytes.len() as u64;
-        (self.write)(bytes)
-    }
 }
 
-/// The reason why a file cannot be decrypted.
-#[derive(Debug)]
-pub(super) enum DecryptError {
-    Io(io::Error),
-    /// The file was encrypted with another key.
-    OtherKey,
-    /// The file was changed. The value describes how the change was detected.
-    Changed(String),
+/// Reads an encrypted file and hashes its bytes.
+struct HashedInput<R> {
+    input: io::Take<R>,
+    hasher: blake3::Hasher,
 }
 
-impl From<io::Error> for DecryptError {
-    fn from(error: io::Error) -> Self {
-        Self::Io(error)
+impl<R: Read> Read for HashedInput<R> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        let bytes = self.input.read(buffer)?;
+        self.hasher.update(&buffer[..bytes]);
+        Ok(bytes)
     }
 }
 
 /// Decrypts a file chunk by chunk.
-pub(super) struct Decryptor<R> {
-    input: R,
-    /// Number of bytes of the encrypted file that were not read yet.
-    remaining_bytes: u64,
-    key: LessSafeKey,
-    associated_data: Vec<u8>,
-    chunk: Vec<u8>,
-    /// Range of the chunk's bytes that were not returned yet.
-    unread_range: std::ops::Range<usize>,
-    chunk_number: u64,
-    hasher: blake3::Hasher,
-}
+pub(super) struct Decryptor<R>(StreamDecryptor<HashedInput<R>>);
 
 impl<R: Read> Decryptor<R> {
     /// Starts to decrypt a file of `bytes` bytes in the role `role`.
@@ -251,115 +150,39 @@ impl<R: Read> Decryptor<R> {
     pub(super) fn new(
         store_key: &StoreKey,
         role: FileRole,
-        mut input: R,
+        input: R,
         bytes: u64,
     ) -> Result<Self, DecryptError> {
-        let mut head = [0; HEAD_BYTES];
-        let Some(remaining_bytes) = bytes.checked_sub(HEAD_BYTES as u64) else {
-            return Err(DecryptError::Changed(format!(
-                "it has {bytes} bytes, which is less than the head of a sealed file"
-            )));
+        let mut input = HashedInput {
+            input: input.take(bytes),
+            hasher: blake3::Hasher::new(),
         };
-        read_exactly(&mut input, &mut head)?;
-        if head[..MAGIC.len()] != MAGIC {
-            return Err(DecryptError::Changed(
-                "it does not begin with the header of a sealed file of this version".into(),
-            ));
-        }
-        if head[MAGIC.len()..][..KEY_ID_BYTES] != store_key.key_id {
-            return Err(DecryptError::OtherKey);
-        }
-        let mut hasher = blake3::Hasher::new();
-        hasher.update(&head);
-        let key = store_key.file_key(&head[HEAD_BYTES - SALT_BYTES..])?;
-        Ok(Self {
-            input,
-            remaining_bytes,
-            key,
-            associated_data: role.associated_data(&head),
-            chunk: Vec::new(),
-            unread_range: 0..0,
-            chunk_number: 0,
-            hasher,
-        })
+        let head = StreamHead::read(&mut input, MAGIC)?;
+        let decryptor = StreamDecryptor::new(&store_key.key, &head, &role.context(), input)?;
+        Ok(Self(decryptor))
     }
 
     /// Returns the next bytes of the content, at most `bytes_max`; empty at the end.
     pub(super) fn next_bytes(&mut self, bytes_max: usize) -> Result<&[u8], DecryptError> {
-        if self.unread_range.is_empty() && !self.is_at_end() {
-            self.decrypt_chunk()?;
-        }
-        let range = self.unread_range.start
-            ..self.unread_range.start + self.unread_range.len().min(bytes_max);
-        self.unread_range.start = range.end;
-        Ok(&self.chunk[range])
+        self.0.next_bytes(bytes_max)
     }
 
     /// Fills the whole buffer with the next bytes of the content.
-    pub(super) fn fill(&mut self, mut buffer: &mut [u8]) -> Result<(), DecryptError> {
-        while !buffer.is_empty() {
-            let bytes = self.next_bytes(buffer.len())?;
-            if bytes.is_empty() {
-                return Err(DecryptError::Changed(
-                    "its content ends in the middle".into(),
-                ));
-            }
-            let (filled_part, remaining_part) =
-                std::mem::take(&mut buffer).split_at_mut(bytes.len());
-            filled_part.copy_from_slice(bytes);
-            buffer = remaining_part;
-        }
-        Ok(())
+    pub(super) fn fill(&mut self, buffer: &mut [u8]) -> Result<(), DecryptError> {
+        self.0.fill(buffer)
     }
 
     /// Checks that the file has ended and that all its content was returned. Returns the hash of
     /// the encrypted file.
-    pub(super) fn finish(mut self) -> Result<[u8; 32], DecryptError> {
-        if !self.next_bytes(1)?.is_empty() {
-            return Err(DecryptError::Changed("it has surplus content".into()));
-        }
-        Ok(*self.hasher.finalize().as_bytes())
+    pub(super) fn finish(self) -> Result<[u8; 32], DecryptError> {
+        Ok(*self.0.finish()?.hasher.finalize().as_bytes())
     }
-
-    /// True if the last chunk was read. Each file has at least one chunk.
-    fn is_at_end(&self) -> bool {
-        self.remaining_bytes == 0 && self.chunk_number > 0
-    }
-
-    fn decrypt_chunk(&mut self) -> Result<(), DecryptError> {
-        let bytes = self.remaining_bytes.min((CHUNK_BYTES + MAX_TAG_LEN) as u64);
-        self.remaining_bytes -= bytes;
-        self.chunk.resize(bytes as usize, 0);
-        read_exactly(&mut self.input, &mut self.chunk)?;
-        self.hasher.update(&self.chunk);
-        let nonce = chunk_nonce(self.chunk_number, self.remaining_bytes == 0);
-        let content = self
-            .key
-            .open_in_place(nonce, Aad::from(&self.associated_data), &mut self.chunk)
-            .map_err(|_| {
-                DecryptError::Changed(format!(
-                    "its chunk {} was changed, truncated or inserted",
-                    self.chunk_number + 1
-                ))
-            })?;
-        self.unread_range = 0..content.len();
-        self.chunk_number += 1;
-        Ok(())
-    }
-}
-
-fn read_exactly(input: &mut impl Read, buffer: &mut [u8]) -> Result<(), DecryptError> {
-    input.read_exact(buffer).map_err(|e| match e.kind() {
-        io::ErrorKind::UnexpectedEof => {
-            DecryptError::Changed("it became shorter while it was read".into())
-        }
-        _ => DecryptError::Io(e),
-    })
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::sealed_stream::{CHUNK_BYTES, HEAD_BYTES, KEY_ID_BYTES, TAG_BYTES};
     use sempa_proto::Micros;
 
     const JOB: Tid = Tid::from_raw(0x40001);
@@ -425,7 +248,7 @@ mod tests {
             let role = FileRole::Part(checkpoint_id(1), JOB);
             let file = encrypt(&test_key(1), role, &test_content(bytes));
             let chunk_count = bytes.div_ceil(CHUNK_BYTES).max(1);
-            assert_eq!(file.len(), HEAD_BYTES + bytes + chunk_count * MAX_TAG_LEN);
+            assert_eq!(file.len(), HEAD_BYTES + bytes + chunk_count * TAG_BYTES);
             assert_eq!(
                 decrypt(&test_key(1), role, &file).expect("opened"),
                 test_content(bytes)
@@ -465,7 +288,7 @@ mod tests {
         ));
         // Simulate an attacker who writes the identifier of the key into the file without having
         // the key.
-        file[MAGIC.len()..][..KEY_ID_BYTES].copy_from_slice(&test_key(2).key_id);
+        file[MAGIC.len()..][..KEY_ID_BYTES].copy_from_slice(&test_key(2).key.id());
         assert!(matches!(
             decrypt(&test_key(2), role, &file),
             Err(DecryptError::Changed(_))
@@ -477,7 +300,7 @@ mod tests {
         let role = FileRole::Part(checkpoint_id(1), JOB);
         let file = encrypt(&test_key(1), role, &test_content(3 * CHUNK_BYTES));
         let (head, chunks) = file.split_at(HEAD_BYTES);
-        let chunks: Vec<&[u8]> = chunks.chunks(CHUNK_BYTES + MAX_TAG_LEN).collect();
+        let chunks: Vec<&[u8]> = chunks.chunks(CHUNK_BYTES + TAG_BYTES).collect();
         for order in [
             &[][..],
             &[0],

@@ -6,6 +6,7 @@
 
 use super::encryption::{DecryptError, Decryptor};
 use super::error::{StoreError, StoreOperation, write_error};
+use crate::zero_runs::split_zero_runs;
 use std::ffi::{OsStr, OsString};
 use std::fs::{File, Metadata, OpenOptions};
 use std::io::{self, Read, Seek, SeekFrom, Write};
@@ -21,9 +22,6 @@ pub const IMAGES_BYTES_MAX: u64 = 1 << 42;
 const NAME_BYTES_MAX: usize = 255;
 /// Maximum number of bytes that are read from a file at a time.
 const READ_BYTES_MAX: usize = 1 << 20;
-/// Size in bytes of the blocks in which zeros are detected: one memory page.
-const BLOCK_BYTES: usize = 4096;
-const ZERO_BLOCK: [u8; BLOCK_BYTES] = [0; BLOCK_BYTES];
 
 /// Tag of the record at the end of the stream.
 const TAG_END: u8 = 0;
@@ -186,23 +184,6 @@ fn open_image(path: &Path, bytes: u64) -> Result<File, StoreError> {
         ));
     }
     Ok(file)
-}
-
-/// Splits a piece of a file into runs of blocks. The bool is true for a run of zero blocks, and
-/// false for a run of blocks that all contain other bytes than zero.
-fn split_zero_runs(piece: &[u8]) -> impl Iterator<Item = (bool, &[u8])> {
-    let is_zero = |block: &[u8]| block == &ZERO_BLOCK[..block.len()];
-    let mut rest = piece;
-    std::iter::from_fn(move || {
-        let is_zero_run = is_zero(rest.chunks(BLOCK_BYTES).next()?);
-        let block_count = rest
-            .chunks(BLOCK_BYTES)
-            .take_while(|block| is_zero(block) == is_zero_run)
-            .count();
-        let (run, remaining) = rest.split_at((block_count * BLOCK_BYTES).min(rest.len()));
-        rest = remaining;
-        Some((is_zero_run, run))
-    })
 }
 
 /// The reason why a stream was not unpacked.
@@ -498,31 +479,6 @@ mod tests {
         .concat();
         assert!(
             matches!(encrypt_and_unpack(&stream, dir.path()), Err(UnpackError::WriteFailed(_, e, 1)) if e.raw_os_error() == Some(libc::EEXIST))
-        );
-    }
-
-    #[test]
-    fn zero_runs_are_found_by_blocks() {
-        let block = |byte: u8| vec![byte; BLOCK_BYTES];
-        let piece = [block(0), block(0), block(1), block(0), vec![0; 5]].concat();
-        let runs: Vec<(bool, usize)> = split_zero_runs(&piece)
-            .map(|(is_zero_run, run)| (is_zero_run, run.len()))
-            .collect();
-        assert_eq!(
-            runs,
-            [
-                (true, 2 * BLOCK_BYTES),
-                (false, BLOCK_BYTES),
-                (true, BLOCK_BYTES + 5)
-            ]
-        );
-        assert_eq!(split_zero_runs(&[]).count(), 0);
-        let almost_zero_block = [vec![0; BLOCK_BYTES - 1], vec![1]].concat();
-        assert_eq!(
-            split_zero_runs(&almost_zero_block)
-                .map(|(is_zero_run, _)| is_zero_run)
-                .collect::<Vec<_>>(),
-            [false]
         );
     }
 }
