@@ -1,8 +1,8 @@
 //! State of one attempt to dump a task, and the delay before the next attempt. A dump may need
 //! several attempts because it can collide with dumps of other tasks.
 
-use checkpoint::dump_retry::DumpRetry;
 use crate::image_vault::ImageDir;
+use checkpoint::dump_retry::DumpRetry;
 use checkpoint::engine::{CancelHandle, DumpParams, SentPages, TaskNamespaces};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use sempa_proto::migration::Failure;

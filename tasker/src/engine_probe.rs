@@ -4,10 +4,10 @@
 //! version number does not. An engine that fails or is missing is probed again at increasing
 //! intervals: it may have been replaced, or the failure may have been caused by a full disk.
 
-use crate::migrations::{EngineStatus, engine_limits};
 use crate::IDLE_ARGUMENT;
 use crate::idle_engines::{EnginePlace, IdleRestoreWithOutput, start_restore_engine};
 use crate::image_vault::{ImageDir, ImageVault};
+use crate::migrations::{EngineStatus, engine_limits};
 use crate::namespace::{Namespace, NamespaceKind};
 use crate::post_copy::PostCopyUnavailable;
 use crate::supervisor::Supervisor;
@@ -18,8 +18,8 @@ use checkpoint::criu::Criu;
 use checkpoint::engine::{
     DumpParams, Engine, EngineFailure, ExternalResources, RestoreParams, RestoredTask,
 };
-use sempa_proto::migration::Failure;
 use sempa_proto::Tid;
+use sempa_proto::migration::Failure;
 use sempa_proto::tasker::{DumpReport, FromTasker, TaskStart};
 use std::ffi::CString;
 use std::fs::File;
@@ -94,7 +94,10 @@ impl Supervisor {
             EngineStatus::Probing(_) => {}
             EngineStatus::Unusable(why) if self.uses_namespaces() => {
                 let why = why.clone();
-                let key_result = self.image_vault.as_mut().map_or(Ok(()), ImageVault::reload_keys);
+                let key_result = self
+                    .image_vault
+                    .as_mut()
+                    .map_or(Ok(()), ImageVault::reload_keys);
                 if let Err(key_error) = key_result {
                     return self.mark_engine_unusable(&why, key_error);
                 }
@@ -143,13 +146,18 @@ impl Supervisor {
             .engine
             .clone()
             .ok_or_else(|| self.engine_failure())?;
-        let (running_check, limits) = (engine.start_post_copy_check(&dir)?, engine_limits(0)?);
+        let (running_check, limits) = (
+            with_own_file_rights(|| engine.start_post_copy_check(&dir))?,
+            engine_limits(0)?,
+        );
         self.migrations.running_probe = Some(probe);
         let (cancel, engine_pid) = (limits.cancel.clone(), running_check.engine_pid());
         self.migrations
             .workers
             .start_worker(&cancel, Some(engine_pid), move || {
-                WorkerResult::ProbeChecked(running_check.wait_for_result(&limits))
+                WorkerResult::ProbeChecked(with_own_file_rights(|| {
+                    running_check.wait_for_result(&limits)
+                }))
             })?;
         Ok(())
     }
@@ -208,14 +216,9 @@ impl Supervisor {
             probe.namespace.namespace_inode(),
         );
         let inside = self.engine_place(&probe.namespace)?;
-        // The library in the engine relays requests for these processes only.
-        let processes = match inside {
-            Some(_) => probe.namespace.pids(),
-            None => Vec::new(),
-        };
         let dump_params = DumpParams {
             root_pid: pid,
-            processes,
+            processes: Vec::new(),
             dir,
             pid_namespace,
             inside,
@@ -282,7 +285,9 @@ impl Supervisor {
         self.migrations
             .workers
             .start_worker(&cancel, Some(engine_pid), move || {
-                WorkerResult::ProbeRestored(running_restore.wait_until_restored(&limits))
+                WorkerResult::ProbeRestored(with_own_file_rights(|| {
+                    running_restore.wait_until_restored(&limits)
+                }))
             })?;
         self.kill_namespace(source_namespace, Vec::new());
         Ok(())

@@ -71,6 +71,7 @@ impl Supervisor {
         let task_processes = TaskProcesses {
             root_pid: pid,
             processes: namespace.pids(),
+            engine_place: self.task_start_state.engine_place(),
         };
         let engine = self.migrations.engine_state().unwrap_or_default();
         let hashes = self.migrations.hash_cache.clone();

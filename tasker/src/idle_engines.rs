@@ -13,8 +13,8 @@ use crate::workers::{WorkerResult, Workers};
 use checkpoint::engine::{
     CancelHandle, Engine, IdleDump, IdleRestore, RestoreResources, TaskNamespaces,
 };
-use sempa_proto::{MigrationId, Tid};
 use sempa_proto::migration::Failure;
+use sempa_proto::{MigrationId, Tid};
 use std::io;
 use std::time::{Duration, Instant};
 
@@ -93,7 +93,10 @@ impl Supervisor {
     /// Starts an engine that waits for the dump of the task `tid` in this migration, unless one
     /// waits already. If that fails, the dump starts its engine itself.
     pub(crate) fn start_idle_dump(&mut self, migration: MigrationId, tid: Tid) {
-        let namespace = self.tasks.get(&tid).and_then(|task| task.namespace.as_ref());
+        let namespace = self
+            .tasks
+            .get(&tid)
+            .and_then(|task| task.namespace.as_ref());
         let Some(Ok(inside)) = namespace.map(|namespace| self.engine_place(namespace)) else {
             return;
         };

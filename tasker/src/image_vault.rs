@@ -250,9 +250,8 @@ impl ImageDir {
             .open(&path)
             .map_err(write_failure)?;
         let mut output = BufWriter::with_capacity(WRITE_BUFFER_BYTES, file);
-        let size = with_own_file_rights(|| {
-            seal_images(&dir.path, &mut output, &dir.keys, &dir.context)
-        })?;
+        let size =
+            with_own_file_rights(|| seal_images(&dir.path, &mut output, &dir.keys, &dir.context))?;
         output.flush().map_err(write_failure)?;
         Ok(Some(size.sealed_bytes))
     }
@@ -282,9 +281,7 @@ impl ImageDir {
             )));
         }
         let limits = UnsealLimits::default();
-        with_own_file_rights(|| {
-            unseal_images(file, &dir.path, &dir.keys, &dir.context, &limits)
-        })?;
+        with_own_file_rights(|| unseal_images(file, &dir.path, &dir.keys, &dir.context, &limits))?;
         Ok(())
     }
 }

@@ -29,7 +29,7 @@ use crate::workers::{WorkerResult, Workers};
 use checkpoint::engine::{
     CallLimits, CancelHandle, Engine, EngineFailure, MemoryServer, TaskNamespaces,
 };
-use checkpoint::facts::{self, HashCache};
+use checkpoint::facts::{self, EnginePlace, HashCache};
 use sempa_proto::migration::{Failure, Refusal, Usage};
 use sempa_proto::task::RedirectAddress;
 use sempa_proto::tasker::{DumpReport, EngineUnavailable, FromTasker, MemoryWrite, ToTasker};
@@ -614,6 +614,7 @@ impl Supervisor {
         })?;
         let (cancel, engine_pid) = (limits.cancel.clone(), running_dump.engine_pid());
         let hashes = self.migrations.hash_cache.clone();
+        let engine_place = self.task_start_state.engine_place();
         let worker_id =
             self.migrations
                 .workers
@@ -665,6 +666,7 @@ impl Supervisor {
                                 failure.failure,
                                 root_pid,
                                 processes,
+                                engine_place,
                                 &hashes,
                             ),
                             ..failure
@@ -890,6 +892,7 @@ fn explain_failed_dump(
     failure: Failure,
     root_pid: i32,
     processes: Vec<i32>,
+    engine_place: EnginePlace,
     hashes: &HashCache,
 ) -> Failure {
     let Failure::Engine(engine_text) = &failure else {
@@ -898,6 +901,7 @@ fn explain_failed_dump(
     let task = facts::TaskProcesses {
         root_pid,
         processes,
+        engine_place,
     };
     match facts::inspect(&task, String::new(), hashes) {
         Ok(_) | Err(Refusal::NoSuchTask) => failure,

@@ -314,9 +314,8 @@ impl Supervisor {
             }
             None => (connect_memory_socket(socket_path)?, ReceivedPages::empty()),
         };
-        let running_fetch = with_own_file_rights(|| {
-            engine.start_fetch(image_dir.path(), stream, received_pages)
-        })?;
+        let running_fetch =
+            with_own_file_rights(|| engine.start_fetch(image_dir.path(), stream, received_pages))?;
         let (limits, pid, memory_completion) = (
             transfer_limits()?,
             running_fetch.engine_pid(),
@@ -546,8 +545,9 @@ impl Supervisor {
                 let reply = stage.lost_reply(migration, why);
                 self.remove_incoming_task(migration, vec![reply]);
             }
-            // The files are still being written. The restore that follows detects the loss.
-            Some(TargetStage::PlacingFiles { .. }) | None => {}
+            // The images are still being checked, or the files written. The restore that follows
+            // detects the loss.
+            Some(TargetStage::TakingImagesIn { .. } | TargetStage::PlacingFiles { .. }) | None => {}
         }
     }
 }

@@ -13,6 +13,7 @@ use crate::clone_vfork::{self, SetTid};
 use crate::last_pid::LastPid;
 use crate::task_user::TaskUser;
 use checkpoint::capabilities::CapabilitySet;
+use checkpoint::facts::EnginePlace;
 use nix::errno::Errno;
 use nix::fcntl::OFlag;
 use nix::sys::resource::{Resource, getrlimit};
@@ -278,6 +279,16 @@ impl TaskStartState {
                 .collect(),
             user,
         })
+    }
+
+    /// Returns where the engine runs that dumps and restores tasks.
+    pub(crate) fn engine_place(&self) -> EnginePlace {
+        self.user
+            .as_ref()
+            .map_or(EnginePlace::Outside, |user| EnginePlace::Inside {
+                uid: user.uid(),
+                gid: user.gid(),
+            })
     }
 
     /// Returns the user that tasks belong to; `None` for the user of the tasker.

@@ -271,9 +271,7 @@ impl Supervisor {
         });
         let fetch_result = check_result.map_err(EngineFailure::from).and_then(|()| {
             memory_socket
-                .map_or(Ok(()), |path| {
-                    self.start_fetch(migration, &image_dir, path)
-                })
+                .map_or(Ok(()), |path| self.start_fetch(migration, &image_dir, path))
                 .map_err(EngineFailure::missing_memory)
         });
         if let Some(target) = self.migrations.incoming_tasks.get_mut(&migration) {

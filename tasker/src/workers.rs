@@ -122,6 +122,7 @@ impl WorkerResult {
             | Self::MemoryServed { migration, .. }
             | Self::MemoryArrived { migration, .. }
             | Self::RetryDelayOver { migration, .. }
+            | Self::ImagesTakenIn { migration, .. }
             | Self::FilesPlaced { migration, .. }
             | Self::Restored { migration, .. }
             | Self::JoinedControlGroup { migration, .. }

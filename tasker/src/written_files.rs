@@ -45,7 +45,7 @@ pub(crate) fn truncate_grown_files(files: &[(PathBuf, u64)]) -> Result<(), Failu
 
 fn truncate_if_grown(path: &Path, checkpoint_bytes: u64) -> io::Result<()> {
     let metadata = std::fs::symlink_metadata(path)?;
-    let is_ours = metadata.uid() == nix::unistd::getuid().as_raw();
+    let is_ours = metadata.uid() == checkpoint::facts::file_user();
     if !metadata.is_file() || metadata.len() <= checkpoint_bytes || !is_ours {
         return Ok(());
     }

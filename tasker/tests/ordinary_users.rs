@@ -3,7 +3,8 @@
 mod common;
 
 use checkpoint::proc;
-use common::{Tasker, WAIT_TIMEOUT, pause_and_wait, shell_path, start_order, tid, wait_until};
+use common::migration_steps::*;
+use common::{Tasker, pause_and_wait, shell_path, start_order, tid, user_dir, wait_until};
 use procfs::process::{LimitValue, Process};
 use sempa_proto::Micros;
 use sempa_proto::tasker::{FromTasker, ToTasker};
@@ -145,5 +146,33 @@ fn task_is_paused_and_resumed() {
     wait_until("the task has ended with the tasker", || {
         proc::stat(pid).is_none()
     });
-    let _ = WAIT_TIMEOUT;
+}
+
+/// A counter of an ordinary user, with threads and pipes, migrates there and back three times, and
+/// loses no line.
+#[test]
+#[ignore = "system tier: needs root, CRIU and gcc"]
+fn counter_of_a_user_migrates_without_loss() {
+    require_migration();
+    let dir = user_dir(Some(NOBODY));
+    let counter = compile_program(dir.path(), "counter");
+    let mut taskers = [
+        Tasker::start_for_user(NOBODY),
+        Tasker::start_for_user(NOBODY),
+    ];
+    taskers[0].start_task_and_wait(tid(1), &counter, &[]);
+    let mut output = Vec::new();
+    taskers[0].wait_for_output(tid(1), &mut output, |text| count_lines(text) > 100);
+    for round in 1..=6 {
+        let [first, second] = &mut taskers;
+        let (source, target) = match round % 2 {
+            1 => (first, second),
+            _ => (second, first),
+        };
+        migrate_task(source, target, tid(1), round, &mut output);
+        let line_count = count_lines(&output) + 200;
+        target.wait_for_output(tid(1), &mut output, |text| count_lines(text) > line_count);
+    }
+    assert_no_line_lost(&output);
+    taskers.into_iter().for_each(Tasker::stop_and_wait);
 }

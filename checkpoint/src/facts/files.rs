@@ -5,8 +5,9 @@
 use super::descriptors::{DescriptorMeaning, read_descriptor};
 use super::inspect::unreadable;
 use crate::proc;
-use nix::fcntl::{OFlag, openat};
+use nix::fcntl::{AtFlags, OFlag, openat};
 use nix::sys::stat::Mode;
+use nix::unistd::{AccessFlags, Uid, faccessat};
 use sempa_proto::migration::Refusal;
 use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};
@@ -79,10 +80,16 @@ pub struct OpenFile {
     pub gid: u32,
 }
 
+/// Returns the id of the user with whose rights the calling thread accesses files.
+pub fn file_user() -> u32 {
+    // An invalid id changes nothing; the call returns the present one.
+    nix::unistd::setfsuid(Uid::from_raw(u32::MAX)).as_raw()
+}
+
 /// True for a regular file that belongs to the user of this process. All tasks of this host run as
 /// that user.
 pub(super) fn belongs_to_this_user(meta: &std::fs::Metadata) -> bool {
-    meta.is_file() && meta.uid() == nix::unistd::geteuid().as_raw()
+    meta.is_file() && meta.uid() == file_user()
 }
 
 /// Returns the files that are copied when the task with these stopped processes migrates.
@@ -154,8 +161,7 @@ pub fn open_parent_dir(path: &Path) -> io::Result<(OwnedFd, OsString)> {
 /// Returns the reason why a task of the user `uid` cannot create a file at this path; `None` if the
 /// task can create it.
 pub(super) fn creation_obstacle(path: &Path, uid: u32) -> Option<String> {
-    use std::os::fd::AsRawFd;
-    let own_uid = nix::unistd::geteuid().as_raw();
+    let own_uid = file_user();
     if uid != own_uid {
         return Some(format!(
             "its user is {uid}, and tasks run as {own_uid} there"
@@ -165,8 +171,9 @@ pub(super) fn creation_obstacle(path: &Path, uid: u32) -> Option<String> {
         Ok(parent) => parent,
         Err(e) => return Some(format!("its directory: {e}")),
     };
-    let fd_path = format!("/proc/self/fd/{}", parent_dir.as_raw_fd());
-    let access_result = nix::unistd::access(fd_path.as_str(), nix::unistd::AccessFlags::W_OK);
+    // With the rights of this thread, and not with those of its real user.
+    let flags = AtFlags::AT_EACCESS;
+    let access_result = faccessat(&parent_dir, ".", AccessFlags::W_OK, flags);
     access_result
         .err()
         .map(|e| format!("its directory: {}", e.desc()))
@@ -215,7 +222,7 @@ mod tests {
             open_parent_dir(Path::new("folder/file")).is_err()
                 && open_parent_dir(Path::new("/")).is_err()
         );
-        let own_uid = nix::unistd::geteuid().as_raw();
+        let own_uid = file_user();
         assert_eq!(
             creation_obstacle(&real_dir.join("folder/file"), own_uid),
             None

@@ -36,6 +36,20 @@ pub struct TaskProcesses {
     pub root_pid: i32,
     /// All processes, including the root.
     pub processes: Vec<i32>,
+    pub engine_place: EnginePlace,
+}
+
+/// Where the engine runs that dumps a task.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum EnginePlace {
+    /// In the namespaces of the caller.
+    Outside,
+    /// Inside the PID and mount namespaces of the task.
+    Inside {
+        /// Ids that all processes of the task must have.
+        uid: u32,
+        gid: u32,
+    },
 }
 
 /// Maximum size in bytes of the file list that is sent to a target. Together with the other facts,
@@ -200,7 +214,7 @@ pub fn inspect(
         ..InspectionFindings::default()
     };
     for &pid in &task.processes {
-        inspect_process_until_stable(pid, task.root_pid, &mut findings)?;
+        inspect_process_until_stable(pid, task, &mut findings)?;
     }
     shared_state::check_processes(&task.processes)?;
     let addresses =
@@ -270,18 +284,18 @@ pub(super) const INSPECT_ATTEMPTS_MAX: u32 = 100;
 /// not prevent the migration of the task.
 fn inspect_process_until_stable(
     pid: i32,
-    root_pid: i32,
+    task: &TaskProcesses,
     findings: &mut InspectionFindings,
 ) -> Result<(), Refusal> {
     let is_exiting = || Process::new(pid).and_then(|process| process.exe()).is_err();
     let mut result = Ok(());
     for _ in 0..INSPECT_ATTEMPTS_MAX {
         let mut attempt_findings = findings.clone();
-        result = inspect_process(pid, root_pid, &mut attempt_findings);
+        result = inspect_process(pid, task, &mut attempt_findings);
         if result.is_ok() {
             *findings = attempt_findings;
             break;
-        } else if pid == root_pid || !is_exiting() {
+        } else if pid == task.root_pid || !is_exiting() {
             break;
         } else if !Path::new(&format!("/proc/{pid}")).exists() {
             return Ok(());
@@ -348,7 +362,7 @@ fn check_parents(task: &TaskProcesses, parents: &BTreeMap<i32, i32>) -> Result<(
 
 fn inspect_process(
     pid: i32,
-    root_pid: i32,
+    task: &TaskProcesses,
     findings: &mut InspectionFindings,
 ) -> Result<(), Refusal> {
     let threads = proc::none_if_ended(proc::thread_ids(pid))
@@ -384,8 +398,12 @@ fn inspect_process(
         }
         findings.record_pid(&thread_status);
     }
-    check_capabilities(status.as_ref())?;
-    check_namespaces(pid, root_pid)?;
+    match (task.engine_place, status.as_ref()) {
+        (EnginePlace::Outside, status) => check_capabilities(status)?,
+        (EnginePlace::Inside { uid, gid }, Some(status)) => check_ids(status, uid, gid)?,
+        (EnginePlace::Inside { .. }, None) => {}
+    }
+    check_namespaces(pid, task)?;
     shared_state::check_threads(pid, &threads)?;
     let unreadable_directories =
         |e: ProcError| unreadable("its directories", &proc::into_io_error(e));
@@ -396,7 +414,7 @@ fn inspect_process(
         return Err(unsupported_resource("a root directory of its own"));
     }
     let cwd = process.cwd().map_err(unreadable_directories)?;
-    check_working_directory(&cwd, pid)?;
+    check_working_directory(&cwd, pid, task.engine_place)?;
     findings.require_file(&cwd, 0, FileNeed::Directory)?;
     inspect_mappings(pid, findings)?;
     inspect_descriptors(pid, findings)
@@ -437,11 +455,33 @@ fn check_capabilities(status: Option<&Status>) -> Result<(), Refusal> {
     Ok(())
 }
 
-fn check_namespaces(pid: i32, root_process: i32) -> Result<(), Refusal> {
-    let (process, root_process) = (pid.to_string(), root_process.to_string());
+/// Checks that the process has only the rights of its user. The engine, which is root's, may
+/// restore no others.
+fn check_ids(status: &Status, uid: u32, gid: u32) -> Result<(), Refusal> {
+    let user_ids = [status.ruid, status.euid, status.suid, status.fuid];
+    let group_ids = [status.rgid, status.egid, status.sgid, status.fgid];
+    let other_user = user_ids.into_iter().find(|id| *id != uid);
+    let other_group = group_ids.into_iter().find(|id| *id != gid);
+    if let Some(id) = other_user.or(other_group) {
+        return Err(unsupported_resource(format!(
+            "a process with another user or group ({id})"
+        )));
+    }
+    match status.capprm | status.capeff | status.capinh | status.capamb.unwrap_or(0) {
+        0 => Ok(()),
+        _ => Err(unsupported_resource("a process with capabilities")),
+    }
+}
+
+fn check_namespaces(pid: i32, task: &TaskProcesses) -> Result<(), Refusal> {
+    let (process, root_process) = (pid.to_string(), task.root_pid.to_string());
+    let expected_namespace = |name: &str| match task.engine_place {
+        EnginePlace::Inside { .. } if name == "mnt" => namespace(&root_process, name),
+        _ => namespace("self", name),
+    };
     if let Some((_, what)) = SHARED_NAMESPACES
         .iter()
-        .find(|(name, _)| namespace(&process, name) != namespace("self", name))
+        .find(|(name, _)| namespace(&process, name) != expected_namespace(name))
     {
         return Err(unsupported_resource(*what));
     }
@@ -461,13 +501,15 @@ fn check_namespaces(pid: i32, root_process: i32) -> Result<(), Refusal> {
     Ok(())
 }
 
-/// Checks that the engine can create a temporary directory in the working directory.
-fn check_working_directory(cwd: &Path, pid: i32) -> Result<(), Refusal> {
+/// Checks that the working directory exists. An engine outside must also be able to create a
+/// temporary directory there.
+fn check_working_directory(cwd: &Path, pid: i32, place: EnginePlace) -> Result<(), Refusal> {
     let cwd_link = format!("/proc/{pid}/cwd");
     let write_access = nix::unistd::access(cwd_link.as_str(), nix::unistd::AccessFlags::W_OK);
     match (cwd.to_string_lossy().ends_with(" (deleted)"), write_access) {
         (true, _) => Err(unsupported_resource("a working directory that was removed")),
         (_, Ok(())) => Ok(()),
+        (_, Err(_)) if place != EnginePlace::Outside => Ok(()),
         (_, Err(e)) => Err(unsupported_resource(format!(
             "the working directory {}, where the engine cannot write: {}",
             cwd.display(),
@@ -808,6 +850,7 @@ mod tests {
             TaskProcesses {
                 root_pid,
                 processes: vec![root_pid],
+                engine_place: EnginePlace::Outside,
             },
         )
     }
@@ -887,6 +930,7 @@ mod tests {
             let task = TaskProcesses {
                 root_pid,
                 processes: [vec![root_pid], children].concat(),
+                engine_place: EnginePlace::Outside,
             };
             inspect(&task, "1".into(), &hashes).expect("only the shell counts");
         }

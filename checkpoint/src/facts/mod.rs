@@ -26,11 +26,13 @@ mod this_host;
 mod verdict;
 
 pub use available_resources::memory_available_bytes;
-pub use files::{COPIED_BYTES_MAX, COPIED_FILES_MAX, OpenFile, files_to_copy, open_parent_dir};
+pub use files::{
+    COPIED_BYTES_MAX, COPIED_FILES_MAX, OpenFile, file_user, files_to_copy, open_parent_dir,
+};
 pub use hash::{CACHED_HASHES_MAX, HashCache, hash_program_files};
 pub use inspect::{
-    FILE_LIST_BYTES_MAX, TaskProcesses, has_library_sockets, inspect, process_memory_bytes,
-    written_files,
+    EnginePlace, FILE_LIST_BYTES_MAX, TaskProcesses, has_library_sockets, inspect,
+    process_memory_bytes, written_files,
 };
 pub use kcmp::share_memory;
 pub use open_files::open_files;

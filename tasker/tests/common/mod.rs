@@ -5,6 +5,7 @@
 pub mod migration_steps;
 
 use checkpoint::proc;
+use checkpoint::seal::SiteKeys;
 use nix::sys::socket::{AddressFamily, SockFlag, SockType, socketpair};
 use procfs::process::Process;
 use sempa_proto::frame::{FrameDecoder, encode_control};
@@ -18,6 +19,7 @@ use std::os::fd::AsRawFd;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 /// Time limit of every wait. It is long because the machine may be loaded.
@@ -35,6 +37,8 @@ pub struct Tasker {
     stream: Option<UnixStream>,
     decoder: FrameDecoder,
     received_messages: VecDeque<FromTasker>,
+    /// Id of the user whose tasks the tasker runs; `None` for its own user.
+    pub user: Option<u32>,
     pub capabilities: TaskerCapabilities,
 }
 
@@ -64,7 +68,11 @@ impl Tasker {
     /// Starts a tasker of root that runs the tasks of the user with the id `uid`, as the system
     /// service does.
     pub fn start_for_user(uid: u32) -> Self {
-        Self::start_with_arguments(&[], &["--user", &uid.to_string()], &[])
+        let key = site_key();
+        let env = [("SEMPA_SITE_KEY", key.to_str().expect("text"))];
+        let mut tasker = Self::start_with_arguments(&[], &["--user", &uid.to_string()], &env);
+        tasker.user = Some(uid);
+        tasker
     }
 
     /// Starts a tasker through the wrapper command `wrapper`, which receives the tasker's command
@@ -115,6 +123,7 @@ impl Tasker {
             stream: Some(stream),
             decoder: FrameDecoder::new(),
             received_messages: VecDeque::new(),
+            user: None,
             capabilities: empty_capabilities,
         };
         match tasker.wait_for_message() {
@@ -279,6 +288,26 @@ impl Drop for Tasker {
         }
         let _ = self.child.wait();
     }
+}
+
+/// Returns the path of a site key for the taskers of this test program.
+fn site_key() -> PathBuf {
+    static KEY: OnceLock<PathBuf> = OnceLock::new();
+    let create = || {
+        let name = format!("site-key-{}", std::process::id());
+        let path = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
+        let _ = std::fs::remove_file(&path);
+        SiteKeys::create_file(&path).expect("a key");
+        path
+    };
+    KEY.get_or_init(create).clone()
+}
+
+/// Creates a temporary directory whose owner is the user of this tasker's tasks.
+pub fn user_dir(user: Option<u32>) -> tempfile::TempDir {
+    let dir = tempfile::tempdir().expect("dir");
+    std::os::unix::fs::chown(dir.path(), user, user).expect("root may do so");
+    dir
 }
 
 pub fn tid(local_number: u32) -> Tid {
