@@ -9,6 +9,7 @@ use crate::namespace::Namespace;
 use crate::pid_numbering::PidNumbering;
 use crate::supervisor::Supervisor;
 use crate::task::Output;
+use crate::task_user::with_own_file_rights;
 use crate::workers::{WorkerResult, Workers};
 use checkpoint::engine::{
     CancelHandle, Engine, IdleDump, IdleRestore, RestoreResources, TaskNamespaces,
@@ -105,7 +106,8 @@ impl Supervisor {
             return;
         };
         if migrations.idle_dumps.can_add(migration)
-            && let Ok(idle_dump) = engine.start_idle_dump(inside.as_ref())
+            && let Ok(idle_dump) =
+                with_own_file_rights(|| engine.start_idle_dump(inside.as_ref()))
         {
             migrations
                 .idle_dumps
@@ -200,7 +202,7 @@ pub(crate) fn start_restore_engine(
         output: output_writer,
     };
     Ok(IdleRestoreWithOutput {
-        engine: engine.start_idle_restore(resources)?,
+        engine: with_own_file_rights(|| engine.start_idle_restore(resources))?,
         output,
         is_in_group: false,
     })

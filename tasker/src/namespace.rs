@@ -49,8 +49,8 @@ const OUTSIDE_SIGNAL_INTERVAL: Duration = Duration::from_millis(100);
 pub(crate) enum NamespaceKind {
     /// A PID namespace. The task sees the mounts and the `/proc` of the tasker.
     Pid,
-    /// A PID namespace, and a mount namespace with the `/proc` of this PID namespace. The engine
-    /// runs inside both, which a task of an ordinary user requires.
+    /// A PID namespace, and a mount namespace with the `/proc` of this PID namespace, for a task of
+    /// an ordinary user. The engine runs inside both, which such a task requires.
     PidAndMount,
 }
 
@@ -365,7 +365,7 @@ impl Namespace {
         self.try_pids_in(census).unwrap_or_default()
     }
 
-    /// As [`Namespace::pids_in`].
+    /// As [`Namespace::pids_in`]. An engine that runs inside the namespace is not included.
     ///
     /// # Errors
     /// The processes could not be read.
@@ -377,6 +377,11 @@ impl Namespace {
         }
         let mut pids = census.namespace_pids(self.inode)?;
         pids.retain(|&pid| pid != self.init.pid);
+        if self.kind == NamespaceKind::PidAndMount {
+            // The engine runs inside, too. The engine is root, and no process of the task can be.
+            let is_of_user = |pid: i32| proc::status(pid).is_some_and(|status| status.euid != 0);
+            pids.retain(|&pid| is_of_user(pid));
+        }
         Ok(pids)
     }
 

@@ -146,6 +146,10 @@ static FILE_IDS: OnceLock<(u32, u32)> = OnceLock::new();
 
 /// Calls `action` with the tasker's own file rights, for files that belong to the service. The
 /// action must not use a path that the daemon has named.
+///
+/// The engine must be started with these rights, too. If the file ids of a process are not its
+/// effective ids, the kernel treats its exec like that of a set-user-id program, and the engine's
+/// loader then ignores the libraries that the engine needs.
 pub(crate) fn with_own_file_rights<T>(action: impl FnOnce() -> T) -> T {
     let Some(&(uid, gid)) = FILE_IDS.get().filter(|_| !has_own_file_rights()) else {
         return action();
