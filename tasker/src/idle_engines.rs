@@ -106,8 +106,7 @@ impl Supervisor {
             return;
         };
         if migrations.idle_dumps.can_add(migration)
-            && let Ok(idle_dump) =
-                with_own_file_rights(|| engine.start_idle_dump(inside.as_ref()))
+            && let Ok(idle_dump) = with_own_file_rights(|| engine.start_idle_dump(inside.as_ref()))
         {
             migrations
                 .idle_dumps

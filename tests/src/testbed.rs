@@ -743,8 +743,9 @@ pub fn wait_until_no_process(host: &Host, pattern: &str, timeout: Duration) -> R
         let remaining_lines: Vec<String> = host
             .processes()
             .into_iter()
+            // The tasker service belongs to the host, and not to a virtual machine.
+            .filter(|(_, line)| line.contains(pattern) && !line.ends_with("pvm-taskerd"))
             .map(|(pid, line)| format!("{pid} {line}"))
-            .filter(|line| line.contains(pattern))
             .collect();
         if remaining_lines.is_empty() {
             Ok(())

@@ -14,7 +14,8 @@
 //! * [`link`]: exactly-once, in-order messages between two tasks over routes that may break.
 //! * [`route`]: setup of a route between two tasks.
 //! * [`task`]: control messages between task and daemon. [`host`]: messages between daemons.
-//!   [`tasker`]: control messages between daemon and tasker.
+//!   [`tasker`]: control messages between daemon and tasker. [`tasker_service`]: the start of a
+//!   tasker by the service of a host.
 //! * [`group`]: requests to the group service. [`lease`]: times at which a silent host's tasks end.
 //! * [`job`]: job files, which describe the tasks to start. [`engine`]: migration engines and the
 //!   syntax to select them.
@@ -57,6 +58,7 @@ pub mod suspend;
 pub mod table;
 pub mod task;
 pub mod tasker;
+pub mod tasker_service;
 pub mod text;
 pub mod trace;
 pub mod vm_summary;

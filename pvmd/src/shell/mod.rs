@@ -70,6 +70,7 @@ mod ssh;
 mod sys;
 mod task_listener;
 mod tasker;
+mod tasker_handle;
 mod transfer_counters;
 mod udp_port;
 mod vm_note;

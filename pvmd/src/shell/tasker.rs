@@ -1,5 +1,6 @@
-//! The tasker process. The daemon starts the tasker from the folder of this program, connects it by
-//! a socket pair, and restarts it when it ends.
+//! The tasker process. The daemon requests it from the tasker service of the host. Without the
+//! service, the daemon starts the tasker from the folder of this program, and connects it by a
+//! socket pair. When the tasker ends, another one is started.
 //!
 //! The tasker kills all of its tasks when the socket is closed, so no task runs longer than this
 //! daemon.
@@ -10,10 +11,8 @@ use super::local_socket::LocalSocket;
 use super::outbox::{Outbox, Outgoing, outbox};
 use super::sys::{OpenFilesLimit, pass_descriptor};
 use super::task_listener::write_frames;
+use super::tasker_handle::{self, TaskerHandle};
 use checkpoint::boot_clock;
-use checkpoint::descendants::kill_descendants;
-use nix::sys::signal::{Signal, kill};
-use nix::unistd::Pid;
 use pvmd_machine::io::Event;
 use sempa_proto::frame::encode_control;
 use sempa_proto::lease;
@@ -27,7 +26,6 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 use thiserror::Error;
 use tokio::io::{AsyncBufReadExt, BufReader};
-use tokio::process::Child;
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
 use tokio::time::timeout;
@@ -100,8 +98,8 @@ impl TaskerProcess {
             });
         }
         self.start_times.push(Instant::now());
-        let (socket, child) = self
-            .spawn_process()
+        let (socket, handle) = self
+            .start_process()
             .map_err(|source| StartTaskerError::Spawn {
                 program: self.program_path.clone(),
                 source,
@@ -115,7 +113,7 @@ impl TaskerProcess {
         let inputs = self.inputs.clone();
         let (kill_sender, kill_receiver) = oneshot::channel();
         let forward_task = tokio::spawn(async move {
-            let reason = forward_messages(socket, child, kill_receiver, &inputs).await;
+            let reason = forward_messages(socket, handle, kill_receiver, &inputs).await;
             let _ = inputs
                 .send(Input::Event(Event::TaskerEnded { why: reason }))
                 .await;
@@ -128,7 +126,21 @@ impl TaskerProcess {
         Ok(())
     }
 
-    fn spawn_process(&self) -> std::io::Result<(Arc<LocalSocket>, Child)> {
+    /// Starts the tasker by the service of this host if there is one, otherwise as a child.
+    fn start_process(&self) -> std::io::Result<(Arc<LocalSocket>, TaskerHandle)> {
+        let Some(service_path) = tasker_handle::service_path() else {
+            return self.spawn_process();
+        };
+        match tasker_handle::start_by_service(&service_path) {
+            Ok((socket, handle)) => Ok((Arc::new(LocalSocket::new(socket)?), handle)),
+            Err(why) => {
+                tracing::warn!("{why}; this daemon starts its tasker itself");
+                self.spawn_process()
+            }
+        }
+    }
+
+    fn spawn_process(&self) -> std::io::Result<(Arc<LocalSocket>, TaskerHandle)> {
         let (daemon_end, tasker_end) = UnixStream::pair()?;
         let mut command = std::process::Command::new(&self.program_path);
         command.arg(tasker_end.as_raw_fd().to_string());
@@ -143,7 +155,8 @@ impl TaskerProcess {
         self.files_limit.apply_to(&mut command);
         let child = tokio::process::Command::from(command).spawn()?;
         drop(tasker_end);
-        Ok((Arc::new(LocalSocket::new(daemon_end)?), child))
+        let handle = TaskerHandle::Child(child);
+        Ok((Arc::new(LocalSocket::new(daemon_end)?), handle))
     }
 
     /// Records that the process has ended, and starts another process for new tasks. If the start
@@ -233,28 +246,17 @@ impl TaskerProcess {
     }
 }
 
-/// Kills the tasker and everything that descends from it: without PID namespaces the kernel would
-/// kill only the first processes of the tasks.
-fn kill_with_descendants(child: &mut Child) {
-    if let Some(pid) = child.id().map(u32::cast_signed) {
-        // The tasker must start no process meanwhile, and stays the subreaper of its descendants.
-        // Fails only if it has ended.
-        let _ = kill(Pid::from_raw(pid), Signal::SIGSTOP);
-        kill_descendants(pid);
-    }
-    // Fails only if the process has ended.
-    let _ = child.start_kill();
-}
-
 /// Forwards the tasker's messages until the tasker ends. Returns the reason of the end. A reason
 /// from `kill_receiver` kills the tasker.
 async fn forward_messages(
     socket: Arc<LocalSocket>,
-    mut child: Child,
+    mut handle: TaskerHandle,
     mut kill_receiver: oneshot::Receiver<String>,
     inputs: &InputSender,
 ) -> String {
-    if let Some(stderr) = child.stderr.take() {
+    if let TaskerHandle::Child(child) = &mut handle
+        && let Some(stderr) = child.stderr.take()
+    {
         tokio::spawn(async move {
             let mut lines = BufReader::new(stderr).lines();
             while let Ok(Some(line)) = lines.next_line().await {
@@ -271,7 +273,7 @@ async fn forward_messages(
                 can_be_killed = false;
                 if let Ok(reason) = kill_reason {
                     end_cause.get_or_insert(format!("it was killed: {reason}"));
-                    kill_with_descendants(&mut child);
+                    handle.kill();
                 }
                 continue;
             }
@@ -305,23 +307,23 @@ async fn forward_messages(
     // The daemon or the tasker has closed the socket. The tasker therefore kills its tasks and
     // exits.
     socket.shut_down_writes();
-    drop(socket);
+    // What the tasker still sends is of no use. The end of the stream is that of the tasker.
+    let connection_end =
+        async { while matches!(frame_reader.next_frame(&socket).await, Ok(Some(_))) {} };
     let kill_order = async {
         if !can_be_killed || kill_receiver.await.is_err() {
             std::future::pending::<()>().await;
         }
     };
-    let exit_result = tokio::select! {
-        exit_result = timeout(EXIT_TIMEOUT, child.wait()) => Some(exit_result),
+    let end_text = tokio::select! {
+        end_text = handle.wait_for_end(EXIT_TIMEOUT, connection_end) => end_text,
         () = kill_order => None,
     };
-    let exit_text = match exit_result {
-        Some(Ok(Ok(status))) => format!("it ended with {status}"),
-        Some(Ok(Err(e))) => format!("it cannot be waited for: {e}"),
-        Some(Err(_)) | None => {
-            kill_with_descendants(&mut child);
-            // Fails only if it was waited for.
-            let _ = child.wait().await;
+    let exit_text = match end_text {
+        Some(text) => text,
+        None => {
+            handle.kill();
+            handle.reap().await;
             "it did not end by itself and was killed".to_string()
         }
     };

@@ -10,12 +10,13 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 /// Names of the installed programs.
-const INSTALLED_PROGRAMS: [&str; 6] = [
+const INSTALLED_PROGRAMS: [&str; 7] = [
     "pvm",
     "pvmd",
     "pvm-rm",
     "pvm-load-watcher",
     "pvm-tasker",
+    "pvm-taskerd",
     "pvm_gstat",
 ];
 /// Copies the programs and files of a build to their locations under `prefix`. Each file is

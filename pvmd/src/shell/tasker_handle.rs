@@ -1,0 +1,179 @@
+//! A running tasker: a child of this daemon, or a process of the tasker service of the host.
+//!
+//! The service (`pvm-taskerd`) is root. Its taskers can migrate the tasks of ordinary users, freeze
+//! them and limit them, which a tasker of the user itself cannot.
+
+use super::env::env_var;
+use checkpoint::descendants::kill_descendants;
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use sempa_proto::tasker_service::{
+    BODY_BYTES_MAX, DecodeError, HEAD_BYTES, NO_SERVICE, PROTOCOL_VERSION, SOCKET_PATH,
+    SOCKET_VARIABLE, ServiceRefusal, ServiceReply, ServiceRequest, SessionId, decode, encode,
+};
+use std::io::{self, ErrorKind, Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+use thiserror::Error;
+use tokio::process::Child;
+use tokio::time::timeout;
+
+/// Time limit for each exchange with the service.
+const SERVICE_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// Why this daemon does not use the tasker service, although there is one.
+#[derive(Debug, Error)]
+pub(crate) enum ServiceError {
+    #[error("{}: {cause}", path.display())]
+    Connect { path: PathBuf, cause: io::Error },
+    #[error("{} does not answer: {cause}", path.display())]
+    NoAnswer { path: PathBuf, cause: io::Error },
+    #[error("{}: {cause}", path.display())]
+    Decode { path: PathBuf, cause: DecodeError },
+    #[error(transparent)]
+    Refused(ServiceRefusal),
+    #[error("the tasker service answers another request")]
+    UnexpectedReply,
+}
+
+/// A running tasker.
+#[derive(Debug)]
+pub(crate) enum TaskerHandle {
+    Child(Child),
+    /// A tasker that the service at `socket_path` has started.
+    OfService {
+        socket_path: PathBuf,
+        session: SessionId,
+    },
+}
+
+/// Returns the path of the service's socket; `None` if there is no service, or the user wants none.
+pub(crate) fn service_path() -> Option<PathBuf> {
+    let path = env_var(SOCKET_VARIABLE).unwrap_or_else(|| SOCKET_PATH.into());
+    let is_wanted = path != NO_SERVICE;
+    Some(PathBuf::from(path)).filter(|path| is_wanted && path.exists())
+}
+
+/// Starts a tasker by the service. Returns the connection to the tasker. Blocks for a few seconds at
+/// most.
+///
+/// # Errors
+/// The service does not answer, or refuses.
+pub(crate) fn start_by_service(path: &Path) -> Result<(UnixStream, TaskerHandle), ServiceError> {
+    let request = ServiceRequest::Start {
+        protocol: PROTOCOL_VERSION,
+        version: env!("CARGO_PKG_VERSION").into(),
+    };
+    let (socket, reply) = ask_service(path, &request)?;
+    match reply {
+        ServiceReply::Started { session } => {
+            let handle = TaskerHandle::OfService {
+                socket_path: path.to_path_buf(),
+                session,
+            };
+            Ok((socket, handle))
+        }
+        ServiceReply::Refused(refusal) => Err(ServiceError::Refused(refusal)),
+        ServiceReply::Killed => Err(ServiceError::UnexpectedReply),
+    }
+}
+
+fn ask_service(
+    path: &Path,
+    request: &ServiceRequest,
+) -> Result<(UnixStream, ServiceReply), ServiceError> {
+    let connect_error = |cause| ServiceError::Connect {
+        path: path.to_path_buf(),
+        cause,
+    };
+    let no_answer = |cause| ServiceError::NoAnswer {
+        path: path.to_path_buf(),
+        cause,
+    };
+    let mut socket = UnixStream::connect(path).map_err(connect_error)?;
+    socket
+        .set_read_timeout(Some(SERVICE_TIMEOUT))
+        .and_then(|()| socket.set_write_timeout(Some(SERVICE_TIMEOUT)))
+        .map_err(connect_error)?;
+    socket.write_all(&encode(request)).map_err(no_answer)?;
+    // Not a byte more than the reply: what follows comes from the tasker.
+    let mut bytes = Vec::new();
+    loop {
+        let decoded = decode(&bytes).map_err(|cause| ServiceError::Decode {
+            path: path.to_path_buf(),
+            cause,
+        })?;
+        if let Some((reply, _)) = decoded {
+            return Ok((socket, reply));
+        }
+        let mut byte = [0];
+        match socket.read(&mut byte) {
+            Ok(0) => return Err(no_answer(ErrorKind::UnexpectedEof.into())),
+            Ok(_) if bytes.len() < HEAD_BYTES + BODY_BYTES_MAX => bytes.push(byte[0]),
+            Ok(_) => return Err(no_answer(ErrorKind::InvalidData.into())),
+            Err(error) if error.kind() == ErrorKind::Interrupted => {}
+            Err(error) => return Err(no_answer(error)),
+        }
+    }
+}
+
+impl TaskerHandle {
+    /// Kills the tasker, which hangs, and all its tasks.
+    pub(crate) fn kill(&mut self) {
+        match self {
+            Self::Child(child) => kill_with_descendants(child),
+            Self::OfService {
+                socket_path,
+                session,
+            } => {
+                let request = ServiceRequest::Kill { session: *session };
+                if let Err(why) = ask_service(socket_path, &request) {
+                    tracing::error!("the tasker cannot be killed: {why}");
+                }
+            }
+        }
+    }
+
+    /// Waits until the tasker has ended, for `time_limit` at most. Returns how it has ended; `None`
+    /// after the time limit. `connection_end` resolves when the tasker has closed its connection.
+    pub(crate) async fn wait_for_end(
+        &mut self,
+        time_limit: Duration,
+        connection_end: impl Future<Output = ()>,
+    ) -> Option<String> {
+        match self {
+            Self::Child(child) => match timeout(time_limit, child.wait()).await {
+                Ok(Ok(status)) => Some(format!("it ended with {status}")),
+                Ok(Err(e)) => Some(format!("it cannot be waited for: {e}")),
+                Err(_) => None,
+            },
+            // The connection is closed by the end of the process.
+            Self::OfService { .. } => timeout(time_limit, connection_end)
+                .await
+                .ok()
+                .map(|()| "it ended".into()),
+        }
+    }
+
+    /// Reaps a tasker that was killed.
+    pub(crate) async fn reap(&mut self) {
+        if let Self::Child(child) = self {
+            // Fails only if it was waited for.
+            let _ = child.wait().await;
+        }
+    }
+}
+
+/// Kills the tasker and everything that descends from it: without PID namespaces the kernel would
+/// kill only the first processes of the tasks.
+fn kill_with_descendants(child: &mut Child) {
+    if let Some(pid) = child.id().map(u32::cast_signed) {
+        // The tasker must start no process meanwhile, and stays the subreaper of its descendants.
+        // Fails only if it has ended.
+        let _ = kill(Pid::from_raw(pid), Signal::SIGSTOP);
+        kill_descendants(pid);
+    }
+    // Fails only if the process has ended.
+    let _ = child.start_kill();
+}

@@ -1,0 +1,92 @@
+//! The tasker service on the hosts of a testbed, with one site key for all of them.
+
+use crate::Testbed;
+use crate::layout::prefix_in_hosts;
+use crate::run::{CommandResult, RunningCommand, wait_for};
+use crate::testbed::Host;
+use anyhow::{Context, Result};
+use sempa_proto::tasker_service::SOCKET_PATH;
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
+use std::time::Duration;
+
+/// Time limit for the service to listen, and for it to end.
+const TIMEOUT: Duration = Duration::from_secs(20);
+
+/// The service of each host. Dropping this value ends the services; their taskers end with their
+/// daemons.
+#[derive(Debug)]
+pub struct TaskerServices<'a> {
+    testbed: &'a Testbed,
+    services: Vec<RunningCommand>,
+    key_path: PathBuf,
+}
+
+impl<'a> TaskerServices<'a> {
+    /// Creates a site key, and starts the service on all hosts. `key_dir` is a directory that only
+    /// root can change.
+    ///
+    /// # Errors
+    /// A service does not listen.
+    pub fn start(testbed: &'a Testbed, key_dir: &Path) -> Result<Self> {
+        let key_path = key_dir.join(format!("site-key-{}", std::process::id()));
+        fs::write(&key_path, site_key_text())?;
+        fs::set_permissions(&key_path, PermissionsExt::from_mode(0o600))?;
+        let mut services = Self {
+            testbed,
+            services: Vec::new(),
+            key_path,
+        };
+        for host in testbed.hosts() {
+            let service = services.start_on(host)?;
+            services.services.push(service);
+        }
+        Ok(services)
+    }
+
+    fn start_on(&self, host: &Host) -> Result<RunningCommand> {
+        let prefix = self.testbed.prefix().context("programs are installed")?;
+        let program = prefix_in_hosts(prefix).join("bin/pvm-taskerd");
+        let mut command = host.root_command(program);
+        command.env("SEMPA_SITE_KEY", &self.key_path);
+        if let Some(engine) = self.testbed.engine() {
+            command.env("SEMPA_CRIU", engine);
+        }
+        let service = RunningCommand::start(command, Stdio::null())?;
+        let socket = host.machine_path(SOCKET_PATH);
+        wait_for(TIMEOUT, || match socket.exists() {
+            true => Ok(()),
+            false => Err(format!("the service of {} does not listen", host.name())),
+        })?;
+        Ok(service)
+    }
+
+    /// Ends the service of host number `i` and starts another one. Its taskers go on.
+    ///
+    /// # Errors
+    /// The new service does not listen.
+    pub fn restart(&mut self, i: usize) -> Result<CommandResult> {
+        let host = self.testbed.host(i);
+        host.kill_matching_processes(|line| line.ends_with("pvm-taskerd"));
+        fs::remove_file(host.machine_path(SOCKET_PATH)).context("the socket")?;
+        let new_service = self.start_on(host)?;
+        std::mem::replace(&mut self.services[i - 1], new_service).wait_or_kill(TIMEOUT)
+    }
+}
+
+impl Drop for TaskerServices<'_> {
+    fn drop(&mut self) {
+        for host in self.testbed.hosts() {
+            host.kill_matching_processes(|line| line.ends_with("pvm-taskerd"));
+        }
+        let _ = fs::remove_file(&self.key_path);
+    }
+}
+
+/// Returns the text of a key file with a key that is used in tests only.
+fn site_key_text() -> String {
+    let key: String = (0..32).map(|byte| format!("{:02x}", byte * 7)).collect();
+    format!("sempa site key 1\ncurrent {key}\n")
+}
