@@ -157,6 +157,7 @@ const TEST_NEEDS: &[(&str, &str, &[TestNeed])] = &[
     ("checkpoint", "", &[PYTHON]),
     ("checkpoint", "other_user_is_refused", &[Root]),
     ("checkpoint", "full_disk_leaves_nothing", &[Root]),
+    ("checkpoint", "user_may_open_only_own_files", &[Root]),
     ("pvmd", "", &[]),
     ("pvmd", "disk", &[Disk]),
     ("pvmd::daemon", "", &[Root]),

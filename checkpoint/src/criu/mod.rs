@@ -28,6 +28,7 @@
 //! | `criu lazy-pages` loses requests when the task unmaps memory or forks | `uffd_batching.c`: events are read only when no request is open |
 //! | Missing pages become zeros when `criu lazy-pages` dies | `uffd_keeper`: copies of the userfaultfd descriptors |
 //! | CRIU may report success although its images are truncated | `image_check` |
+//! | CRIU restores what images contain with the rights of its own user | `image_policy` refuses images that give a user anything more |
 //! | Restores on hosts that share a file system create files with the same temporary names | `ghost_names` |
 
 mod criu_log;
@@ -36,6 +37,7 @@ mod file_rights;
 mod ghost_names;
 mod image_check;
 mod image_owner;
+pub mod image_policy;
 mod images;
 mod kdat;
 mod lazy_pages_daemon;

@@ -71,7 +71,7 @@ impl Tag {
     }
 }
 
-/// Size of sealed images.
+/// The size of the sealed images of one task.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SealedSize {
     /// Number of files.

@@ -405,6 +405,12 @@ pub enum Refusal {
     },
     /// A socket of the task is bound to an address that the target does not have.
     Address { address: IpAddr },
+    /// The target does not restore the images, because they contain something that the user could
+    /// not have without the rights of root.
+    ForbiddenImages {
+        /// The violation, in one sentence.
+        why: String,
+    },
 }
 
 impl fmt::Display for Refusal {
@@ -529,6 +535,9 @@ impl fmt::Display for Refusal {
                 f,
                 "it has a socket that is bound to {address}, which is no address of the target"
             ),
+            Self::ForbiddenImages { why } => {
+                write!(f, "its images are not restored: {}", text::reason(why))
+            }
         }
     }
 }

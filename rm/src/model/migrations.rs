@@ -232,6 +232,7 @@ impl Model {
             | Refusal::Address { .. }
             | Refusal::Memory { .. }
             | Refusal::OtherUser { .. }
+            | Refusal::ForbiddenImages { .. }
             | Refusal::ProcessIds { .. }
             | Refusal::Threads { .. } => {
                 self.block_target(now, tid, target, TARGET_RETRY_MAX, &reason_text);
