@@ -64,12 +64,14 @@ static int has_prefix(const char *path, const char *prefix)
     return length > 0 && strncmp(path, prefix, length) == 0 && (path[length] == '/' || path[length] == 0);
 }
 
-/* True if no user can create or replace files below the path. */
+/* True if no user can create or replace files below the path. Files in memory (memfd_create(2)) have
+ * names that no directory contains; CRIU creates them as root, and gives them to the user.
+ */
 static int is_own_path(const char *path)
 {
     const char *own = getenv("SEMPA_OWN_DIR");
     return !strstr(path, "/../") &&
-           (has_prefix(path, "/proc") || has_prefix(path, "/sys") || (own && has_prefix(path, own)));
+           (strncmp(path, "/memfd:", 7) == 0 || has_prefix(path, "/proc") || has_prefix(path, "/sys") || (own && has_prefix(path, own)));
 }
 
 /* Begins an access with the user's rights, unless the path is one of the exceptions. `directory` is

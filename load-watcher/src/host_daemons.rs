@@ -11,6 +11,8 @@ use std::collections::BTreeMap;
 const DAEMON_PROGRAM: &str = "pvmd";
 /// Name of the process that starts the tasks of a daemon.
 const TASKER_PROGRAM: &str = "pvm-tasker";
+/// Option of a tasker of the service, before the uid of its user.
+const TASKER_USER_OPTION: &str = "--user";
 /// Name of the first process of the PID namespace of a task, which the tasker starts.
 const INIT_PROGRAM: &str = "pvm-init";
 /// Names of processes that serve a virtual machine, as the kernel truncates them.
@@ -27,11 +29,11 @@ struct ProcessEntry {
     name: String,
 }
 
-/// A daemon of this host.
+/// A daemon of this host, or the tasker that the tasker service runs for a daemon.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HostDaemon {
     pub pid: i32,
-    /// Uid of its user.
+    /// Uid of the user of the virtual machine.
     pub uid: u32,
     /// The processes of its tasks, with their names.
     pub task_processes: Vec<(i32, String)>,
@@ -53,7 +55,7 @@ pub fn daemons_without_watcher(watchers: &[i32]) -> Vec<HostDaemon> {
     let daemons = pids.take(DAEMONS_MAX).filter_map(|pid| {
         Some(HostDaemon {
             pid,
-            uid: Process::new(pid).and_then(|process| process.uid()).ok()?,
+            uid: user_of(pid)?,
             task_processes: task_processes(&entries, pid),
         })
     });
@@ -135,6 +137,17 @@ fn is_on_this_host(pid: i32) -> bool {
     !is_in_container && !has_other_network
 }
 
+/// Returns the user whose virtual machine the daemon or tasker `pid` serves; `None` if it has ended.
+fn user_of(pid: i32) -> Option<u32> {
+    let process = Process::new(pid).ok()?;
+    let arguments = process.cmdline().unwrap_or_default();
+    let served_user = arguments
+        .windows(2)
+        .find(|pair| pair[0] == TASKER_USER_OPTION)
+        .and_then(|pair| pair[1].parse().ok());
+    served_user.or_else(|| process.uid().ok())
+}
+
 /// Returns the ancestors of a process, nearest first.
 fn ancestors(entries: &BTreeMap<i32, ProcessEntry>, pid: i32) -> Vec<i32> {
     let mut ancestors = Vec::new();
@@ -150,20 +163,24 @@ fn ancestors(entries: &BTreeMap<i32, ProcessEntry>, pid: i32) -> Vec<i32> {
     ancestors
 }
 
-/// Returns the daemons that run a tasker and are not an ancestor of one of the processes
-/// `watchers`.
+/// Returns the daemons that run a tasker, and the taskers of the service, that are not an ancestor
+/// of one of the processes `watchers`.
 fn find_daemons(entries: &BTreeMap<i32, ProcessEntry>, watchers: &[i32]) -> Vec<i32> {
     let watched: Vec<i32> = watchers
         .iter()
         .flat_map(|pid| ancestors(entries, *pid))
         .collect();
     let is_daemon = |pid: &i32| entries.get(pid).is_some_and(|e| e.name == DAEMON_PROGRAM);
+    let is_tasker = |pid: &i32| entries.get(pid).is_some_and(|e| e.name == TASKER_PROGRAM);
     let taskers = entries
-        .values()
-        .filter(|entry| entry.name == TASKER_PROGRAM);
+        .iter()
+        .filter(|(_, entry)| entry.name == TASKER_PROGRAM && !is_tasker(&entry.parent));
     let mut daemons: Vec<i32> = taskers
-        .map(|tasker| tasker.parent)
-        .filter(|pid| is_daemon(pid) && !watched.contains(pid))
+        .map(|(pid, tasker)| match is_daemon(&tasker.parent) {
+            true => tasker.parent,
+            false => *pid,
+        })
+        .filter(|pid| !watched.contains(pid))
         .collect();
     daemons.sort_unstable();
     daemons.dedup();
@@ -177,9 +194,9 @@ fn task_processes(entries: &BTreeMap<i32, ProcessEntry>, daemon: i32) -> Vec<(i3
     let belongs_to_tasks = |pid: i32| {
         let line = ancestors(entries, pid);
         let tasker = line.iter().position(|ancestor| {
-            entries
-                .get(ancestor)
-                .is_some_and(|entry| entry.name == TASKER_PROGRAM && entry.parent == daemon)
+            entries.get(ancestor).is_some_and(|entry| {
+                entry.name == TASKER_PROGRAM && (entry.parent == daemon || *ancestor == daemon)
+            })
         });
         tasker.is_some_and(|position| {
             let between = line[..position].iter();
@@ -225,9 +242,16 @@ mod tests {
             (25, 24, "child"),
             (26, 20, "ssh"),
             (30, 1, "pvmd"),
+            (40, 1, "pvm-taskerd"),
+            (41, 40, "pvm-tasker"),
+            (42, 41, "pvm-init"),
+            (43, 42, "served"),
+            (44, 40, "pvm-tasker"),
+            (45, 44, "pvm-load-watche"),
         ]);
-        assert_eq!(find_daemons(&table, &[12]), [20]);
-        assert_eq!(find_daemons(&table, &[]), [10, 20]);
+        assert_eq!(find_daemons(&table, &[12, 45]), [20, 41]);
+        assert_eq!(find_daemons(&table, &[]), [10, 20, 41, 44]);
+        assert_eq!(task_processes(&table, 41), [(43, "served".to_string())]);
         let guests = task_processes(&table, 20);
         let names: Vec<&str> = guests.iter().map(|(_, name)| name.as_str()).collect();
         assert_eq!(names, ["worker", "child"]);

@@ -51,6 +51,16 @@ pub(crate) struct TransferredFile {
     gid: u32,
 }
 
+impl TransferredFile {
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    pub(crate) fn image_name(&self) -> &str {
+        &self.image_name
+    }
+}
+
 /// Copies the open files of a stopped task next to its images, if the task's policy requires
 /// copies. `root_pid` is the task's root process.
 ///

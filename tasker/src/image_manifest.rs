@@ -132,6 +132,20 @@ impl ImageManifest {
         Ok(manifest)
     }
 
+    /// Returns the names of the files in the image directory that are not the engine's.
+    pub(crate) fn own_file_names(&self) -> impl Iterator<Item = &str> {
+        let copies = self
+            .transferred_files
+            .iter()
+            .map(TransferredFile::image_name);
+        copies.chain([MANIFEST_FILE])
+    }
+
+    /// Returns the paths of the files that are transferred together with the task.
+    pub(crate) fn transferred_paths(&self) -> impl Iterator<Item = &Path> {
+        self.transferred_files.iter().map(TransferredFile::path)
+    }
+
     /// Returns the total length of all images in bytes.
     pub(crate) fn image_bytes(&self) -> u64 {
         self.image_lengths.iter().map(|(_, bytes)| bytes).sum()

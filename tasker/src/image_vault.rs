@@ -5,10 +5,14 @@
 //! file in the image directory of the daemon. The tasker of the target opens the seal into a
 //! directory of its own.
 
-use crate::image_manifest::prepare_image_dir;
+use crate::image_manifest::{ImageManifest, prepare_image_dir};
 use crate::namespace::Namespace;
 use crate::task_user::{TaskUser, with_own_file_rights};
+use checkpoint::criu::image_policy::{
+    RestoreLimits, RestorePolicy, UserIdentity, check_access_as_user, verify_images,
+};
 use checkpoint::engine::{TaskIds, TaskNamespaces};
+use checkpoint::proc;
 use checkpoint::seal::{
     DEFAULT_SITE_KEY_PATH, SealContext, SealPurpose, SiteKeys, UnsealLimits, seal_images,
     unseal_images,
@@ -16,6 +20,7 @@ use checkpoint::seal::{
 use nix::fcntl::{Flock, FlockArg};
 use sempa_proto::Tid;
 use sempa_proto::migration::Failure;
+use std::collections::BTreeSet;
 use std::ffi::OsStr;
 use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io::{self, BufWriter, Write};
@@ -36,6 +41,8 @@ const SEALED_FILE: &str = "sealed-images";
 /// Maximum number of attempts to create the tasker's directory. Another tasker may remove the new
 /// directory as stale before this tasker has locked it.
 const CREATE_DIR_ATTEMPTS_MAX: usize = 3;
+/// Image of the control groups of a task. The tasker of the target creates the groups.
+const CGROUP_IMAGE: &str = "cgroup.img";
 /// Size of the buffer between the seal and its file.
 const WRITE_BUFFER_BYTES: usize = 1 << 20;
 
@@ -116,6 +123,7 @@ impl ImageVault {
             exchange_dir: exchange_dir.to_path_buf(),
             keys,
             context,
+            policy: restore_policy(&self.user),
         })))
     }
 
@@ -196,6 +204,8 @@ pub(crate) struct PrivateDir {
     exchange_dir: PathBuf,
     keys: Arc<SiteKeys>,
     context: SealContext,
+    /// What the images may contain.
+    policy: RestorePolicy,
 }
 
 impl ImageDir {
@@ -230,6 +240,23 @@ impl ImageDir {
         matches!(self, Self::Private(_))
     }
 
+    /// Removes images of a private directory that no restore reads, and that the target would
+    /// refuse.
+    ///
+    /// # Errors
+    /// An image cannot be removed.
+    pub(crate) fn remove_unused_images(&self) -> Result<(), Failure> {
+        let Self::Private(dir) = self else {
+            return Ok(());
+        };
+        match fs::remove_file(dir.path.join(CGROUP_IMAGE)) {
+            Err(e) if e.kind() != io::ErrorKind::NotFound => {
+                Err(Failure::Io(format!("cannot remove {CGROUP_IMAGE}: {e}")))
+            }
+            _ => Ok(()),
+        }
+    }
+
     /// Hands complete images to the daemon. Returns the number of bytes that the daemon gets; `None`
     /// if the daemon reads the images themselves.
     ///
@@ -256,10 +283,11 @@ impl ImageDir {
         Ok(Some(size.sealed_bytes))
     }
 
-    /// Takes the images from the daemon, and checks their seal.
+    /// Takes the images from the daemon, checks their seal, and checks that they contain nothing
+    /// that the user could not have.
     ///
     /// # Errors
-    /// There are no sealed images, or their seal is not valid.
+    /// There are no sealed images, their seal is not valid, or they are refused.
     pub(crate) fn take_in(&self) -> Result<(), Failure> {
         let Self::Private(dir) = self else {
             return Ok(());
@@ -281,8 +309,54 @@ impl ImageDir {
             )));
         }
         let limits = UnsealLimits::default();
-        with_own_file_rights(|| unseal_images(file, &dir.path, &dir.keys, &dir.context, &limits))?;
-        Ok(())
+        with_own_file_rights(|| {
+            unseal_images(file, &dir.path, &dir.keys, &dir.context, &limits)?;
+            dir.verify_images()
+        })
+    }
+}
+
+impl PrivateDir {
+    /// Checks the images of this directory.
+    fn verify_images(&self) -> Result<(), Failure> {
+        let manifest = ImageManifest::read(&self.path)?;
+        let policy = RestorePolicy {
+            other_files: manifest.own_file_names().map(String::from).collect(),
+            ..self.policy.clone()
+        };
+        let mut opened_files = verify_images(&self.path, &policy)?;
+        // The files that come with the images do not exist yet. They are created with the rights of
+        // the user.
+        let transferred: BTreeSet<&Path> = manifest.transferred_paths().collect();
+        // A missing file is reported by the restore, with the reason why the task needs it.
+        opened_files.files.retain(|file| {
+            !transferred.contains(&*file.path) && file.path.try_exists().unwrap_or(true)
+        });
+        Ok(check_access_as_user(&opened_files, &policy.identity, None)?)
+    }
+}
+
+/// Returns what a user's images may contain on this host.
+fn restore_policy(user: &TaskUser) -> RestorePolicy {
+    let setting = |path: &str| fs::read_to_string(path).ok()?.trim().parse::<u64>().ok();
+    let mut limits = RestoreLimits::default();
+    for (resource, limit) in user.limits() {
+        if let Some(max) = limits.resource_limits_max.get_mut(*resource as usize) {
+            *max = limit.rlim_max;
+        }
+    }
+    limits.pipe_bytes_max = setting("/proc/sys/fs/pipe-max-size").unwrap_or(limits.pipe_bytes_max);
+    let status = proc::status(std::process::id().cast_signed());
+    RestorePolicy {
+        identity: UserIdentity {
+            uid: user.uid(),
+            gid: user.gid(),
+            groups: user.groups().to_vec(),
+        },
+        limits,
+        requires_no_new_privs: true,
+        bounding_set: status.and_then(|status| status.capbnd).unwrap_or(0),
+        other_files: BTreeSet::new(),
     }
 }
 

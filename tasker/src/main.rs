@@ -78,7 +78,9 @@ const USER_CAPABILITIES: CapabilitySet = CapabilitySet::empty()
     .union(CapabilitySet::SETUID)
     .union(CapabilitySet::SETGID)
     // For entering mount namespaces.
-    .union(CapabilitySet::SYS_CHROOT);
+    .union(CapabilitySet::SYS_CHROOT)
+    // For finding out who uses System V semaphores.
+    .union(CapabilitySet::IPC_OWNER);
 
 const USAGE: &str = "usage: pvm-tasker FD [--user UID]; it is started by pvmd or pvm-taskerd, not by hand, see \
                      pvm-tasker(1)";

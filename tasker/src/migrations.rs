@@ -636,6 +636,7 @@ impl Supervisor {
                         };
                         let file_count = files.transferred.len() as u32;
                         let report = with_own_file_rights(|| {
+                            image_dir.remove_unused_images()?;
                             let manifest = ImageManifest::from_image_dir(
                                 dir,
                                 output_and_stopped_pids.0,

@@ -97,6 +97,11 @@ impl TaskUser {
         &self.groups
     }
 
+    /// Returns each resource (`RLIMIT_*`) with its limit.
+    pub(crate) fn limits(&self) -> &[(u32, libc::rlimit)] {
+        &self.limits
+    }
+
     /// Makes the calling thread, and all threads that it creates later, access files with the
     /// rights of this user and nothing more. Must be called before other threads exist.
     ///

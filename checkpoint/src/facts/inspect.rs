@@ -399,11 +399,15 @@ fn inspect_process(
         findings.record_pid(&thread_status);
     }
     match (task.engine_place, status.as_ref()) {
-        (EnginePlace::Outside, status) => check_capabilities(status)?,
-        (EnginePlace::Inside { uid, gid }, Some(status)) => check_ids(status, uid, gid)?,
-        (EnginePlace::Inside { .. }, None) => {}
+        (EnginePlace::Outside, status) => {
+            check_capabilities(status)?;
+            check_namespaces(pid, task)?;
+        }
+        (EnginePlace::Inside { uid, gid }, status) => {
+            check_namespaces(pid, task)?;
+            status.map_or(Ok(()), |status| check_ids(status, uid, gid))?;
+        }
     }
-    check_namespaces(pid, task)?;
     shared_state::check_threads(pid, &threads)?;
     let unreadable_directories =
         |e: ProcError| unreadable("its directories", &proc::into_io_error(e));

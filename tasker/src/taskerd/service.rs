@@ -168,8 +168,11 @@ impl Service {
             Ok(Some(ServiceRequest::Kill { session })) => self.kill_session(session, uid),
             Err(_) => ServiceReply::Refused(ServiceRefusal::Malformed),
         };
-        if let ServiceReply::Refused(why) = &reply {
-            tracing::warn!("user {uid}: {why}");
+        match &reply {
+            // A user could fill the log with these.
+            ServiceReply::Refused(ServiceRefusal::Malformed) => {}
+            ServiceReply::Refused(why) => tracing::warn!("user {uid}: {why}"),
+            ServiceReply::Started { .. } | ServiceReply::Killed => {}
         }
         if !matches!(reply, ServiceReply::Started { .. }) {
             // The socket's buffer is empty, so the write cannot block. If the daemon has ended,
@@ -243,7 +246,8 @@ impl Service {
     }
 
     fn kill_session(&mut self, session: SessionId, uid: u32) -> ServiceReply {
-        // Only this thread reaps taskers, so the PID is still that of the tasker.
+        // The record has just been compared with the process. A tasker of an earlier service may end
+        // in between, and its PID would have to be used again at once.
         let is_killed = self.registry.may_kill(session, uid)
             && kill(Pid::from_raw(session.0), Signal::SIGKILL).is_ok();
         match is_killed {

@@ -68,10 +68,20 @@ impl Tasker {
     /// Starts a tasker of root that runs the tasks of the user with the id `uid`, as the system
     /// service does.
     pub fn start_for_user(uid: u32) -> Self {
+        Self::start_wrapped_for(Some(uid), &[], &[])
+    }
+
+    /// As [`Tasker::start_wrapped`], for the tasks of the user `user`; `None` is the user of this
+    /// process.
+    pub fn start_wrapped_for(user: Option<u32>, wrapper: &[&str], env: &[(&str, &str)]) -> Self {
+        let Some(uid) = user else {
+            return Self::start_wrapped(wrapper, env);
+        };
         let key = site_key();
-        let env = [("SEMPA_SITE_KEY", key.to_str().expect("text"))];
-        let mut tasker = Self::start_with_arguments(&[], &["--user", &uid.to_string()], &env);
-        tasker.user = Some(uid);
+        let key_variable = ("SEMPA_SITE_KEY", key.to_str().expect("text"));
+        let env = [env, &[key_variable]].concat();
+        let mut tasker = Self::start_with_arguments(wrapper, &["--user", &uid.to_string()], &env);
+        tasker.user = user;
         tasker
     }
 

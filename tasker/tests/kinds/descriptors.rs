@@ -1,9 +1,8 @@
 //! Tests descriptors that are connected to no process outside the task.
 
-use super::common::Tasker;
 use super::fixture::{
     MigrationFixture, assert_prints_after_migration, assert_survives,
-    assert_survives_on_other_host, start_other_host,
+    assert_survives_on_other_host, start_other_host, start_tasker,
 };
 use sempa_proto::migration::Refusal;
 use std::net::Ipv4Addr;
@@ -144,7 +143,7 @@ fn socket_at_an_address_of_the_source_is_refused() {
     let mut fixture = MigrationFixture::with_target(|dir| start_other_host(dir, "true"));
     let own_address = Ipv4Addr::new(10, 77, 99, 1);
     let script = format!("ip link set lo up && ip addr add {own_address}/32 dev lo && exec \"$@\"");
-    fixture.source = Tasker::start_wrapped(&["unshare", "--net", "sh", "-c", &script, "sh"], &[]);
+    fixture.source = start_tasker(&["unshare", "--net", "sh", "-c", &script, "sh"], &[]);
     let program = fixture.compile_c("descriptors");
     fixture.start_and_wait_until_ready(&program, &[], "host-address", &own_address.to_string());
     let expected = Refusal::Address {

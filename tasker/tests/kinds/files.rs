@@ -1,9 +1,10 @@
 //! Tests files and directories that a task has open.
 
+use super::TASK_USER;
 use super::common::migration_steps::{
     continue_and_wait, discard_and_wait, dump_and_wait, restore_and_wait, stop_and_wait,
 };
-use super::common::{migration_id, tid};
+use super::common::{migration_id, tid, user_dir};
 use super::fixture::{
     MigrationFixture, assert_survives, assert_survives_on_other_host, start_other_host,
 };
@@ -49,7 +50,7 @@ fn unnamed_file_keeps_its_content() {
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn a_named_pipe_with_both_ends_inside_keeps_its_data() {
-    assert_survives_on_other_host("files", "named-pipe", "mkfifo $data/fifo");
+    assert_survives_on_other_host("files", "named-pipe", "mkfifo -m 666 $data/fifo");
 }
 
 #[test]
@@ -205,7 +206,7 @@ fn carried_file_is_removed_after_a_failure() {
     let mut fixture = start_with_file_policy("SEMPA_FILES=copy", "true");
     assert_eq!(fixture.query_verdict(), []);
     let id = migration_id(1);
-    let (images, mut messages) = (tempfile::tempdir().expect("dir"), Vec::new());
+    let (images, mut messages) = (user_dir(TASK_USER), Vec::new());
     let dir = images.path().join("images");
     stop_and_wait(&mut fixture.source, tid(1), id, &mut messages);
     dump_and_wait(&mut fixture.source, tid(1), id, &dir, &mut messages).expect("a dump");
@@ -216,9 +217,13 @@ fn carried_file_is_removed_after_a_failure() {
     assert!(!target_file.exists());
     // The file is also removed if the restore fails.
     assert_eq!(fixture.query_verdict(), []);
+    let image = dir.join(match TASK_USER {
+        Some(_) => "sealed-images",
+        None => "inventory.img",
+    });
     std::fs::write(
-        dir.join("inventory.img"),
-        std::fs::read(dir.join("inventory.img"))
+        &image,
+        std::fs::read(&image)
             .expect("there")
             .iter()
             .map(|b| !b)

@@ -1,10 +1,11 @@
 //! A fixture for tests: a task and two taskers between which the task migrates.
 
+use super::TASK_USER;
 use super::common::migration_steps::{
     MigrationMeasurements, inspect_and_wait, migrate_task_while, prepare_and_wait,
     require_migration,
 };
-use super::common::{Tasker, migration_id, start_order, tid};
+use super::common::{Tasker, migration_id, start_order, tid, user_dir};
 use sempa_proto::migration::{Refusal, RequiredFile, TaskFacts};
 use sempa_proto::tasker::ToTasker;
 use std::path::{Path, PathBuf};
@@ -16,6 +17,11 @@ const READY: &[u8] = b"ready\n";
 const CHECKS_PASSED: &[u8] = b"right\n";
 /// Wait status of a test program whose checks were all successful: exit status 7.
 const SUCCESS_STATUS: i32 = 7 << 8;
+
+/// Starts a tasker for the tasks of [`TASK_USER`], as [`Tasker::start_wrapped`] does.
+pub(crate) fn start_tasker(wrapper: &[&str], env: &[(&str, &str)]) -> Tasker {
+    Tasker::start_wrapped_for(TASK_USER, wrapper, env)
+}
 
 pub(crate) struct MigrationFixture {
     pub(crate) dir: tempfile::TempDir,
@@ -33,18 +39,20 @@ impl MigrationFixture {
     /// # Panics
     /// No task can migrate on this machine.
     pub(crate) fn new() -> Self {
-        Self::with_target(|_| Tasker::start())
+        Self::with_target(|_| start_tasker(&[], &[]))
     }
 
     /// Creates a fixture like [`MigrationFixture::new`], but `start_target` starts the target's
     /// tasker. The argument of `start_target` is the directory of the fixture.
     pub(crate) fn with_target(start_target: impl FnOnce(&Path) -> Tasker) -> Self {
         require_migration();
-        let dir = tempfile::tempdir().expect("dir");
-        std::fs::create_dir(dir.path().join("data")).expect("dir");
+        let dir = user_dir(TASK_USER);
+        let data_dir = dir.path().join("data");
+        std::fs::create_dir(&data_dir).expect("dir");
+        std::os::unix::fs::chown(&data_dir, TASK_USER, TASK_USER).expect("root may do so");
         let target_tasker = start_target(dir.path());
         Self {
-            source: Tasker::start(),
+            source: start_tasker(&[], &[]),
             target: target_tasker,
             dir,
             output: Vec::new(),
@@ -72,6 +80,7 @@ impl MigrationFixture {
             .status()
             .expect("a compiler");
         assert!(compiler_output.success());
+        std::os::unix::fs::chown(&program_path, TASK_USER, TASK_USER).expect("root may do so");
         program_path
     }
 
@@ -200,7 +209,7 @@ pub(crate) fn start_other_host(dir: &Path, prepare: &str) -> Tasker {
          mount -t tmpfs none $data && {prepare} && exec \"$@\"",
         dir.display()
     );
-    Tasker::start_wrapped(
+    start_tasker(
         &["unshare", "--mount", "--net", "sh", "-c", &script, "sh"],
         &[],
     )

@@ -1,5 +1,6 @@
 //! Tests migrations of programs in languages other than C.
 
+use super::TASK_USER;
 use super::fixture::{MigrationFixture, source_path};
 use std::path::PathBuf;
 use std::process::Command;
@@ -36,7 +37,12 @@ fn assert_script_survives(interpreter_path: PathBuf, script_name: &str, row: &st
 }
 
 fn python_path() -> PathBuf {
-    interpreter_path("python3", &["-c", "import sys; print(sys.executable)"])
+    // The first one in the search path of root may be in root's home directory.
+    let name = match TASK_USER {
+        Some(_) => "/usr/bin/python3",
+        None => "python3",
+    };
+    interpreter_path(name, &["-c", "import sys; print(sys.executable)"])
 }
 
 #[test]

@@ -14,6 +14,10 @@ mod languages;
 mod memory;
 mod processes;
 mod refusals;
+mod root;
 mod signals;
 mod table;
 mod threads;
+
+/// The user of the tasks; `None` for the user of the tests.
+const TASK_USER: Option<u32> = None;

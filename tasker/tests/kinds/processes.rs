@@ -50,12 +50,6 @@ fn process_attributes_are_kept() {
 
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
-fn groups_and_dumpability_are_kept() {
-    assert_survives("processes", "groups");
-}
-
-#[test]
-#[ignore = "system tier: needs CRIU and gcc"]
 fn a_seccomp_filter_is_kept() {
     assert_survives("processes", "filtered");
 }

@@ -1,7 +1,8 @@
 //! Tests signals, timers and clocks.
 
-use super::common::Tasker;
-use super::fixture::{MigrationFixture, assert_prints_after_migration, assert_survives};
+use super::fixture::{
+    MigrationFixture, assert_prints_after_migration, assert_survives, start_tasker,
+};
 
 /// Signal handlers with their flags, signal masks and the signal stack are kept.
 #[test]
@@ -62,8 +63,7 @@ fn monotonic_clocks_do_not_jump() {
         "864000",
         "--fork",
     ];
-    let mut fixture =
-        MigrationFixture::with_target(|_| Tasker::start_wrapped(&uptime_wrapper, &[]));
+    let mut fixture = MigrationFixture::with_target(|_| start_tasker(&uptime_wrapper, &[]));
     let program = fixture.compile_c("signals");
     fixture.start_and_wait_until_ready(&program, &[], "clocks", "");
     fixture.migrate_there_and_back();

@@ -144,12 +144,17 @@ fn check_mappings(
         policy.limits.mappings_max,
     )?;
     let mut ranges: Vec<(u64, u64)> = Vec::with_capacity(mappings.len());
+    let mut guard_ranges = Vec::new();
     let mut locked_bytes = 0u64;
     for mapping in mappings {
         let (start, end) = (mapping.required("start"), mapping.required("end"));
         let status = mapping.required("status");
         let is_aligned = start % page_size() == 0 && end % page_size() == 0;
-        let previous_end = ranges.last().map_or(0, |(_, end)| *end);
+        let is_guard = status & STATUS_GUARD != 0;
+        let previous_end = match is_guard {
+            true => 0,
+            false => ranges.last().map_or(0, |(_, end)| *end),
+        };
         let is_below_end = end <= ADDRESSES_END || status & STATUS_VSYSCALL != 0;
         if !is_aligned || start < previous_end || start >= end || !is_below_end {
             return Err(memory_violation(
@@ -157,11 +162,25 @@ fn check_mappings(
                 format!("a mapping has the addresses {start:#x}-{end:#x}"),
             ));
         }
-        ranges.push((start, end));
+        match is_guard {
+            true => guard_ranges.push((start, end)),
+            false => ranges.push((start, end)),
+        }
         if mapping.required("flags") & MAP_LOCKED != 0 {
             locked_bytes = locked_bytes.saturating_add(end - start);
         }
         check_mapping(mapping, status, pid, files)?;
+    }
+    // Guard pages (MADV_GUARD_INSTALL) are parts of mappings, and have entries of their own.
+    let is_inside = |guard: &(u64, u64)| {
+        let next = ranges.partition_point(|(start, _)| *start <= guard.0);
+        next > 0 && guard.1 <= ranges[next - 1].1
+    };
+    if let Some((start, end)) = guard_ranges.iter().find(|guard| !is_inside(guard)) {
+        return Err(memory_violation(
+            pid,
+            format!("the guard pages {start:#x}-{end:#x} are in no mapping"),
+        ));
     }
     let allowed = policy.limits.resource_limits_max[LOCKED_MEMORY_LIMIT];
     match locked_bytes > allowed {
