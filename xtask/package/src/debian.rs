@@ -392,14 +392,16 @@ impl Packaging<'_> {
             ("dh_builddeb", vec![&destination, "--", "-Zxz"]),
         ]);
         for (program, arguments) in steps {
-            run(Command::new(program)
-                .args(arguments)
-                .current_dir(&self.folder)
-                .env("SOURCE_DATE_EPOCH", self.release.epoch.to_string())
-                // The compressed blocks would depend on the number of processors.
-                .env("DPKG_DEB_THREADS_MAX", "1")
-                .env("DPKG_BUILD_API", "1")
-                .env("LC_ALL", "C.UTF-8"))?;
+            capture(
+                Command::new(program)
+                    .args(arguments)
+                    .current_dir(&self.folder)
+                    .env("SOURCE_DATE_EPOCH", self.release.epoch.to_string())
+                    // The compressed blocks would depend on the number of processors.
+                    .env("DPKG_DEB_THREADS_MAX", "1")
+                    .env("DPKG_BUILD_API", "1")
+                    .env("LC_ALL", "C.UTF-8"),
+            )?;
         }
         Ok(())
     }

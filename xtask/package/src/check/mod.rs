@@ -1,7 +1,14 @@
-//! Checks the packages in fresh systems of Debian.
+//! Checks the packages in fresh systems of Debian: with Debian's PVM programs on top and beneath,
+//! during an upgrade, and after their removal; and the tar archive.
 
+mod scenarios;
+mod system;
+
+use crate::process::capture;
 use anyhow::Result;
-use std::path::Path;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
 
 /// What is checked.
 pub(crate) struct Plan<'a> {
@@ -19,7 +26,43 @@ pub(crate) struct Plan<'a> {
 /// Runs all checks and prints their results. Returns false if one finds a fault.
 ///
 /// # Errors
-/// A check cannot run.
-pub(crate) fn run(_plan: &Plan<'_>) -> Result<bool> {
-    Ok(true)
+/// The packages cannot be read.
+pub(crate) fn run(plan: &Plan<'_>) -> Result<bool> {
+    let mut results = vec![("lintian".to_string(), run_lintian(plan.packages))];
+    for suite in plan.suites {
+        for (name, scenario) in scenarios::ALL {
+            println!("check: {suite}: {name}");
+            results.push((format!("{suite}: {name}"), scenario(plan, suite)));
+        }
+    }
+    println!();
+    for (name, result) in &results {
+        match result {
+            Ok(()) => println!("passed  {name}"),
+            Err(error) => println!("FAILED  {name}: {error:#}"),
+        }
+    }
+    Ok(results.iter().all(|(_, result)| result.is_ok()))
+}
+
+/// Runs lintian on all packages of a folder.
+fn run_lintian(folder: &Path) -> Result<()> {
+    let packages = deb_files(folder)?;
+    let text = capture(
+        Command::new("lintian")
+            .args(["--allow-root", "--fail-on", "error"])
+            .args(&packages),
+    )?;
+    print!("{text}");
+    Ok(())
+}
+
+fn deb_files(folder: &Path) -> Result<Vec<PathBuf>> {
+    let mut files: Vec<PathBuf> = fs::read_dir(folder)?
+        .flatten()
+        .map(|entry| entry.path())
+        .filter(|path| path.extension().is_some_and(|end| end == "deb"))
+        .collect();
+    files.sort();
+    Ok(files)
 }
