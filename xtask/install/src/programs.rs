@@ -77,12 +77,13 @@ impl Program {
 }
 
 /// All installed programs. Debian's PVM has `pvm_gstat` in its development package.
-pub const PROGRAMS: [Program; 8] = [
+pub const PROGRAMS: [Program; 9] = [
     Program::required("pvm", DebianPackage::Programs),
     Program::required("pvmd", DebianPackage::Programs),
     Program::required("pvm-rm", DebianPackage::Programs),
     Program::required("pvm-load-watcher", DebianPackage::Programs),
     Program::required("pvm-tasker", DebianPackage::Programs),
+    Program::required("pvmgs", DebianPackage::Programs),
     Program::required("pvm_gstat", DebianPackage::Development),
     Program::for_root_if_built("pvm-taskerd"),
     Program::for_root_if_built("pvm-admin"),

@@ -24,7 +24,7 @@ fn destination(package: DebianPackage, path: impl Into<PathBuf>) -> Option<Desti
 
 /// Links of packages, as (package, path, target). Paths are below the root of the installed system.
 /// `{V}` stands for the version.
-pub const LINKS: [(DebianPackage, &str, &str); 17] = [
+pub const LINKS: [(DebianPackage, &str, &str); 19] = [
     (
         DebianPackage::Library,
         "usr/lib/x86_64-linux-gnu/libpvm3.so.3",
@@ -49,6 +49,16 @@ pub const LINKS: [(DebianPackage, &str, &str); 17] = [
         DebianPackage::Programs,
         "usr/lib/pvm3/lib/pvmd",
         "../../../bin/pvmd",
+    ),
+    (
+        DebianPackage::Programs,
+        "usr/lib/pvm3/lib/pvmgs",
+        "../../../bin/pvmgs",
+    ),
+    (
+        DebianPackage::Programs,
+        "usr/lib/pvm3/lib/LINUX64/pvmgs",
+        "../../../../bin/pvmgs",
     ),
     (
         DebianPackage::Programs,

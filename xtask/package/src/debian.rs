@@ -192,16 +192,9 @@ impl Packaging<'_> {
         } else {
             "."
         };
-        let pvmgs_text = if self.has_program("pvmgs") {
-            " .\n It also contains pvmgs, for programs that are linked with PVM's own group library."
-        } else {
-            " .\n It has no pvmgs: programs that contain PVM's own static group library find no\n group \
-             server. All others have their groups from the daemon."
-        };
         let text = template
             .replace("@MAINTAINER@", &maintainer())
-            .replace("@NODE@", node_text)
-            .replace("@PVMGS@", pvmgs_text);
+            .replace("@NODE@", node_text);
         let is_made = |stanza: &&str| {
             let name = stanza
                 .lines()
@@ -286,10 +279,6 @@ impl Packaging<'_> {
                 let root = self.root_of(entry.package);
                 copy(&project_folder().join(source), &root.join(path))?;
             }
-        }
-        if self.has_program("pvmgs") {
-            let root = self.root_of(DebianPackage::Programs);
-            link("../../../bin/pvmgs", &root.join("usr/lib/pvm3/lib/pvmgs"))?;
         }
         // Packages of PVM programs, such as Debian's tablix2, have their files here.
         let programs_of_all = self
@@ -380,7 +369,8 @@ impl Packaging<'_> {
         steps.extend([
             ("dh_strip", vec!["--no-automatic-dbgsym", &without_criu]),
             ("dh_compress", vec![]),
-            ("dh_fixperms", vec![]),
+            // The loader of the packaged CRIU is executed, unlike other libraries.
+            ("dh_fixperms", vec!["-Xld-linux"]),
             (
                 "dh_makeshlibs",
                 vec![&only_library[..], "-V", &library_dependency],

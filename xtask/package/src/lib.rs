@@ -74,7 +74,9 @@ pub fn run(args: &PackageArgs) -> Result<bool> {
     }
     let next_release = Release::new(args.revision + 1)?;
     let next_out = work_folder.join("next");
-    make_all(&next_release, &prefix, &args.criu, &work_folder, &next_out)?;
+    remove_folder(&next_out)?;
+    fs::create_dir_all(&next_out)?;
+    debian::make_packages(&next_release, &prefix, &args.criu, &work_folder, &next_out)?;
     check::run(&check::Plan {
         suites: &args.suites,
         packages: &out,

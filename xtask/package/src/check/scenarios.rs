@@ -4,6 +4,7 @@ use super::Plan;
 use super::system::System;
 use crate::process::run;
 use anyhow::{Context, Result, bail};
+use std::ffi::OsStr;
 use std::fs;
 use std::path::Path;
 use std::process::Command;
@@ -26,6 +27,14 @@ pub(super) const ALL: [(&str, Scenario); 3] = [
 const DEBIAN_PROGRAMS: [&str; 4] = ["tablix2", "pvm-examples", "netpipe-pvm", "slang-pvm"];
 /// Debian's packages that ours replace.
 const REPLACED_PACKAGES: [&str; 3] = ["pvm", "libpvm3", "pvm-dev"];
+/// A program that uses groups, and its place in a system.
+const RING_SOURCE: &str = "tests/pvm-programs/ring.c";
+const RING: &str = "home/alice/pvm3/bin/LINUX64/ring";
+/// Where packages have headers and libraries.
+const DEBIAN_PLACES: CompilePlaces = CompilePlaces {
+    include: "usr/include",
+    libraries: "usr/lib/x86_64-linux-gnu",
+};
 /// A problem for tablix2.
 const TIMETABLE: &str = include_str!("timetable.xml");
 
@@ -65,10 +74,23 @@ fn debian_programs_beneath(plan: &Plan<'_>, suite: &str) -> Result<()> {
         })?;
     }
     system.offer_packages(plan.packages)?;
+    // This program contains PVM's own group library, whose server our packages replace.
+    let group_library = system.path("usr/lib/x86_64-linux-gnu/libgpvm3.a");
+    compile(
+        &system,
+        &DEBIAN_PLACES,
+        RING_SOURCE,
+        RING,
+        &[group_library.as_os_str()],
+    )?;
     let own_packages = own_packages(plan.packages);
     system.install(&own_packages.join(" "))?;
     check_installed(&system, &own_packages)?;
     run_debian_programs(&system)?;
+    let output =
+        system.run_as_user("pvm start && pvm3/bin/LINUX64/ring 3 && pvm ps -a; pvm halt")?;
+    ensure_contains(&output, "3 members: 3")?;
+    ensure_contains(&output, "pvmgs")?;
     // An administrator goes back to Debian's PVM by its name.
     system.install("pvm libpvm3")?;
     let installed = system.installed_packages()?;
@@ -100,12 +122,17 @@ fn tar_archive(plan: &Plan<'_>, suite: &str) -> Result<()> {
     let script = "/srv/sempa-*/install.sh";
     ensure_contains(&system.run(script)?, "installed in /opt/sempa")?;
     fs::create_dir_all(system.path("opt/sempa/bin/LINUX64"))?;
+    let places = CompilePlaces {
+        include: "opt/sempa/include",
+        libraries: "opt/sempa/lib",
+    };
+    let group_library = [OsStr::new("-lgpvm3")];
     compile(
         &system,
-        "opt/sempa/include",
-        "opt/sempa/lib",
-        "tests/pvm-programs/ring.c",
+        &places,
+        RING_SOURCE,
         "opt/sempa/bin/LINUX64/ring",
+        &group_library,
     )?;
     let environment = "export PATH=/opt/sempa/bin:$PATH LD_LIBRARY_PATH=/opt/sempa/lib;";
     system.run_as_user(&format!("{environment} pvm start"))?;
@@ -174,36 +201,40 @@ fn run_debian_programs(system: &System) -> Result<()> {
     })
 }
 
-/// Compiles a program of the sources on this machine for a system.
+/// Folders of a system in which a compiler looks, relative to its root.
+struct CompilePlaces {
+    include: &'static str,
+    libraries: &'static str,
+}
+
+/// Compiles a program of the sources on this machine for a system. `libraries` are arguments of the
+/// linker in front of `libpvm3`.
 fn compile(
     system: &System,
-    include: &str,
-    libraries: &str,
+    places: &CompilePlaces,
     source: &str,
     target: &str,
+    libraries: &[&OsStr],
 ) -> Result<()> {
     let target_path = system.path(target);
     fs::create_dir_all(target_path.parent().unwrap_or(Path::new("/")))?;
     run(Command::new("gcc")
         .args(["-O1", "-I"])
-        .arg(system.path(include))
+        .arg(system.path(places.include))
         .arg(project_folder().join(source))
         .arg("-o")
         .arg(&target_path)
         .arg("-L")
-        .arg(system.path(libraries))
-        .args(["-Wl,--allow-shlib-undefined", "-lgpvm3", "-lpvm3"]))
+        .arg(system.path(places.libraries))
+        .arg("-Wl,--allow-shlib-undefined")
+        .args(libraries)
+        .arg("-lpvm3"))
 }
 
 /// A program that is compiled with the development package runs, and pkg-config finds the files.
 fn compile_and_run(system: &System) -> Result<()> {
-    compile(
-        system,
-        "usr/include",
-        "usr/lib/x86_64-linux-gnu",
-        "tests/pvm-programs/ring.c",
-        "home/alice/pvm3/bin/LINUX64/ring",
-    )?;
+    let group_library = [OsStr::new("-lgpvm3")];
+    compile(system, &DEBIAN_PLACES, RING_SOURCE, RING, &group_library)?;
     let output = system.run_as_user("pvm start && pvm3/bin/LINUX64/ring 3; pvm halt")?;
     ensure_contains(&output, "3 members: 3")?;
     for name in ["pvm3", "gpvm3"] {
@@ -229,10 +260,10 @@ fn check_criu(system: &System) -> Result<()> {
 fn upgrade_with_running_vm(plan: &Plan<'_>, system: &System) -> Result<()> {
     compile(
         system,
-        "usr/include",
-        "usr/lib/x86_64-linux-gnu",
+        &DEBIAN_PLACES,
         "tests/programs/hold.c",
         "home/alice/pvm3/bin/LINUX64/hold",
+        &[],
     )?;
     system.run_as_user("pvm start")?;
     let spawned = system.run_as_user("pvm spawn hold 4")?;
