@@ -1,5 +1,5 @@
-//! `pvmgs`: the group server for programs that contain PVM's own group library. Their library spawns
-//! it.
+//! `pvmgs`: the group server for programs that contain PVM's own group library. Their library
+//! spawns it.
 
 use libpvm::{Error, Match, Vm};
 use pvmgs::dump;

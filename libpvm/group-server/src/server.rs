@@ -48,13 +48,13 @@ pub enum Action {
     Reply { to: Tid, tag: i32, body: Body },
     /// Request a message with the tag [`TAG_MEMBER_ENDED`] for the end of this task.
     WatchTask(Tid),
-    /// Print all groups.
+    /// Print all groups to standard error.
     Dump,
-    /// Print all groups and end.
+    /// Print all groups to standard error, and end.
     End,
 }
 
-/// The group server.
+/// Groups, and the requests of other tasks that wait for each other.
 #[derive(Debug, Default)]
 pub struct Server {
     groups: Groups,
@@ -64,7 +64,7 @@ pub struct Server {
 }
 
 impl Server {
-    /// Returns all groups.
+    /// Returns all groups, sorted by name.
     pub fn groups(&mut self) -> Vec<GroupInfo> {
         match self.request_now(Tid::NONE, GroupRequest::List) {
             Ok(GroupReply::Groups(groups)) => groups,

@@ -162,7 +162,7 @@ pub fn build_into(target_folder: &Path, rustc_flags: &str) -> Result<BuiltFolder
 pub struct BuiltFolders {
     /// Folder of the programs and of the group library.
     pub programs: PathBuf,
-    /// Folder of `libpvm3`.
+    /// Folder of `libpvm3`, which a release builds with another profile.
     pub c_library: PathBuf,
 }
 

@@ -46,7 +46,7 @@ pub enum Presence {
     IfBuilt,
 }
 
-/// An installed program.
+/// A program, its place and its package.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Program {
     pub name: &'static str,

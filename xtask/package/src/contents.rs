@@ -158,8 +158,8 @@ pub const EXTRA_FILES: [(&str, DebianPackage, &str); 7] = [
     ),
 ];
 
-/// Files that belong to a program and are packaged only with it: (program, path in the sources, path
-/// in the installed system). All of them are in the program's package.
+/// Files that are packaged only with a program, as (program, path in the sources, path in the
+/// installed system). They are in the program's package.
 pub const FILES_OF_PROGRAMS: [(&str, &str, &str); 3] = [
     (
         "pvm-taskerd",

@@ -23,7 +23,7 @@ const DEFAULT_MAINTAINER: (&str, &str) = ("Sempa packagers", "packagers@sempa.ex
 
 /// A release of the packages.
 pub(crate) struct Release {
-    /// Debian revision.
+    /// Number after the hyphen of the version.
     revision: u32,
     /// Unix time in seconds of all files in the packages.
     pub(crate) epoch: u64,
@@ -70,7 +70,7 @@ struct Packaging<'a> {
     prefix: &'a Path,
     /// Folder with the folder `debian`, in which debhelper's programs work.
     folder: PathBuf,
-    /// Packages to make.
+    /// The packages to make, without those that lack a program.
     packages: Vec<DebianPackage>,
     /// Version of CRIU; `None` without a package of it.
     criu_version: Option<String>,
@@ -147,7 +147,7 @@ impl Packaging<'_> {
             .any(|folder| self.prefix.join(folder).join(name).exists())
     }
 
-    /// Writes the folder `debian`: the files of `packaging/debian`, the changelog and the copyright.
+    /// Writes the folder `debian`: the files of `packaging/debian`, and the changelog.
     fn write_definitions(&self, criu: &Path) -> Result<()> {
         let target = self.folder.join("debian");
         fs::create_dir_all(&target)?;

@@ -49,7 +49,10 @@ fn bash_completes_commands_and_their_words() {
     assert_eq!(complete("pvm --js"), ["--json"]);
     assert_eq!(complete("pvm help mst"), ["mstat"]);
     assert_eq!(complete("pvm sig KI"), ["KILL"]);
-    assert_eq!(complete("pvm -nhere spawn /etc/passw"), ["/etc/passwd"]);
+    assert_eq!(
+        complete("pvm -nhere spawn /etc/os-rel"),
+        ["/etc/os-release"]
+    );
     assert!(complete("pvm ").len() > 30);
 }
 

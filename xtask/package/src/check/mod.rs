@@ -10,9 +10,9 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// What is checked.
+/// The packages to check, and where.
 pub(crate) struct Plan<'a> {
-    /// Releases of Debian.
+    /// Releases of Debian, by code name.
     pub(crate) suites: &'a [String],
     /// Folder of the packages and the archive.
     pub(crate) packages: &'a Path,
