@@ -6,7 +6,7 @@
 
 use crate::contents::{EXTRA_FILES, FILES_OF_PROGRAMS, LINKS, destination_of, is_left_out};
 use crate::process::{capture, run};
-use crate::{TRIPLET, remove_folder};
+use crate::{Compression, Inputs, TRIPLET, remove_folder};
 use anyhow::{Context, Result, bail};
 use std::fs;
 use std::os::unix::fs::symlink;
@@ -76,19 +76,19 @@ struct Packaging<'a> {
     criu_version: Option<String>,
 }
 
-/// Makes all packages in the folder `out` and returns their paths. Without a CRIU in the folder
-/// `criu` there is no package sempa-criu.
+/// Makes all packages in the folder `out` and returns their paths. Without a CRIU there is no
+/// package sempa-criu.
 ///
 /// # Errors
 /// A program is missing, or debhelper refuses something.
 pub(crate) fn make_packages(
     release: &Release,
-    prefix: &Path,
-    criu: &Path,
-    work_folder: &Path,
+    inputs: &Inputs<'_>,
+    compression: Compression,
     out: &Path,
 ) -> Result<Vec<PathBuf>> {
-    let folder = work_folder.join("deb");
+    let criu = inputs.criu;
+    let folder = inputs.work_folder.join("deb");
     remove_folder(&folder)?;
     let criu_version = criu_version(&criu.join("sbin/criu"));
     if criu_version.is_none() {
@@ -103,7 +103,7 @@ pub(crate) fn make_packages(
         .collect();
     let packaging = Packaging {
         release,
-        prefix,
+        prefix: inputs.prefix,
         folder,
         packages,
         criu_version,
@@ -113,7 +113,7 @@ pub(crate) fn make_packages(
     if packaging.criu_version.is_some() {
         packaging.copy_criu(criu)?;
     }
-    packaging.run_debhelper(out)?;
+    packaging.run_debhelper(compression, out)?;
     let mut made: Vec<PathBuf> = fs::read_dir(out)?
         .flatten()
         .map(|entry| entry.path())
@@ -329,7 +329,7 @@ impl Packaging<'_> {
         Ok(())
     }
 
-    fn run_debhelper(&self, out: &Path) -> Result<()> {
+    fn run_debhelper(&self, compression: Compression, out: &Path) -> Result<()> {
         let only_library = format!("-p{}", DebianPackage::Library.name());
         let only_node = format!("-p{}", DebianPackage::Node.name());
         let changelog = project_folder().join("CHANGELOG.md").display().to_string();
@@ -342,6 +342,10 @@ impl Packaging<'_> {
             "-Vsempa:Criu={}",
             self.criu_version.as_deref().unwrap_or_default()
         );
+        let level = match compression {
+            Compression::Strong => "-z6",
+            Compression::Little => "-z0",
+        };
         let destination = format!("--destdir={}", out.display());
         let without_criu = format!("-X{CRIU_FOLDER}");
         let mut steps: Vec<(&str, Vec<&str>)> = vec![
@@ -379,7 +383,7 @@ impl Packaging<'_> {
             ("dh_installdeb", vec![]),
             ("dh_gencontrol", vec!["--", &pvm, &criu]),
             ("dh_md5sums", vec![]),
-            ("dh_builddeb", vec![&destination, "--", "-Zxz"]),
+            ("dh_builddeb", vec![&destination, "--", "-Zxz", level]),
         ]);
         for (program, arguments) in steps {
             capture(

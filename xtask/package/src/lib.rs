@@ -42,6 +42,9 @@ pub struct PackageArgs {
     /// Folder of the CRIU for the package sempa-criu, as `cargo xtask criu` makes it
     #[arg(long, value_name = "DIR", default_value = install::CRIU_PREFIX)]
     criu: PathBuf,
+    /// Compress little: for tests
+    #[arg(long)]
+    quick: bool,
     /// Check the packages in fresh systems of Debian: install, run programs, upgrade, purge; run
     /// lintian
     #[arg(long)]
@@ -65,7 +68,19 @@ pub fn run(args: &PackageArgs) -> Result<bool> {
     let prefix = install_for_packages(&work_folder, &built)?;
     let out = std::path::absolute(&args.out)?;
     let release = Release::new(args.revision)?;
-    let made = make_all(&release, &prefix, &args.criu, &work_folder, &out)?;
+    let inputs = Inputs {
+        prefix: &prefix,
+        criu: &args.criu,
+        work_folder: &work_folder,
+    };
+    let compression = if args.quick {
+        Compression::Little
+    } else {
+        Compression::Strong
+    };
+    make_empty(&out)?;
+    let mut made = debian::make_packages(&release, &inputs, compression, &out)?;
+    made.push(tarball::make(&release, &inputs, compression, &out)?);
     for path in &made {
         println!("package: {}", path.display());
     }
@@ -74,9 +89,8 @@ pub fn run(args: &PackageArgs) -> Result<bool> {
     }
     let next_release = Release::new(args.revision + 1)?;
     let next_out = work_folder.join("next");
-    remove_folder(&next_out)?;
-    fs::create_dir_all(&next_out)?;
-    debian::make_packages(&next_release, &prefix, &args.criu, &work_folder, &next_out)?;
+    make_empty(&next_out)?;
+    debian::make_packages(&next_release, &inputs, Compression::Little, &next_out)?;
     check::run(&check::Plan {
         suites: &args.suites,
         packages: &out,
@@ -109,19 +123,26 @@ fn install_for_packages(work_folder: &Path, built: &BuiltFolders) -> Result<Path
     Ok(prefix)
 }
 
-/// Makes all packages and the archive of one release; returns their paths.
-fn make_all(
-    release: &Release,
-    prefix: &Path,
-    criu: &Path,
-    work_folder: &Path,
-    out: &Path,
-) -> Result<Vec<PathBuf>> {
-    remove_folder(out)?;
-    fs::create_dir_all(out).with_context(|| out.display().to_string())?;
-    let mut made = debian::make_packages(release, prefix, criu, work_folder, out)?;
-    made.push(tarball::make(release, prefix, work_folder, out)?);
-    Ok(made)
+/// What packages are made of.
+struct Inputs<'a> {
+    /// Installation with all files of the packages.
+    prefix: &'a Path,
+    /// Folder of a CRIU; it may be missing.
+    criu: &'a Path,
+    /// Folder for temporary files of the packaging.
+    work_folder: &'a Path,
+}
+
+/// How much time is spent for small packages.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Compression {
+    Strong,
+    Little,
+}
+
+fn make_empty(folder: &Path) -> Result<()> {
+    remove_folder(folder)?;
+    fs::create_dir_all(folder).with_context(|| folder.display().to_string())
 }
 
 fn remove_folder(folder: &Path) -> Result<()> {

@@ -2,7 +2,7 @@
 
 use crate::debian::{Release, files_below};
 use crate::process::run;
-use crate::remove_folder;
+use crate::{Compression, Inputs, remove_folder};
 use anyhow::{Context, Result};
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -48,21 +48,21 @@ const SOURCE_FILES: [(&str, &str, u32); 9] = [
 /// A file cannot be read or written, or tar fails.
 pub(crate) fn make(
     release: &Release,
-    prefix: &Path,
-    work_folder: &Path,
+    inputs: &Inputs<'_>,
+    compression: Compression,
     out: &Path,
 ) -> Result<PathBuf> {
     let name = format!("sempa-{}-x86_64-linux", release.source_version());
-    let parent = work_folder.join("tar");
+    let parent = inputs.work_folder.join("tar");
     remove_folder(&parent)?;
     let root = parent.join(&name);
     fs::create_dir_all(&root)?;
     run(Command::new("cp")
         .arg("-a")
-        .arg(prefix)
+        .arg(inputs.prefix)
         .arg(root.join("files")))?;
     strip_programs(&root.join("files"))?;
-    unset_prefix(&root.join("files/lib/pkgconfig"), prefix)?;
+    unset_prefix(&root.join("files/lib/pkgconfig"), inputs.prefix)?;
     let has_service = root.join("files/sbin/pvm-taskerd").exists();
     for (source, path, mode) in SOURCE_FILES {
         if path.starts_with("units/") && !has_service {
@@ -74,12 +74,17 @@ pub(crate) fn make(
         fs::set_permissions(&target, fs::Permissions::from_mode(mode))?;
     }
     write_manifest(&root)?;
+    // The blocks of several threads would depend on the number of processors.
+    let compressor = match compression {
+        Compression::Strong => "xz --threads=1",
+        Compression::Little => "xz --threads=1 -0",
+    };
     let archive = out.join(format!("{name}.tar.xz"));
     run(Command::new("tar")
         .args(["--create", "--sort=name", "--format=gnu", "--owner=0"])
         .args(["--group=0", "--numeric-owner", "--mode=u+rw,go+r,go-w"])
         .arg(format!("--mtime=@{}", release.epoch))
-        .args(["--use-compress-program", "xz --threads=1", "--file"])
+        .args(["--use-compress-program", compressor, "--file"])
         .arg(&archive)
         .arg("--directory")
         .arg(&parent)

@@ -2,9 +2,8 @@
 
 use super::Plan;
 use super::system::System;
-use crate::process::run;
+use crate::process::{capture, run};
 use anyhow::{Context, Result, bail};
-use std::ffi::OsStr;
 use std::fs;
 use std::path::Path;
 use std::process::Command;
@@ -75,13 +74,12 @@ fn debian_programs_beneath(plan: &Plan<'_>, suite: &str) -> Result<()> {
     }
     system.offer_packages(plan.packages)?;
     // This program contains PVM's own group library, whose server our packages replace.
-    let group_library = system.path("usr/lib/x86_64-linux-gnu/libgpvm3.a");
     compile(
         &system,
         &DEBIAN_PLACES,
         RING_SOURCE,
         RING,
-        &[group_library.as_os_str()],
+        Some("libgpvm3.a"),
     )?;
     let own_packages = own_packages(plan.packages);
     system.install(&own_packages.join(" "))?;
@@ -126,13 +124,12 @@ fn tar_archive(plan: &Plan<'_>, suite: &str) -> Result<()> {
         include: "opt/sempa/include",
         libraries: "opt/sempa/lib",
     };
-    let group_library = [OsStr::new("-lgpvm3")];
     compile(
         &system,
         &places,
         RING_SOURCE,
         "opt/sempa/bin/LINUX64/ring",
-        &group_library,
+        Some("libgpvm3.so"),
     )?;
     let environment = "export PATH=/opt/sempa/bin:$PATH LD_LIBRARY_PATH=/opt/sempa/lib;";
     system.run_as_user(&format!("{environment} pvm start"))?;
@@ -201,40 +198,54 @@ fn run_debian_programs(system: &System) -> Result<()> {
     })
 }
 
-/// Folders of a system in which a compiler looks, relative to its root.
+/// Folders of a system with PVM's headers and libraries, relative to its root.
 struct CompilePlaces {
     include: &'static str,
     libraries: &'static str,
 }
 
-/// Compiles a program of the sources on this machine for a system. `libraries` are arguments of the
-/// linker in front of `libpvm3`.
+/// Compiles a program of the sources on this machine, with the headers and libraries of PVM of a
+/// system. `group_library` is the file name of the group library, if the program needs one.
 fn compile(
     system: &System,
     places: &CompilePlaces,
     source: &str,
     target: &str,
-    libraries: &[&OsStr],
+    group_library: Option<&str>,
 ) -> Result<()> {
+    // Other headers, and the C library, are those of this machine.
+    let headers = tempfile::tempdir()?;
+    for name in ["pvm3.h", "pvmproto.h", "pvmtev.h"] {
+        let header = system.path(places.include).join(name);
+        fs::copy(&header, headers.path().join(name))
+            .with_context(|| header.display().to_string())?;
+    }
+    let libraries = system.path(places.libraries);
     let target_path = system.path(target);
     fs::create_dir_all(target_path.parent().unwrap_or(Path::new("/")))?;
-    run(Command::new("gcc")
-        .args(["-O1", "-I"])
-        .arg(system.path(places.include))
-        .arg(project_folder().join(source))
-        .arg("-o")
-        .arg(&target_path)
-        .arg("-L")
-        .arg(system.path(places.libraries))
-        .arg("-Wl,--allow-shlib-undefined")
-        .args(libraries)
-        .arg("-lpvm3"))
+    capture(
+        Command::new("gcc")
+            .args(["-O1", "-I"])
+            .arg(headers.path())
+            .arg(project_folder().join(source))
+            .arg("-o")
+            .arg(&target_path)
+            .arg("-Wl,--allow-shlib-undefined")
+            .args(group_library.map(|name| libraries.join(name)))
+            .arg(libraries.join("libpvm3.so")),
+    )?;
+    Ok(())
 }
 
 /// A program that is compiled with the development package runs, and pkg-config finds the files.
 fn compile_and_run(system: &System) -> Result<()> {
-    let group_library = [OsStr::new("-lgpvm3")];
-    compile(system, &DEBIAN_PLACES, RING_SOURCE, RING, &group_library)?;
+    compile(
+        system,
+        &DEBIAN_PLACES,
+        RING_SOURCE,
+        RING,
+        Some("libgpvm3.so"),
+    )?;
     let output = system.run_as_user("pvm start && pvm3/bin/LINUX64/ring 3; pvm halt")?;
     ensure_contains(&output, "3 members: 3")?;
     for name in ["pvm3", "gpvm3"] {
@@ -263,7 +274,7 @@ fn upgrade_with_running_vm(plan: &Plan<'_>, system: &System) -> Result<()> {
         &DEBIAN_PLACES,
         "tests/programs/hold.c",
         "home/alice/pvm3/bin/LINUX64/hold",
-        &[],
+        None,
     )?;
     system.run_as_user("pvm start")?;
     let spawned = system.run_as_user("pvm spawn hold 4")?;
