@@ -26,6 +26,8 @@ pub struct GuestDecision {
 #[derive(Clone, Copy, Debug)]
 pub struct GuestInputs<'a> {
     pub policy: &'a Policy,
+    /// The reason why the administrator wants no guest on this machine; `None` if guests may come.
+    pub drained: Option<&'a str>,
     /// The reason why the policy is unknown: a policy file is malformed and was never valid before.
     /// `None` if the policy is known.
     pub policy_unknown: Option<&'a str>,
@@ -65,6 +67,9 @@ pub struct GuestGate {
 /// Returns the reason why the machine is closed to guests; `None` if the machine is open. A
 /// shortage of memory is not considered.
 fn closing_reason(inputs: &GuestInputs<'_>) -> Option<String> {
+    if let Some(reason) = inputs.drained {
+        return Some(reason.to_string());
+    }
     if let Some(reason) = inputs.policy_unknown {
         return Some(reason.to_string());
     }
@@ -164,8 +169,13 @@ impl GuestGate {
             .chain(&closed_since_and_reason)
             .map(|(at, _)| *at)
             .min();
+        let reason_of_drain = inputs.drained.unwrap_or_default().to_string();
         let (guest_access, stop_reason) =
             match (stopped_since, owner_presence.or(closed_since_and_reason)) {
+                (Some(stopped_since), Some(_)) if inputs.drained.is_some() => (
+                    drained_access(inputs.policy, stopped_since),
+                    reason_of_drain,
+                ),
                 (Some(stopped_since), Some((_, stop_reason))) => {
                     (paused_access(inputs.policy, stopped_since), stop_reason)
                 }
@@ -197,6 +207,15 @@ fn paused_access(policy: &Policy, stopped_since: Micros) -> GuestAccess {
     };
     GuestAccess::Paused {
         evict_at: eviction_time,
+        eviction: policy.eviction_mode.unwrap_or_default(),
+    }
+}
+
+/// Returns the access of guests on a drained machine: they leave at once, whatever time the policy
+/// gives guests of owners.
+fn drained_access(policy: &Policy, stopped_since: Micros) -> GuestAccess {
+    GuestAccess::Paused {
+        evict_at: Some(stopped_since),
         eviction: policy.eviction_mode.unwrap_or_default(),
     }
 }
@@ -233,6 +252,7 @@ mod tests {
             (None, &[9], "alice is here");
         gate.decide(&GuestInputs {
             policy,
+            drained: None,
             policy_unknown,
             blocked_uids: blocked_programs_and_users,
             vm_uid: 7,
@@ -300,6 +320,33 @@ mod tests {
         );
     }
 
+    /// Guests of a drained machine leave at once, whatever the owner's policy allows, and also if
+    /// the owner is present for a shorter time.
+    #[test]
+    fn drained_machine_evicts_guests_at_once() {
+        let policy = parse_policy("leave_after = \"never\"\nthen = \"kill\"");
+        let mut gate = GuestGate::default();
+        let mut decide_drained = |drained, now_s| {
+            gate.decide(&GuestInputs {
+                policy: &policy,
+                drained,
+                policy_unknown: None,
+                blocked_uids: &[],
+                vm_uid: 7,
+                owner_verdict: &PRESENT_OWNER,
+                owner_reason: "alice is here",
+                available_bytes: 0,
+                local_time: NOON,
+                now: Micros::from_secs(now_s),
+            })
+        };
+        let decision = decide_drained(Some("new disks"), 20);
+        assert_eq!(decision.access, paused_until(Some(20), EvictionMode::Kill));
+        assert_eq!(decision.reason, "new disks");
+        let decision = decide_drained(None, 60);
+        assert_eq!(decision.access, paused_until(None, EvictionMode::Kill));
+    }
+
     /// At forbidden hours guests stop even if the owner is absent. The time until eviction counts
     /// from the start of these hours.
     #[test]
@@ -365,6 +412,7 @@ mod tests {
             let presence_reason = "alice is here";
             gate.decide(&GuestInputs {
                 policy,
+                drained: None,
                 policy_unknown: unknown_reason,
                 blocked_uids: &[],
                 vm_uid: 7,
@@ -404,6 +452,7 @@ mod tests {
                 (&policy, None, &ABSENT_OWNER, 2 << 30);
             gate.decide(&GuestInputs {
                 policy,
+                drained: None,
                 policy_unknown: unknown_reason,
                 blocked_uids: &[9],
                 vm_uid,
@@ -440,6 +489,7 @@ mod tests {
             let needs_decision = gate.needs_decision(policy, available_bytes, now);
             let inputs = GuestInputs {
                 policy,
+                drained: None,
                 policy_unknown: unknown_reason,
                 blocked_uids: &[],
                 vm_uid: 7,

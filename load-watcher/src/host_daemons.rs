@@ -16,7 +16,9 @@ const TASKER_USER_OPTION: &str = "--user";
 /// Name of the first process of the PID namespace of a task, which the tasker starts.
 const INIT_PROGRAM: &str = "pvm-init";
 /// Names of processes that serve a virtual machine, as the kernel truncates them.
-const SERVICE_PROGRAMS: [&str; 3] = [TASKER_PROGRAM, "pvm-load-watche", "pvm-rm"];
+const SERVICE_PROGRAMS: [&str; 3] = [TASKER_PROGRAM, WATCHER_PROGRAM, "pvm-rm"];
+/// Name of the process of a load watcher, as the kernel truncates it.
+const WATCHER_PROGRAM: &str = "pvm-load-watche";
 /// Largest number of daemons that are reported.
 pub const DAEMONS_MAX: usize = 256;
 
@@ -47,16 +49,7 @@ pub fn resident_bytes(pid: i32) -> u64 {
 /// the processes `watchers`: their load watchers have answered. Processes that this user may not
 /// see are missing.
 pub fn daemons_without_watcher(watchers: &[i32]) -> Vec<HostDaemon> {
-    let entries: BTreeMap<i32, ProcessEntry> = all_processes()
-        .into_iter()
-        .flatten()
-        .flatten()
-        .filter_map(|process| {
-            let stat = process.stat().ok()?;
-            let (parent, name) = (stat.ppid, stat.comm);
-            Some((stat.pid, ProcessEntry { parent, name }))
-        })
-        .collect();
+    let entries = read_process_table();
     let pids = find_daemons(&entries, watchers);
     let pids = pids.into_iter().filter(|pid| is_on_this_host(*pid));
     let daemons = pids.take(DAEMONS_MAX).filter_map(|pid| {
@@ -67,6 +60,66 @@ pub fn daemons_without_watcher(watchers: &[i32]) -> Vec<HostDaemon> {
         })
     });
     daemons.collect()
+}
+
+fn read_process_table() -> BTreeMap<i32, ProcessEntry> {
+    all_processes()
+        .into_iter()
+        .flatten()
+        .flatten()
+        .filter_map(|process| {
+            let stat = process.stat().ok()?;
+            let (parent, name) = (stat.ppid, stat.comm);
+            Some((stat.pid, ProcessEntry { parent, name }))
+        })
+        .collect()
+}
+
+/// A tasker of this host.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct HostTasker {
+    pub pid: i32,
+    /// Uid of the user of the virtual machine.
+    pub uid: u32,
+    /// PIDs of the load watchers that the tasker has started.
+    pub watchers: Vec<i32>,
+    /// The processes of its tasks, with their names.
+    pub task_processes: Vec<(i32, String)>,
+}
+
+/// Returns the taskers of this host, at most [`DAEMONS_MAX`]. Processes that this user may not see
+/// are missing.
+pub fn taskers() -> Vec<HostTasker> {
+    let entries = read_process_table();
+    let pids = find_taskers(&entries).into_iter();
+    let taskers = pids.filter(|pid| is_on_this_host(*pid)).filter_map(|pid| {
+        Some(HostTasker {
+            pid,
+            uid: user_of(pid)?,
+            watchers: watchers_below(&entries, pid),
+            task_processes: task_processes(&entries, pid),
+        })
+    });
+    taskers.take(DAEMONS_MAX).collect()
+}
+
+/// Returns the processes with the name of a tasker that are not below another one: a tasker that
+/// starts a task has, for a moment, a child with its own name.
+fn find_taskers(entries: &BTreeMap<i32, ProcessEntry>) -> Vec<i32> {
+    let is_tasker = |pid: &i32| entries.get(pid).is_some_and(|e| e.name == TASKER_PROGRAM);
+    let pids = entries.keys().filter(|pid| is_tasker(pid));
+    pids.filter(|pid| !ancestors(entries, **pid).iter().any(is_tasker))
+        .copied()
+        .collect()
+}
+
+fn watchers_below(entries: &BTreeMap<i32, ProcessEntry>, tasker: i32) -> Vec<i32> {
+    let is_watcher = |entry: &ProcessEntry| entry.name == WATCHER_PROGRAM;
+    let watchers = entries.iter().filter(|(_, entry)| is_watcher(entry));
+    watchers
+        .map(|(pid, _)| *pid)
+        .filter(|pid| ancestors(entries, *pid).contains(&tasker))
+        .collect()
 }
 
 /// True unless the process belongs to a container: it has a PID namespace of its own, or another
@@ -202,6 +255,29 @@ mod tests {
         let guests = task_processes(&table, 20);
         let names: Vec<&str> = guests.iter().map(|(_, name)| name.as_str()).collect();
         assert_eq!(names, ["worker", "child"]);
+    }
+
+    /// A child of a tasker with the tasker's name is no tasker. The tasks of each tasker are its
+    /// own, also if the tasker service has started it.
+    #[test]
+    fn taskers_are_found_with_their_tasks() {
+        let table = process_table(&[
+            (5, 1, "pvm-taskerd"),
+            (11, 5, "pvm-tasker"),
+            (12, 11, "pvm-load-watche"),
+            (13, 11, "pvm-init"),
+            (14, 13, "worker"),
+            (15, 11, "pvm-tasker"),
+            (20, 1, "pvmd"),
+            (21, 20, "pvm-tasker"),
+            (22, 21, "other"),
+        ]);
+        assert_eq!(find_taskers(&table), [11, 21]);
+        assert_eq!(watchers_below(&table, 11), [12]);
+        assert!(watchers_below(&table, 21).is_empty());
+        let tasks = |tasker| task_processes(&table, tasker);
+        assert_eq!(tasks(11), [(14, "worker".to_string())]);
+        assert_eq!(tasks(21), [(22, "other".to_string())]);
     }
 
     #[test]

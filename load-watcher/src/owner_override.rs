@@ -28,6 +28,10 @@ pub const OVERRIDE_DURATION_DEFAULT: Duration = Duration::from_secs(12 * 3600);
 pub const OVERRIDE_DURATION_MAX: Duration = Duration::from_secs(7 * 24 * 3600);
 /// Suffix of the file name, after the uid.
 pub(crate) const OVERRIDE_SUFFIX: &str = ".toml";
+/// Maximum length in bytes of the reason for a drain.
+pub const REASON_BYTES_MAX: usize = 200;
+/// File with the identifier of the running boot.
+const BOOT_ID_FILE: &str = "/proc/sys/kernel/random/boot_id";
 /// Maximum size of an override file in bytes.
 const OVERRIDE_BYTES_MAX: u64 = 16 << 10;
 
@@ -48,6 +52,33 @@ pub struct OwnerOverride {
     pub presence: Option<DeclaredPresence>,
     /// Additional policy settings: times without guests, a number of cores, whether guests end.
     pub policy: Policy,
+    /// States that no guest may be on this machine. Only root's drain has an effect.
+    pub drain: Option<Drain>,
+}
+
+/// The administrator's statement that no guest may be on this machine.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Drain {
+    /// Why the machine is drained, for the users of the guests; at most [`REASON_BYTES_MAX`] bytes.
+    #[serde(default)]
+    pub reason: String,
+    /// Identifier of the boot with which the drain ends; `None` if the drain survives a reboot.
+    pub boot_id: Option<String>,
+}
+
+impl Drain {
+    /// Returns the reason why guests must stop, as a sentence.
+    pub fn sentence(&self) -> String {
+        match self.reason.as_str() {
+            "" => "the administrator has drained this machine".into(),
+            reason => format!("the administrator has drained this machine: {reason}"),
+        }
+    }
+
+    fn is_in_force(&self, boot_id: Option<&str>) -> bool {
+        self.boot_id.is_none() || self.boot_id.as_deref() == boot_id
+    }
 }
 
 /// A declared presence and the time for which it is valid.
@@ -75,6 +106,7 @@ struct OverrideFile {
     cores: Option<u32>,
     #[serde(default)]
     end: bool,
+    drain: Option<Drain>,
 }
 
 impl OwnerOverride {
@@ -93,7 +125,18 @@ impl OwnerOverride {
             never: forbidden_hours,
             cores,
             end: ends_guests,
+            drain,
         } = content;
+        if drain
+            .as_ref()
+            .is_some_and(|drain| drain.reason.len() > REASON_BYTES_MAX)
+        {
+            return Err(PolicyError {
+                file: file.to_string(),
+                line: line_of_key(text, "reason"),
+                reason: format!("the reason of the drain is longer than {REASON_BYTES_MAX} bytes"),
+            });
+        }
         let presence = match (state, at_us, until_us) {
             (Some(state), Some(declared_at_us), Some(expires_at_us))
                 if declared_at_us <= expires_at_us =>
@@ -125,6 +168,7 @@ impl OwnerOverride {
                 cores,
                 ..Policy::default()
             },
+            drain,
         };
         owner_override.set_ends_guests(ends_guests);
         Ok(owner_override)
@@ -178,6 +222,13 @@ impl OwnerOverride {
         if self.ends_guests() {
             toml_text.push_str("end = true\n");
         }
+        if let Some(drain) = &self.drain {
+            // A table ends the list of the other settings.
+            toml_text.push_str(&format!("[drain]\nreason = {}\n", quoted(&drain.reason)));
+            if let Some(boot_id) = &drain.boot_id {
+                toml_text.push_str(&format!("boot_id = {}\n", quoted(boot_id)));
+            }
+        }
         toml_text
     }
 
@@ -185,6 +236,22 @@ impl OwnerOverride {
     pub fn is_empty(&self) -> bool {
         *self == Self::default()
     }
+}
+
+/// Returns a text as a string of TOML.
+fn quoted(text: &str) -> String {
+    let escape = |c: char| match c {
+        '"' | '\\' => format!("\\{c}"),
+        c if c.is_control() => format!("\\u{:04X}", u32::from(c)),
+        c => c.to_string(),
+    };
+    format!("\"{}\"", text.chars().map(escape).collect::<String>())
+}
+
+/// Returns the identifier of the running boot; `None` if the kernel does not give it.
+pub fn boot_id() -> Option<String> {
+    let text = std::fs::read_to_string(BOOT_ID_FILE).ok()?;
+    Some(text.trim().to_string())
 }
 
 /// Returns the directory of the overrides: `configured_dir` if it is present and not empty,
@@ -224,8 +291,13 @@ pub fn read(dir: &Path, uid: u32) -> Result<OwnerOverride, OverrideError> {
     }
 }
 
+/// Parses a file. A drain that has ended with an earlier boot is left out.
 fn parse_file(file: &UserFile) -> Result<OwnerOverride, PolicyError> {
-    OwnerOverride::parse(&file.path.display().to_string(), &file.text)
+    let mut owner_override = OwnerOverride::parse(&file.path.display().to_string(), &file.text)?;
+    owner_override.drain = owner_override
+        .drain
+        .filter(|drain| drain.is_in_force(boot_id().as_deref()));
+    Ok(owner_override)
 }
 
 /// Overrides that were read together.
@@ -301,7 +373,31 @@ mod tests {
                 cores: Some(2),
                 ..Policy::default()
             },
+            drain: None,
         }
+    }
+
+    /// A drain ends with the boot that it names.
+    #[test]
+    fn drain_ends_with_its_boot() {
+        let dir = tempfile::tempdir().expect("a folder");
+        let written = |boot_id: Option<String>| {
+            let drain = Some(Drain {
+                reason: "new disks".into(),
+                boot_id,
+            });
+            let owner_override = OwnerOverride {
+                drain: drain.clone(),
+                ..away_override()
+            };
+            write(dir.path(), own_uid(), &owner_override).expect("written");
+            let found = read(dir.path(), own_uid()).expect("valid");
+            assert_eq!(found.presence, away_override().presence);
+            (found.drain == drain, found.drain.is_some())
+        };
+        assert_eq!(written(None), (true, true));
+        assert_eq!(written(boot_id()), (true, true));
+        assert_eq!(written(Some("another".into())), (false, false));
     }
 
     #[test]
@@ -354,6 +450,15 @@ mod tests {
                 "\"noon\" is not a time of the week",
             ),
             ("\n\ncorse = 2\n", 3, "unknown field `corse`"),
+            ("[drain]\nwhy = 1\n", 2, "unknown field `why`"),
+            (
+                &format!(
+                    "[drain]\nreason = \"{}\"\n",
+                    "r".repeat(REASON_BYTES_MAX + 1)
+                ),
+                2,
+                "longer than 200 bytes",
+            ),
             (
                 "cores = 2\nstate = \"here\"\n",
                 2,
@@ -372,11 +477,11 @@ mod tests {
 
     proptest! {
         #[test]
-        fn formatted_override_parses_unchanged(start_s in 0_u64..1 << 40, duration_s in 0_u64..1 << 20, is_here: bool, ends_with_visit: bool, cores: u32, ends_guests: bool) {
+        fn formatted_override_parses_unchanged(start_s in 0_u64..1 << 40, duration_s in 0_u64..1 << 20, is_here: bool, ends_with_visit: bool, cores: u32, ends_guests: bool, reason in "\\PC{0,40}[\"\\\\\n\t]{0,3}", boot_id: Option<String>, is_drained: bool) {
             let state = if is_here { Presence::Here } else { Presence::Away };
             let declared_presence = DeclaredPresence { state, declared_at: Micros::from_secs(start_s), expires_at: Micros::from_secs(start_s + duration_s), ends_with_visit };
             let hours = Some(vec!["mon-fri 9-17".parse().expect("good")]);
-            let mut owner_override = OwnerOverride { presence: Some(declared_presence), policy: Policy { cores: Some(cores), forbidden_hours: hours, ..Policy::default() } };
+            let mut owner_override = OwnerOverride { presence: Some(declared_presence), policy: Policy { cores: Some(cores), forbidden_hours: hours, ..Policy::default() }, drain: is_drained.then_some(Drain { reason, boot_id }) };
             owner_override.set_ends_guests(ends_guests);
             prop_assert_eq!(owner_override.ends_guests(), ends_guests);
             prop_assert_eq!(OwnerOverride::parse("x", &owner_override.to_toml()), Ok(owner_override));

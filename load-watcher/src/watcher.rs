@@ -370,8 +370,10 @@ impl Watcher {
             .map(|(line, _)| self.args.terminals.join(line))
             .collect();
         self.file_watcher.watch_idle_terminals(&idle_paths);
+        let drain_sentence = self.host_policy.drain().map(Drain::sentence);
         self.guest_decision = self.guest_gate.decide(&GuestInputs {
             policy,
+            drained: drain_sentence.as_deref(),
             policy_unknown: self.host_policy.policy_unknown(),
             blocked_uids: self.host_policy.blocked_uids(),
             vm_uid: self.uid,

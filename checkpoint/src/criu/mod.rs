@@ -59,6 +59,7 @@ mod uffd_keeper;
 
 pub use image_check::highest_pid;
 pub use image_owner::check_owner;
+pub use pagemap::check_page_scan;
 pub use pre_copy::acknowledge as acknowledge_pre_copy;
 pub use thread_freezer::FrozenThreads;
 

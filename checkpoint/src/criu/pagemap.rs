@@ -101,6 +101,15 @@ pub(super) enum PageFilter {
     InMemory,
 }
 
+/// Checks that the kernel finds pages by the ioctl. Without it, each page is looked up on its own.
+///
+/// # Errors
+/// The kernel does not support the ioctl.
+pub fn check_page_scan() -> io::Result<()> {
+    let pagemap = File::open("/proc/self/pagemap")?;
+    scan_pages(&pagemap, (0, page_size()), PageFilter::All).map(drop)
+}
+
 /// Returns the populated pages of a process between two addresses, without guard pages if the
 /// kernel can tell them. `pagemap` is the open file `/proc/PID/pagemap` of the process.
 ///

@@ -1,16 +1,9 @@
-//! Creates and changes the key file. A new file gets its name only when it is complete on the
-//! disk, so the file is valid at each moment.
+//! Creates and changes the key file.
 
 use super::error::SiteKeyError;
-use super::key_path::{KeyDir, io_error};
+use super::key_path::{key_error, locate_key_file, read_located};
 use super::site_keys::{KeyId, SiteKeys};
-use crate::sealed_stream::random_bytes;
-use nix::errno::Errno;
-use nix::fcntl::{AtFlags, Flock, FlockArg, OFlag, openat, renameat};
-use nix::sys::stat::Mode;
-use nix::unistd::{UnlinkatFlags, fsync, linkat, unlinkat};
-use std::fs::File;
-use std::io::{self, Write};
+use sempa_trusted_file::{MissingDir, Replace};
 use std::path::Path;
 
 impl SiteKeys {
@@ -21,9 +14,10 @@ impl SiteKeys {
     /// The file already exists or cannot be written, or other users can change the directories
     /// above.
     pub fn create_file(path: &Path) -> Result<KeyId, SiteKeyError> {
-        let key_dir = KeyDir::open(path, true)?;
+        let file = locate_key_file(path, MissingDir::Create)?;
         let keys = Self::generate(path)?;
-        write_file(&key_dir, &keys, Replace::Nothing)?;
+        file.write(keys.to_text().as_bytes(), Replace::Nothing)
+            .map_err(key_error(path))?;
         Ok(keys.current_id())
     }
 
@@ -55,68 +49,11 @@ fn change_file(
     path: &Path,
     change: impl FnOnce(&mut SiteKeys) -> Result<(), SiteKeyError>,
 ) -> Result<KeyId, SiteKeyError> {
-    let key_dir = KeyDir::open(path, false)?;
-    // Without the lock one of two concurrent changes could be lost.
-    let dir_fd = key_dir.dir.try_clone().map_err(change_error(path))?;
-    let _dir_lock = Flock::lock(dir_fd, FlockArg::LockExclusive)
-        .map_err(|(_, errno)| change_error(path)(errno.into()))?;
-    let mut keys = SiteKeys::parse(&key_dir.read()?, path)?;
+    let file = locate_key_file(path, MissingDir::Refuse)?;
+    let _lock = file.lock().map_err(key_error(path))?;
+    let mut keys = SiteKeys::parse(&read_located(&file, path)?, path)?;
     change(&mut keys)?;
-    write_file(&key_dir, &keys, Replace::Existing)?;
+    file.write(keys.to_text().as_bytes(), Replace::Existing)
+        .map_err(key_error(path))?;
     Ok(keys.current_id())
-}
-
-fn change_error(path: &Path) -> impl Fn(io::Error) -> SiteKeyError {
-    move |cause| SiteKeyError::Io {
-        action: "change",
-        path: path.to_path_buf(),
-        cause,
-    }
-}
-
-/// Whether a written file replaces an existing file.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Replace {
-    Nothing,
-    Existing,
-}
-
-fn write_file(key_dir: &KeyDir, keys: &SiteKeys, replace: Replace) -> Result<(), SiteKeyError> {
-    let io_error = io_error("write", &key_dir.path);
-    let write_error = change_error(&key_dir.path);
-    let suffix = u64::from_ne_bytes(random_bytes().map_err(&write_error)?);
-    let mut temporary_name = key_dir.name.clone();
-    temporary_name.push(format!(".{suffix:016x}.new"));
-    let flags =
-        OFlag::O_WRONLY | OFlag::O_CREAT | OFlag::O_EXCL | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
-    let mode = Mode::S_IRUSR | Mode::S_IWUSR;
-    let file = openat(&key_dir.dir, &*temporary_name, flags, mode).map_err(&io_error)?;
-    let mut file = File::from(file);
-    let write_result = file
-        .write_all(keys.to_text().as_bytes())
-        .and_then(|()| file.sync_all())
-        .map_err(write_error);
-    let result = write_result.and_then(|()| match replace {
-        Replace::Existing => renameat(&key_dir.dir, &*temporary_name, &key_dir.dir, &*key_dir.name)
-            .map_err(&io_error),
-        Replace::Nothing => linkat(
-            &key_dir.dir,
-            &*temporary_name,
-            &key_dir.dir,
-            &*key_dir.name,
-            AtFlags::empty(),
-        )
-        .map_err(|errno| match errno {
-            Errno::EEXIST => SiteKeyError::Exists {
-                path: key_dir.path.clone(),
-            },
-            errno => io_error(errno),
-        }),
-    });
-    if result.is_err() || replace == Replace::Nothing {
-        // The file with the final name is complete, or the caller learns of the first error.
-        let _ = unlinkat(&key_dir.dir, &*temporary_name, UnlinkatFlags::NoRemoveDir);
-    }
-    result?;
-    fsync(&key_dir.dir).map_err(io_error)
 }

@@ -193,6 +193,11 @@ impl SiteKeys {
         self.keys.len() - 1
     }
 
+    /// Returns the identifiers of the previous keys, newest first.
+    pub fn previous_ids(&self) -> impl Iterator<Item = KeyId> {
+        self.keys[1..].iter().map(|key| KeyId(key.id()))
+    }
+
     pub(super) fn current(&self) -> &StreamKey {
         &self.keys[0]
     }

@@ -8,6 +8,8 @@
 //! of a later version may have a body that this version cannot decode; the magic number stays.
 
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
+use std::fmt;
+use std::str::FromStr;
 use thiserror::Error;
 
 /// Path of the service's socket. All users of the host may connect to the socket.
@@ -19,6 +21,8 @@ pub const NO_SERVICE: &str = "off";
 /// Version of the messages between daemon and tasker. The service and the daemon must have the same
 /// version; a daemon of another version starts its tasker itself.
 pub const PROTOCOL_VERSION: u32 = 1;
+/// Version of a program that only asks for the version of the service.
+pub const NO_PROTOCOL: u32 = 0;
 /// First bytes of each message.
 pub const MAGIC: [u8; 4] = *b"SPTS";
 /// Maximum length in bytes of the body of a message.
@@ -30,12 +34,48 @@ pub const HEAD_BYTES: usize = MAGIC.len() + 2;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct SessionId(pub i32);
 
+/// Directory of the records of sessions. Only root can change the directory.
+pub const SESSIONS_DIR: &str = "/run/sempa/sessions";
+
+/// The record of a running tasker: the content of the file whose name is the [`SessionId`]. The
+/// start time distinguishes the tasker from a later process with the same PID.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SessionRecord {
+    /// Uid of the user whose tasks the tasker runs.
+    pub uid: u32,
+    /// Start time of the process, in clock ticks since boot.
+    pub start_ticks: u64,
+}
+
+impl fmt::Display for SessionRecord {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(f, "{} {}", self.uid, self.start_ticks)
+    }
+}
+
+/// A text that is not the record of a session.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
+#[error("it is no record of a session")]
+pub struct InvalidRecord;
+
+impl FromStr for SessionRecord {
+    type Err = InvalidRecord;
+
+    fn from_str(text: &str) -> Result<Self, InvalidRecord> {
+        let (uid, start_ticks) = text.trim_end().split_once(' ').ok_or(InvalidRecord)?;
+        Ok(Self {
+            uid: uid.parse().map_err(|_| InvalidRecord)?,
+            start_ticks: start_ticks.parse().map_err(|_| InvalidRecord)?,
+        })
+    }
+}
+
 /// The first message of a daemon.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum ServiceRequest {
     /// Start a tasker for this connection. → [`ServiceReply::Started`] or [`ServiceReply::Refused`]
     Start {
-        /// Must be [`PROTOCOL_VERSION`].
+        /// Must be [`PROTOCOL_VERSION`]. The service refuses [`NO_PROTOCOL`] and names its version.
         protocol: u32,
         /// Version of the daemon's program, for error messages.
         version: String,
@@ -172,6 +212,18 @@ mod tests {
             version: "v".repeat(BODY_BYTES_MAX),
         };
         assert_eq!(encode(&oversized).len(), HEAD_BYTES);
+    }
+
+    #[test]
+    fn session_record_is_parsed_and_written() {
+        let record = SessionRecord {
+            uid: 1000,
+            start_ticks: 5,
+        };
+        assert_eq!(record.to_string().parse(), Ok(record));
+        for text in ["", "1", "x 1", "1 x", "1 2 3", "-1 2"] {
+            assert_eq!(text.parse::<SessionRecord>(), Err(InvalidRecord), "{text}");
+        }
     }
 
     proptest! {

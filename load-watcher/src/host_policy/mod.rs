@@ -24,7 +24,7 @@
 
 use crate::file_users::{FileUsers, KnownUsers};
 use crate::owner::UserOverride;
-use crate::owner_override::{self, OVERRIDE_SUFFIX, ReadOverrides};
+use crate::owner_override::{self, Drain, OVERRIDE_SUFFIX, ReadOverrides};
 use crate::policy::{BlockedUser, MergedPolicy, Policy, PolicyError};
 use crate::published_policy::{self, POLICY_SUFFIX, PublishedPolicyError};
 use crate::user_files::{self, FILE_USERS_MAX, FileContent, ReadFile};
@@ -532,6 +532,9 @@ impl HostPolicy {
     /// Returns the source that ends the protection of owners. An owner who has stated anything else
     /// wants to be protected, but the administrator decides for the whole machine.
     fn find_switch_off(&self, owners: &[u32]) -> Option<String> {
+        if self.drain().is_some() {
+            return None;
+        }
         if self.admin_policy.watch == Some(false) {
             return Some(self.paths.admin.display().to_string());
         }
@@ -600,6 +603,14 @@ impl HostPolicy {
 
     pub fn overrides(&self) -> &[UserOverride] {
         &self.overrides
+    }
+
+    /// Returns the administrator's statement that no guest may be on this machine; `None` if there
+    /// is none. It has priority over all policies.
+    pub fn drain(&self) -> Option<&Drain> {
+        let mut overrides = self.overrides.iter();
+        let of_root = overrides.find(|user_override| user_override.uid == 0)?;
+        of_root.owner_override.drain.as_ref()
     }
 
     /// Returns the users whom the administrator has named as owners; `None` if no owners are named.

@@ -1,5 +1,5 @@
 use super::*;
-use crate::owner_override::OwnerOverride;
+use crate::owner_override::{Drain, OwnerOverride};
 use nix::poll::{PollFd, PollFlags, poll};
 use sempa_proto::Micros;
 use std::fs;
@@ -216,6 +216,28 @@ fn only_the_owners_side_switches_the_watch_off() {
     assert_eq!(host_policy.read_admin_policy(), None);
     let source = host_policy.switched_off_by().expect("the administrator");
     assert!(source.ends_with("/admin"), "{source}");
+}
+
+/// Only root drains a machine. A drain is in force although the administrator has switched off the
+/// protection of owners.
+#[test]
+fn only_root_drains_a_machine() {
+    let dir = tempfile::tempdir().expect("a folder");
+    write_file(dir.path(), "admin", "watch = false\n");
+    let mut host_policy = read_policy(dir.path(), "");
+    let drained_by = |uid| {
+        let mut user_override = cores_override(7, uid, "someone");
+        user_override.owner_override.drain = Some(Drain::default());
+        vec![user_override]
+    };
+    host_policy.overrides = drained_by(ALICE_UID);
+    host_policy.merge_sources();
+    assert_eq!(host_policy.drain(), None);
+    assert!(host_policy.switched_off_by().is_some());
+    host_policy.overrides = drained_by(0);
+    host_policy.merge_sources();
+    assert_eq!(host_policy.drain(), Some(&Drain::default()));
+    assert_eq!(host_policy.switched_off_by(), None);
 }
 
 /// Root is an owner of every machine.

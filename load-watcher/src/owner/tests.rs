@@ -86,7 +86,7 @@ fn presence_override(
         user: user.into(),
         owner_override: OwnerOverride {
             presence: Some(presence),
-            policy: Policy::default(),
+            ..OwnerOverride::default()
         },
     }
 }

@@ -14,13 +14,12 @@ mod registry;
 mod service;
 
 use anyhow::{Context, bail};
+use sempa_proto::tasker_service::SESSIONS_DIR;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
 const USAGE: &str = "usage: pvm-taskerd [--socket PATH] [--sessions DIR]; it is started by root or by systemd, see \
                      pvm-taskerd(8)";
-/// Directory of the records of sessions.
-const SESSIONS_DIR: &str = "/run/sempa/sessions";
 
 /// The command line of the service.
 #[derive(Debug, PartialEq, Eq)]

@@ -5,7 +5,7 @@
 //! process with the same PID.
 
 use checkpoint::proc;
-use sempa_proto::tasker_service::{ServiceRefusal, SessionId};
+use sempa_proto::tasker_service::{ServiceRefusal, SessionId, SessionRecord};
 use std::collections::BTreeMap;
 use std::fs::{self, DirBuilder};
 use std::io;
@@ -16,18 +16,10 @@ use std::path::{Path, PathBuf};
 const SESSIONS_MAX: usize = 1024;
 const SESSIONS_OF_USER_MAX: usize = 16;
 
-/// A running tasker.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Session {
-    uid: u32,
-    /// Start time of the process, in clock ticks since boot.
-    start_ticks: u64,
-}
-
 #[derive(Debug)]
 pub(crate) struct SessionRegistry {
     dir: PathBuf,
-    sessions: BTreeMap<SessionId, Session>,
+    sessions: BTreeMap<SessionId, SessionRecord>,
 }
 
 impl SessionRegistry {
@@ -50,7 +42,7 @@ impl SessionRegistry {
                 .and_then(|name| name.parse().ok());
             let session = fs::read_to_string(entry.path())
                 .ok()
-                .and_then(|text| parse_record(&text));
+                .and_then(|text| text.parse().ok());
             if let (Some(id), Some(session)) = (id.map(SessionId), session) {
                 registry.sessions.insert(id, session);
             }
@@ -64,7 +56,7 @@ impl SessionRegistry {
     /// # Errors
     /// The user, or the host, has too many.
     pub(crate) fn check_limits(&mut self, uid: u32) -> Result<(), ServiceRefusal> {
-        let of_user = |sessions: &BTreeMap<SessionId, Session>| {
+        let of_user = |sessions: &BTreeMap<SessionId, SessionRecord>| {
             sessions
                 .values()
                 .filter(|session| session.uid == uid)
@@ -92,12 +84,11 @@ impl SessionRegistry {
     /// The record cannot be written, or the tasker has ended.
     pub(crate) fn add(&mut self, id: SessionId, uid: u32) -> io::Result<()> {
         let stat = proc::stat(id.0).ok_or(io::ErrorKind::NotFound)?;
-        let session = Session {
+        let session = SessionRecord {
             uid,
             start_ticks: stat.starttime,
         };
-        let text = format!("{} {}\n", session.uid, session.start_ticks);
-        fs::write(self.path(id), text)?;
+        fs::write(self.path(id), session.to_string())?;
         self.sessions.insert(id, session);
         Ok(())
     }
@@ -105,7 +96,7 @@ impl SessionRegistry {
     /// Returns true if the tasker runs and may be killed by the user `uid`.
     pub(crate) fn may_kill(&self, id: SessionId, uid: u32) -> bool {
         let session = self.sessions.get(&id);
-        session.is_some_and(|session| (uid == 0 || session.uid == uid) && session.is_running(id))
+        session.is_some_and(|session| (uid == 0 || session.uid == uid) && is_running(id, session))
     }
 
     /// Removes the record of a tasker that has ended.
@@ -116,7 +107,7 @@ impl SessionRegistry {
     }
 
     fn remove_ended(&mut self) {
-        let ended = |(id, session): &(&SessionId, &Session)| !session.is_running(**id);
+        let ended = |(id, session): &(&SessionId, &SessionRecord)| !is_running(**id, session);
         let ended: Vec<SessionId> = self
             .sessions
             .iter()
@@ -131,19 +122,9 @@ impl SessionRegistry {
     }
 }
 
-impl Session {
-    fn is_running(&self, id: SessionId) -> bool {
-        proc::stat(id.0).is_some_and(|stat| {
-            stat.starttime == self.start_ticks && !matches!(stat.state, 'Z' | 'X')
-        })
-    }
-}
-
-fn parse_record(text: &str) -> Option<Session> {
-    let (uid, start_ticks) = text.trim_end().split_once(' ')?;
-    Some(Session {
-        uid: uid.parse().ok()?,
-        start_ticks: start_ticks.parse().ok()?,
+fn is_running(id: SessionId, record: &SessionRecord) -> bool {
+    proc::stat(id.0).is_some_and(|stat| {
+        stat.starttime == record.start_ticks && !matches!(stat.state, 'Z' | 'X')
     })
 }
 
@@ -193,7 +174,7 @@ mod tests {
             let id = SessionId(i32::MAX - number as i32);
             registry.sessions.insert(
                 id,
-                Session {
+                SessionRecord {
                     uid: 1,
                     start_ticks,
                 },
@@ -204,7 +185,7 @@ mod tests {
         registry.sessions.extend((0..SESSIONS_OF_USER_MAX).map(|_| {
             (
                 SessionId(own_pid),
-                Session {
+                SessionRecord {
                     uid: 1,
                     start_ticks,
                 },

@@ -18,7 +18,7 @@ use crate::output::time::format_local_time;
 use crate::parse_error::ParseError;
 use pvm_load_watcher::hours::WeeklyHours;
 use pvm_load_watcher::owner_override::{
-    self, DeclaredPresence, OVERRIDE_DURATION_DEFAULT, OVERRIDE_DURATION_MAX, OVERRIDES_DIR_VAR,
+    self, DeclaredPresence, Drain, OVERRIDE_DURATION_DEFAULT, OVERRIDE_DURATION_MAX, OVERRIDES_DIR_VAR,
     OwnerOverride, Presence, overrides_dir,
 };
 use pvm_load_watcher::policy::{POLICY_BYTES_MAX, Policy, PolicyError};
@@ -229,6 +229,7 @@ fn describe_override(user_override: &OwnerOverride) -> String {
     if user_override.ends_guests() {
         parts.push("guests that must stop are ended".into());
     }
+    parts.extend(user_override.drain.as_ref().map(Drain::sentence));
     if parts.is_empty() {
         "none; your presence is detected".into()
     } else {
