@@ -74,7 +74,7 @@ impl Tag {
 /// The size of the sealed images of one task.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SealedSize {
-    /// Number of files.
+    /// Number of image files.
     pub files: usize,
     /// Total length of the files in bytes.
     pub image_bytes: u64,
