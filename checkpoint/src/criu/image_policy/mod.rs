@@ -47,7 +47,8 @@ use std::path::{Path, PathBuf};
 /// Number of resource limits of a process (`RLIM_NLIMITS`).
 pub const RESOURCE_LIMITS: usize = 16;
 
-/// The ids of a user, from this host's account database.
+/// The ids of a user, from this host's account database. Tasks of root are not checked by this
+/// module: they may have everything that the check refuses.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct UserIdentity {
     pub uid: u32,
