@@ -2,8 +2,8 @@
 //! each with the right type, in the right range, and not more often than the schema allows. Then
 //! CRIU, which decodes the same bytes with another library, cannot see other values.
 //!
-//! The task is frozen meanwhile. The general decoder of the crate `protobuf` took fifteen times as long
-//! for fields without a type, and does not report where a field is ambiguous.
+//! The task is frozen meanwhile. The general decoder of the crate `protobuf` took fifteen times as
+//! long for fields without a type, and does not report where a field is ambiguous.
 
 use super::violation::ImageViolation;
 
