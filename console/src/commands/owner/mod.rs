@@ -18,8 +18,8 @@ use crate::output::time::format_local_time;
 use crate::parse_error::ParseError;
 use pvm_load_watcher::hours::WeeklyHours;
 use pvm_load_watcher::owner_override::{
-    self, DeclaredPresence, Drain, OVERRIDE_DURATION_DEFAULT, OVERRIDE_DURATION_MAX, OVERRIDES_DIR_VAR,
-    OwnerOverride, Presence, overrides_dir,
+    self, DeclaredPresence, Drain, OVERRIDE_DURATION_DEFAULT, OVERRIDE_DURATION_MAX,
+    OVERRIDES_DIR_VAR, OwnerOverride, Presence, overrides_dir,
 };
 use pvm_load_watcher::policy::{POLICY_BYTES_MAX, Policy, PolicyError};
 use pvm_load_watcher::published_policy::{self, PublishedPolicyError};
