@@ -160,22 +160,17 @@ pub const EXTRA_FILES: [(&str, DebianPackage, &str); 7] = [
 
 /// Files that are packaged only with a program, as (program, path in the sources, path in the
 /// installed system). They are in the program's package.
-pub const FILES_OF_PROGRAMS: [(&str, &str, &str); 3] = [
-    (
-        "pvm-taskerd",
-        "packaging/systemd/sempa-taskerd.socket",
-        "usr/lib/systemd/system/sempa-taskerd.socket",
-    ),
-    (
-        "pvm-taskerd",
-        "packaging/systemd/sempa-taskerd.service",
-        "usr/lib/systemd/system/sempa-taskerd.service",
-    ),
-    (
-        "pvm-taskerd",
-        "packaging/init/sempa-taskerd",
-        "usr/share/doc/sempa-node/examples/sempa-taskerd.init",
-    ),
+pub const FILES_OF_PROGRAMS: [(&str, &str, &str); 1] = [(
+    "pvm-taskerd",
+    "packaging/init/sempa-taskerd",
+    "usr/share/doc/sempa-node/examples/sempa-taskerd.init",
+)];
+
+/// Units of systemd that are packaged only with a program, as (program, path in the sources).
+/// debhelper knows where the release of Debian has them.
+pub const UNITS_OF_PROGRAMS: [(&str, &str); 2] = [
+    ("pvm-taskerd", "packaging/systemd/sempa-taskerd.socket"),
+    ("pvm-taskerd", "packaging/systemd/sempa-taskerd.service"),
 ];
 
 /// Returns where a file of an installation goes. `path` is relative to the prefix of the

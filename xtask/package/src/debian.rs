@@ -4,7 +4,9 @@
 //! units, and makes the same package of the same files. Its sequencer `dh` is not used, because
 //! cargo builds the programs and [`crate::contents`] distributes them.
 
-use crate::contents::{EXTRA_FILES, FILES_OF_PROGRAMS, LINKS, destination_of, is_left_out};
+use crate::contents::{
+    EXTRA_FILES, FILES_OF_PROGRAMS, LINKS, UNITS_OF_PROGRAMS, destination_of, is_left_out,
+};
 use crate::process::{capture, run};
 use crate::{Compression, Inputs, TRIPLET, remove_folder};
 use anyhow::{Context, Result, bail};
@@ -147,6 +149,14 @@ impl Packaging<'_> {
             .any(|folder| self.prefix.join(folder).join(name).exists())
     }
 
+    /// Returns the package of a program; `None` if the program was not built.
+    fn package_of_program(&self, name: &str) -> Option<DebianPackage> {
+        PROGRAMS
+            .iter()
+            .find(|program| program.name == name && self.has_program(name))
+            .map(|program| program.package)
+    }
+
     /// Writes the folder `debian`: the files of `packaging/debian`, and the changelog.
     fn write_definitions(&self, criu: &Path) -> Result<()> {
         let target = self.folder.join("debian");
@@ -274,10 +284,21 @@ impl Packaging<'_> {
             )?;
         }
         for (program, source, path) in FILES_OF_PROGRAMS {
-            let entry = PROGRAMS.iter().find(|entry| entry.name == program);
-            if let Some(entry) = entry.filter(|entry| self.has_program(entry.name)) {
-                let root = self.root_of(entry.package);
-                copy(&project_folder().join(source), &root.join(path))?;
+            if let Some(package) = self.package_of_program(program) {
+                copy(
+                    &project_folder().join(source),
+                    &self.root_of(package).join(path),
+                )?;
+            }
+        }
+        for (program, source) in UNITS_OF_PROGRAMS {
+            if let Some(package) = self.package_of_program(program) {
+                let unit = Path::new(source).file_name().unwrap_or_default();
+                let name = format!("{}.{}", package.name(), unit.to_string_lossy());
+                copy(
+                    &project_folder().join(source),
+                    &self.folder.join("debian").join(name),
+                )?;
             }
         }
         // Packages of PVM programs, such as Debian's tablix2, have their files here.
@@ -354,20 +375,21 @@ impl Packaging<'_> {
             ("dh_lintian", vec![]),
         ];
         if self.has_program("pvm-taskerd") {
-            // Tasks are children of the service, so an upgrade does not stop it.
-            steps.push((
-                "dh_installsystemd",
-                vec![&only_node, "--no-stop-on-upgrade", "sempa-taskerd.socket"],
-            ));
+            // The socket starts the service. Tasks are children of the service, so an upgrade stops
+            // neither.
             steps.push((
                 "dh_installsystemd",
                 vec![
                     &only_node,
-                    "--no-stop-on-upgrade",
+                    "--name=sempa-taskerd",
                     "--no-enable",
                     "--no-start",
-                    "--name=sempa-taskerd",
+                    "--no-stop-on-upgrade",
                 ],
+            ));
+            steps.push((
+                "dh_installsystemd",
+                vec![&only_node, "--no-stop-on-upgrade", "sempa-taskerd.socket"],
             ));
         }
         steps.extend([
