@@ -258,6 +258,19 @@ static const char *socket_path(const struct sockaddr *address)
     return address->sa_family == AF_UNIX && name[0] ? name : "/proc";
 }
 
+/* A socket belongs to the user whose file rights its creator has. The kernel shares a port between
+ * sockets of one user only (SO_REUSEPORT).
+ */
+EXPORTED int socket(int domain, int type, int protocol)
+{
+    ACCESS(AT_FDCWD, NULL, SYS_socket, domain, type, protocol);
+}
+
+EXPORTED int socketpair(int domain, int type, int protocol, int descriptors[2])
+{
+    ACCESS(AT_FDCWD, NULL, SYS_socketpair, domain, type, protocol, descriptors);
+}
+
 EXPORTED int bind(int descriptor, const struct sockaddr *address, socklen_t length)
 {
     ACCESS(AT_FDCWD, socket_path(address), SYS_bind, descriptor, address, length);

@@ -27,7 +27,7 @@ use pvm_load_watcher::logind::LogindClient;
 use pvm_load_watcher::owner::{
     Evidence, LoginRecords, OwnerAssessment, OwnerDetector, OwnerSigns, available_logins,
 };
-use pvm_load_watcher::owner_override::OVERRIDES_DIR;
+use pvm_load_watcher::owner_override::{Drain, OVERRIDES_DIR};
 use pvm_load_watcher::policy::DEFAULT_IDLE_AFTER_MIN;
 use pvm_load_watcher::probes::{InputProbe, read_session_files, terminal_input_times};
 use pvm_load_watcher::report::{REPORTED_LOGINS_MAX, Reporter, SAMPLE_INTERVAL_CHANGING_LOAD};

@@ -20,6 +20,7 @@ use checkpoint::seal::{
 use nix::fcntl::{Flock, FlockArg};
 use sempa_proto::Tid;
 use sempa_proto::migration::Failure;
+use sempa_service_settings::LimitKind;
 use std::collections::BTreeSet;
 use std::ffi::OsStr;
 use std::fs::{self, DirBuilder, File, OpenOptions};
@@ -124,6 +125,11 @@ impl ImageVault {
             keys,
             context,
             policy: restore_policy(&self.user),
+            bytes_max: self
+                .user
+                .service_limit(LimitKind::ImageBytes)
+                .max()
+                .unwrap_or(u64::MAX),
         })))
     }
 
@@ -206,6 +212,8 @@ pub(crate) struct PrivateDir {
     context: SealContext,
     /// What the images may contain.
     policy: RestorePolicy,
+    /// Maximum number of bytes of the images.
+    bytes_max: u64,
 }
 
 impl ImageDir {
@@ -280,6 +288,14 @@ impl ImageDir {
         let size =
             with_own_file_rights(|| seal_images(&dir.path, &mut output, &dir.keys, &dir.context))?;
         output.flush().map_err(write_failure)?;
+        if size.image_bytes > dir.bytes_max {
+            // No caller could handle the error; the daemon removes the directory.
+            let _ = fs::remove_file(&path);
+            return Err(Failure::Io(format!(
+                "its images have {} bytes, and the administrator permits {} (image_bytes)",
+                size.image_bytes, dir.bytes_max
+            )));
+        }
         Ok(Some(size.sealed_bytes))
     }
 
@@ -308,7 +324,8 @@ impl ImageDir {
                 dir.context.user_name
             )));
         }
-        let limits = UnsealLimits::default();
+        let mut limits = UnsealLimits::default();
+        limits.image_bytes_max = limits.image_bytes_max.min(dir.bytes_max);
         with_own_file_rights(|| {
             unseal_images(file, &dir.path, &dir.keys, &dir.context, &limits)?;
             dir.verify_images()
@@ -354,7 +371,7 @@ fn restore_policy(user: &TaskUser) -> RestorePolicy {
             groups: user.groups().to_vec(),
         },
         limits,
-        requires_no_new_privs: true,
+        requires_no_new_privs: user.no_new_privs(),
         bounding_set: status.and_then(|status| status.capbnd).unwrap_or(0),
         other_files: BTreeSet::new(),
     }

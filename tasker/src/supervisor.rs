@@ -29,6 +29,7 @@ use sempa_proto::engine::{AskMethod, Engine};
 use sempa_proto::migration::Refusal;
 use sempa_proto::tasker::{self, FromTasker, TaskStart, TaskerCapabilities, ToTasker};
 use sempa_proto::{MigrationId, Tid};
+use sempa_service_settings::LimitKind;
 use std::collections::BTreeMap;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -129,6 +130,11 @@ impl Supervisor {
             Some(_) => NamespaceKind::PidAndMount,
             None => NamespaceKind::Pid,
         };
+        let control_groups_max = user
+            .as_ref()
+            .and_then(|user| user.service_limit(LimitKind::ControlGroups).max())
+            .and_then(|max| usize::try_from(max).ok())
+            .unwrap_or(usize::MAX);
         let image_vault = user.as_ref().map(ImageVault::create).transpose()?;
         let pid_numbering = Namespace::probe(namespace_kind);
         let uses_namespaces = pid_numbering.is_some();
@@ -149,7 +155,10 @@ impl Supervisor {
             signals,
             termination_requested: false,
             freezer: match uses_namespaces {
-                true => Freezer::new(),
+                true => Freezer::new().map(|mut freezer| {
+                    freezer.limit_groups(control_groups_max);
+                    freezer
+                }),
                 false => Err(FreezerUnavailable::NoPrivileges),
             },
         })
@@ -443,7 +452,9 @@ impl Supervisor {
         let tid = order.tid;
         let start_result = if self.tasks.contains_key(&tid) {
             Err(StartTaskError::new(order, StartTaskFailure::TidExists(tid)))
-        } else if let Some(failure) = task_limit_failure(self.tasks.len(), self.leftovers.len()) {
+        } else if let Some(failure) =
+            task_limit_failure(self.tasks.len(), self.leftovers.len(), self.tasks_max())
+        {
             Err(StartTaskError::new(order, failure))
         } else if self.lease.is_frozen() {
             Err(StartTaskError::new(
@@ -470,6 +481,14 @@ impl Supervisor {
                 reason: why.to_string(),
             }),
         }
+    }
+
+    /// Returns the maximum number of tasks on this host.
+    pub(crate) fn tasks_max(&self) -> usize {
+        let user = self.task_start_state.user();
+        let service_limit = user.and_then(|user| user.service_limit(LimitKind::Tasks).max());
+        let service_limit = service_limit.and_then(|max| usize::try_from(max).ok());
+        service_limit.unwrap_or(TASKS_MAX).min(TASKS_MAX)
     }
 
     fn start_task(&mut self, order: &TaskStart) -> Result<Task, StartTaskError> {
@@ -722,8 +741,7 @@ impl Supervisor {
 
 /// Returns why no further task may start on a host with these numbers of tasks and of ended tasks
 /// that have left processes; `None` if one may.
-fn task_limit_failure(tasks: usize, leftovers: usize) -> Option<StartTaskFailure> {
-    let limit = TASKS_MAX;
+fn task_limit_failure(tasks: usize, leftovers: usize, limit: usize) -> Option<StartTaskFailure> {
     match leftovers {
         _ if tasks + leftovers < limit => None,
         0 => Some(StartTaskFailure::TooManyTasks(limit)),
@@ -761,9 +779,9 @@ mod tests {
     /// Ended tasks that have left processes count like tasks, and the reason names their number.
     #[test]
     fn leftovers_count_as_tasks() {
-        assert!(task_limit_failure(TASKS_MAX - 3, 2).is_none());
+        assert!(task_limit_failure(TASKS_MAX - 3, 2, TASKS_MAX).is_none());
         let reason = |tasks, leftovers| {
-            let failure = task_limit_failure(tasks, leftovers);
+            let failure = task_limit_failure(tasks, leftovers, TASKS_MAX);
             failure.expect("the limit is reached").to_string()
         };
         assert_eq!(reason(TASKS_MAX, 0), "this host has 16384 tasks, the limit");

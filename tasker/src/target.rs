@@ -130,6 +130,12 @@ impl Supervisor {
         if self.tasks.contains_key(&tid) {
             return Err(Failure::Engine(format!("{tid} runs here already")));
         }
+        if self.tasks.len() + self.migrations.incoming_tasks.len() >= self.tasks_max() {
+            return Err(Failure::Engine(format!(
+                "this host has {} tasks of this user, the limit",
+                self.tasks_max()
+            )));
+        }
         let namespace = match self.uses_namespaces() {
             true => {
                 let namespace_result = self

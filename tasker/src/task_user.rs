@@ -12,8 +12,11 @@
 use checkpoint::capabilities::CapabilitySet;
 use checkpoint::proc;
 use nix::sys::socket::{getsockopt, sockopt::PeerCredentials};
-use nix::unistd::{Gid, Uid, User, getgrouplist, setgroups};
+use nix::unistd::{Gid, Group, Uid, User, getgrouplist, setgroups};
 use procfs::process::{LimitValue, Process};
+use sempa_service_settings::{
+    Limit, LimitKind, SETTINGS_VARIABLE, Settings, SettingsError, UserLimits, settings_path,
+};
 use std::ffi::CString;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -33,6 +36,10 @@ pub(crate) enum TaskUserError {
     OtherDaemon { found: u32, expected: u32 },
     #[error("the resource limits of the daemon cannot be read: {0}")]
     Limits(String),
+    #[error("the administrator of this host lets the tasker service run no tasks of {0}")]
+    Denied(String),
+    #[error(transparent)]
+    Settings(#[from] SettingsError),
     #[error("the tasker cannot take on the user's file rights: {0}")]
     FileRights(#[source] io::Error),
 }
@@ -47,6 +54,10 @@ pub(crate) struct TaskUser {
     groups: Vec<u32>,
     /// Each resource (`RLIMIT_*`) with its limit.
     limits: Vec<(u32, libc::rlimit)>,
+    /// True if programs of tasks gain no privileges from set-user-id files.
+    no_new_privs: bool,
+    /// The administrator's limits.
+    service_limits: UserLimits,
 }
 
 impl TaskUser {
@@ -72,12 +83,24 @@ impl TaskUser {
                 expected: uid,
             });
         }
+        let settings_path = settings_path(std::env::var_os(SETTINGS_VARIABLE));
+        let settings = Settings::load(&settings_path)?;
+        if settings.denies(&account.name) {
+            return Err(TaskUserError::Denied(account.name));
+        }
+        let group_names: Vec<String> = groups
+            .iter()
+            .filter_map(|gid| Some(Group::from_gid(*gid).ok()??.name))
+            .collect();
+        let service_limits = settings.of_user(&account.name, &group_names);
         Ok(Self {
             name: account.name,
             uid,
             gid: account.gid.as_raw(),
             groups: groups.into_iter().map(Gid::as_raw).collect(),
-            limits: permitted_limits(peer.pid())?,
+            limits: permitted_limits(peer.pid(), service_limits.get(LimitKind::Descriptors))?,
+            no_new_privs: settings.no_new_privs,
+            service_limits,
         })
     }
 
@@ -95,6 +118,16 @@ impl TaskUser {
 
     pub(crate) fn groups(&self) -> &[u32] {
         &self.groups
+    }
+
+    /// True if programs of tasks gain no privileges from set-user-id files.
+    pub(crate) fn no_new_privs(&self) -> bool {
+        self.no_new_privs
+    }
+
+    /// Returns the administrator's limit for this user.
+    pub(crate) fn service_limit(&self, kind: LimitKind) -> Limit {
+        self.service_limits.get(kind)
     }
 
     /// Returns each resource (`RLIMIT_*`) with its limit.
@@ -141,7 +174,7 @@ impl TaskUser {
             libc::syscall(libc::SYS_setgroups, self.groups.len(), self.groups.as_ptr()) == 0
                 && libc::syscall(libc::SYS_setresgid, gid, gid, gid) == 0
                 && libc::syscall(libc::SYS_setresuid, uid, uid, uid) == 0
-                && libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0
+                && (!self.no_new_privs || libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0)
         }
     }
 }
@@ -193,9 +226,12 @@ fn set_file_ids(uid: u32, gid: u32) -> io::Result<()> {
     }
 }
 
-/// Returns the limits of the process `pid`. Limits above those of this process are lowered to them
-/// if this process may not exceed them.
-fn permitted_limits(pid: i32) -> Result<Vec<(u32, libc::rlimit)>, TaskUserError> {
+/// Returns the limits of the process `pid`, and for descriptors at most `descriptors_max`. Limits
+/// above those of this process are lowered to them if this process may not exceed them.
+fn permitted_limits(
+    pid: i32,
+    descriptors_max: Limit,
+) -> Result<Vec<(u32, libc::rlimit)>, TaskUserError> {
     let read_limits = |process: Process| process.limits();
     let limits_error = |e: procfs::ProcError| TaskUserError::Limits(e.to_string());
     let login = Process::new(pid)
@@ -272,6 +308,10 @@ fn permitted_limits(pid: i32) -> Result<Vec<(u32, libc::rlimit)>, TaskUserError>
             let hard_max = match may_exceed {
                 true => libc::RLIM_INFINITY,
                 false => to_number(own.hard_limit),
+            };
+            let hard_max = match (resource, descriptors_max.max()) {
+                (libc::RLIMIT_NOFILE, Some(max)) => hard_max.min(max),
+                _ => hard_max,
             };
             let limit = libc::rlimit {
                 rlim_cur: to_number(login.soft_limit).min(hard_max),

@@ -3,6 +3,10 @@
 
 #define MEMBERS 4
 
+/* No header of PVM declares these functions of its group library. */
+int pvm_grphostinfo(char *group, int host_tid, int *coordinator, int *members, int *hosts);
+int pvm_grpvhostinfo(char *group, int **coordinators, int **members, int *hosts);
+
 /* Joins a group and then carries out commands: one int each time, the answer goes to the parent. */
 enum { LEAVE, BARRIER, REDUCE, GATHER, SCATTER, FREEZE, RECEIVE, JOIN, SIZE };
 
@@ -126,6 +130,28 @@ static void joining(void)
     is(pvm_getinst("nobody", -1), PvmNoGroup, "getinst of tid -1 in an unknown group finds no group");
     is(pvm_joingroup(""), PvmNullGroup, "a group needs a name");
     is(pvm_freezegroup("", -1), PvmNullGroup, "freezing a group without a name is refused");
+}
+
+/* All members run on one host. */
+static void host_information(void)
+{
+    int here = pvm_tidtohost(own_tid), lowest = own_tid, k, coord = 7, members = 7, hosts = 7, *coords = NULL, *counts = NULL;
+    for (k = 1; k < MEMBERS; k++)
+        if (kids[k] < lowest)
+            lowest = kids[k];
+    is(pvm_grphostinfo((char *)group, here, &coord, &members, &hosts), PvmOk, "grphostinfo returns 0");
+    is(coord, lowest, "the coordinator of a host is the member with the lowest tid");
+    is(members, MEMBERS, "grphostinfo counts the members on a host");
+    is(hosts, 1, "grphostinfo counts the hosts with members");
+    is(pvm_grphostinfo((char *)group, 0x3ffc0000, &coord, &members, &hosts), PvmOk, "grphostinfo takes a host without members");
+    holds(coord == -1 && members == 0 && hosts == 0, "grphostinfo finds nobody on a host without members");
+    is(pvm_grphostinfo("nobody", here, &coord, &members, &hosts), PvmOk, "grphostinfo takes an unknown group");
+    holds(coord == -1 && members == 0 && hosts == 0, "grphostinfo finds nobody in an unknown group");
+    is(pvm_grpvhostinfo((char *)group, &coords, &counts, &hosts), PvmOk, "grpvhostinfo returns 0");
+    is(hosts, 1, "grpvhostinfo counts the hosts with members");
+    holds(coords && counts && coords[0] == lowest && counts[0] == MEMBERS, "grpvhostinfo has one element for each host");
+    is(pvm_grpvhostinfo("nobody", &coords, &counts, &hosts), PvmOk, "grpvhostinfo takes an unknown group");
+    is(hosts, 0, "grpvhostinfo finds no host in an unknown group");
 }
 
 static void broadcasts(void)
@@ -388,6 +414,7 @@ static void sentences(void)
     int k;
     pvm_setopt(PvmAutoErr, 0);
     joining();
+    host_information();
     broadcasts();
     barriers();
     collectives();

@@ -106,7 +106,12 @@ pub fn installed_prefix() -> Result<PathBuf> {
 /// the tasker's.
 pub fn find_engine() -> Option<PathBuf> {
     let requested_engine = std::env::var_os("SEMPA_CRIU").map(PathBuf::from);
-    let default_engines = ["/opt/sempa/criu/sbin/criu", "/opt/criu/sbin/criu"].map(PathBuf::from);
+    let default_engines = [
+        "/opt/sempa/criu/sbin/criu",
+        "/usr/lib/sempa/criu/sbin/criu",
+        "/opt/criu/sbin/criu",
+    ]
+    .map(PathBuf::from);
     requested_engine
         .into_iter()
         .chain(default_engines)

@@ -48,7 +48,7 @@ impl<'a> TaskerServices<'a> {
 
     fn start_on(&self, host: &Host) -> Result<RunningCommand> {
         let prefix = self.testbed.prefix().context("programs are installed")?;
-        let program = prefix_in_hosts(prefix).join("bin/pvm-taskerd");
+        let program = prefix_in_hosts(prefix).join("sbin/pvm-taskerd");
         let mut command = host.root_command(program);
         command.env("SEMPA_SITE_KEY", &self.key_path);
         if let Some(engine) = self.testbed.engine() {

@@ -1,15 +1,19 @@
 //! Virtual machines of an ordinary user on hosts with the tasker service: the user's tasks migrate,
 //! are checkpointed and stop for owners like those of root.
 
+use sempa_proto::event::EventKind;
 use sempa_tests::hold_tasks::check_memory;
 use sempa_tests::requirements::require_testbed;
 use sempa_tests::ring_job::{RingJob, WORKER_COUNT};
+use sempa_tests::ssh::SshLogin;
 use sempa_tests::tasker_service::TaskerServices;
 use sempa_tests::testbed::ALICE_UID;
 use sempa_tests::vm::VmSettings;
-use sempa_tests::{OrPanicWithLogs, Testbed, Vm};
+use sempa_tests::{OrPanicWithLogs, Testbed, Vm, wait_for};
 use std::path::Path;
+use std::time::Duration;
 
+const TIMEOUT: Duration = Duration::from_secs(60);
 /// Memory of a task in MiB that migrates with all its memory in the images, and of one that uses
 /// post-copy.
 const SMALL_MIB: &str = "1";
@@ -126,5 +130,62 @@ fn job_of_a_user_restarts_in_a_new_virtual_machine() {
     assert!(output.succeeded(), "{output:?}\n{}", vm.events_and_logs());
     vm.migrate_or_panic(&job.tid, "h3");
     job.end_and_check(&vm);
+    vm.halt_and_wait().expect("halts");
+}
+
+/// An owner logs in on the host of a user's task: the task stops at once, and leaves by migration.
+#[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
+fn login_evicts_a_users_task() {
+    let testbed = require_testbed(2);
+    let _services = start_services(&testbed);
+    let settings = VmSettings {
+        rm_command: Some("pvm-rm --policy load".into()),
+        runs_as_alice: true,
+        ..VmSettings::default()
+    };
+    let vm = Vm::start(&testbed, settings).expect("a virtual machine");
+    vm.add_hosts(&["h2"]).expect("h2 joins");
+    vm.compile_program("hold").expect("gcc");
+    let tid = vm
+        .spawn_connected(&["-h2", "hold", SMALL_MIB])
+        .or_panic_with_logs(&vm);
+    check_memory(&vm, &tid);
+    let login = SshLogin::log_in(&testbed, "olga", testbed.host(2)).expect("a login");
+    let is_pause = |kind: &EventKind| matches!(kind, EventKind::GuestsPaused { .. });
+    vm.wait_for_event(TIMEOUT, "stopped guests", |entry| is_pause(&entry.kind))
+        .or_panic_with_logs(&vm);
+    let is_away = || match vm.host_of(&tid) {
+        Ok(host) if host == "h1" => Ok(()),
+        other => Err(format!("{other:?}")),
+    };
+    wait_for(TIMEOUT, is_away).or_panic_with_logs(&vm);
+    check_memory(&vm, &tid);
+    assert_runs_as_alice(&vm, 1, "hold");
+    login.log_out().expect("logs out");
+    vm.halt_and_wait().expect("halts");
+}
+
+/// Root's daemons use the service, too; root's tasks have what they had before.
+#[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
+fn roots_virtual_machine_uses_the_service() {
+    let testbed = require_testbed(2);
+    let _services = start_services(&testbed);
+    let vm = Vm::start(&testbed, VmSettings::default()).expect("a virtual machine");
+    vm.add_hosts(&["h2"]).expect("h2 joins");
+    vm.compile_program("hold").expect("gcc");
+    let tid = vm
+        .spawn_connected(&["-h2", "hold", SMALL_MIB])
+        .or_panic_with_logs(&vm);
+    let sessions = testbed.host(2).machine_path("/run/sempa/sessions");
+    assert_eq!(
+        std::fs::read_dir(sessions).expect("the sessions").count(),
+        1
+    );
+    for host in ["h1", "h2"] {
+        vm.migrate_or_panic(&tid, host);
+        check_memory(&vm, &tid);
+    }
     vm.halt_and_wait().expect("halts");
 }

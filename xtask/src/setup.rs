@@ -8,7 +8,7 @@ use std::process::Command;
 use xtask_install::{CRIU_PREFIX, ensure_criu_at};
 
 /// Names of the required Debian packages.
-pub(crate) const REQUIRED_PACKAGES: [&str; 25] = [
+pub(crate) const REQUIRED_PACKAGES: [&str; 31] = [
     "tablix2",
     "openssh-server",
     "openssh-client",
@@ -41,6 +41,13 @@ pub(crate) const REQUIRED_PACKAGES: [&str; 25] = [
     "mandoc",
     // Tests migrate tasks in this language. Perl is always installed.
     "python3",
+    // Packages are made with these programs, and checked in fresh systems.
+    "debhelper",
+    "dpkg-dev",
+    "patchelf",
+    "xz-utils",
+    "debootstrap",
+    "lintian",
 ];
 
 pub(crate) fn is_root() -> bool {

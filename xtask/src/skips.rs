@@ -158,6 +158,7 @@ const TEST_NEEDS: &[(&str, &str, &[TestNeed])] = &[
     ("checkpoint", "other_user_is_refused", &[Root]),
     ("checkpoint", "full_disk_leaves_nothing", &[Root]),
     ("checkpoint", "user_may_open_only_own_files", &[Root]),
+    ("checkpoint::user_images", "", &[Root, Criu, GCC]),
     ("pvmd", "", &[]),
     ("pvmd", "disk", &[Disk]),
     ("pvmd::daemon", "", &[Root]),

@@ -87,10 +87,15 @@ use std::time::Duration;
 use thiserror::Error;
 
 /// Paths that are searched for CRIU, after SEMPA_CRIU and before PATH.
-const DEFAULT_CRIU_PATHS: [&str; 2] = ["/opt/sempa/criu/sbin/criu", "/opt/criu/sbin/criu"];
+const DEFAULT_CRIU_PATHS: [&str; 3] = [
+    "/opt/sempa/criu/sbin/criu",
+    "/usr/lib/sempa/criu/sbin/criu",
+    "/opt/criu/sbin/criu",
+];
 /// Advice in error messages: how to install a working engine.
-pub const INSTALL_HINT: &str = "get one with `cargo xtask criu` (the daemon finds it within five minutes), or start \
-                                the daemon with SEMPA_CRIU set to the path of a working criu";
+pub const INSTALL_HINT: &str = "install the package sempa-criu, or get one with `cargo xtask criu` (the \
+                                daemon finds it within five minutes), or start the daemon with \
+                                SEMPA_CRIU set to the path of a working criu";
 
 /// Time for a canceled dump to end regularly. After this time CRIU is killed.
 const CANCEL_GRACE_TIMEOUT: Duration = Duration::from_secs(2);

@@ -10,9 +10,9 @@
 //! - [`SealContext`] says whose images they are and for what purpose. Images of another user,
 //!   another task, or an earlier migration do not open.
 //!
-//! A stream begins with the head of [`crate::sealed_stream`], followed by the context: a length of
+//! A stream begins with the head of `sealed_stream`, followed by the context: a length of
 //! two bytes and the encoded context. Head and context are readable by everybody and authenticated
-//! by each chunk. The encrypted content is a sequence of records ([`Tag`]).
+//! by each chunk. The encrypted content is a sequence of records (`Tag`).
 
 mod context;
 mod error;
@@ -74,7 +74,7 @@ impl Tag {
 /// The size of the sealed images of one task.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SealedSize {
-    /// Number of files.
+    /// Number of image files.
     pub files: usize,
     /// Total length of the files in bytes.
     pub image_bytes: u64,

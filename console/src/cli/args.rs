@@ -34,6 +34,10 @@ struct Cli {
     /// typed. The value is the tid of the console that requested the drain, or `t0` for a shell.
     #[arg(long, hide = true, value_name = "TID", value_parser = parse_requester)]
     apart: Option<Tid>,
+    /// Internal option of the completion files of shells: print the completions of the last word of
+    /// a command line, which begins with a command, and exit.
+    #[arg(long, hide = true, value_name = "LINE", exclusive = true)]
+    complete: Option<String>,
     /// A command with its arguments, or a host file (written as ./NAME if a command has the same
     /// name)
     #[arg(trailing_var_arg = true, value_name = "COMMAND | HOSTFILE")]
@@ -48,6 +52,8 @@ pub(crate) enum Mode {
     Console(Vec<OsString>),
     /// Starts a daemon with these arguments, if no daemon runs, and exits.
     Start(Vec<OsString>),
+    /// Prints the completions of the last word of this line.
+    Complete(String),
     /// Executes one command and exits.
     OneShot {
         /// The command's name and its arguments. Never empty.
@@ -85,8 +91,12 @@ pub(crate) fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Mode, Ar
         name,
         mut json,
         apart: drain_requester,
+        complete,
         mut words,
     } = Cli::try_parse_from(args)?;
+    if let Some(line) = complete {
+        return Ok(Mode::Complete(line));
+    }
     let mut daemon_args: Vec<OsString> = Vec::new();
     daemon_args.extend(debug.map(|mask| format!("-d{mask}").into()));
     daemon_args.extend(name.map(|name| format!("-n{name}").into()));
@@ -224,6 +234,15 @@ mod tests {
         assert_eq!(
             parse_mode("pvm start --help"),
             one_shot(&["start", "--help"], false)
+        );
+    }
+
+    #[test]
+    fn shells_request_completions() {
+        let words = ["pvm", "--complete", "migrate t4"].map(OsString::from);
+        assert_eq!(
+            parse(words).ok(),
+            Some(Mode::Complete("migrate t4".to_string()))
         );
     }
 

@@ -6,6 +6,7 @@
 //! [above]: crate::output::async_output
 
 use super::completion::{NameSource, complete};
+use super::shell_completion::{folder_entries, host_names, task_tids};
 use crate::output::async_output::{AsyncOutput, RedrawHint};
 use crate::session::CompletionNames;
 use libpvm::Vm;
@@ -20,7 +21,6 @@ use rustyline::hint::Hinter;
 use rustyline::history::FileHistory;
 use rustyline::validate::Validator;
 use rustyline::{Config, Context, Editor, Helper};
-use sempa_proto::Tid;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -255,34 +255,15 @@ impl NameSource for EditorHelper {
     }
 
     fn hosts(&self) -> Vec<String> {
-        self.vm
-            .config()
-            .map(|table| table.hosts.into_iter().map(|host| host.name).collect())
-            .unwrap_or_default()
+        host_names(&self.vm)
     }
 
     fn tids(&self) -> Vec<String> {
-        let tasks = self.vm.tasks(Tid::NONE).unwrap_or_default();
-        tasks
-            .into_iter()
-            .filter(|task| task.tid != self.vm.tid())
-            .map(|task| task.tid.to_string())
-            .collect()
+        task_tids(&self.vm)
     }
 
     fn folder_entries(&self, dir: &Path) -> Vec<(String, bool)> {
-        let Ok(entries) = std::fs::read_dir(dir) else {
-            return Vec::new();
-        };
-        let named_entries = entries.flatten().filter_map(|entry| {
-            let is_dir = entry.path().is_dir();
-            entry
-                .file_name()
-                .into_string()
-                .ok()
-                .map(|name| (name, is_dir))
-        });
-        named_entries.collect()
+        folder_entries(dir)
     }
 }
 

@@ -6,6 +6,7 @@ mod editor;
 mod execute;
 mod interactive;
 mod one_shot;
+mod shell_completion;
 #[cfg(test)]
 mod tests;
 mod words;
@@ -55,6 +56,9 @@ fn report_failure(line: &str) -> ExitCode {
 
 fn run_mode(mode: Mode) -> io::Result<ExitCode> {
     match mode {
+        Mode::Complete(line) => {
+            shell_completion::print_candidates(&line).map(|()| ExitCode::SUCCESS)
+        }
         Mode::OneShot { words, options } => one_shot::run(&words, options, utf8_environment()),
         Mode::Start(daemon) => Ok(
             match refuse_root().and_then(|()| start_daemon_only(&daemon)) {

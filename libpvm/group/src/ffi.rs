@@ -8,12 +8,14 @@
 #![allow(unsafe_code)]
 
 use crate::collective::{self, Collective};
+use crate::host_info::{self, NO_COORDINATOR};
 use crate::pvm::{self, ElementType, Elements};
 use crate::reduce_ops::{ReduceOp, combine};
 use crate::server_compat;
 use sempa_proto::group::{GroupCall, TracedGroupCall};
 use sempa_proto::{PvmError, PvmResult};
 use std::ffi::{CStr, c_char, c_int, c_void};
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicI32, AtomicPtr, Ordering::Relaxed};
 
 /// A function for `pvm_reduce`. Its arguments are the element type, the first operand, the second
@@ -420,4 +422,115 @@ pub extern "C" fn gs_getgstid() -> c_int {
     let tid = server_compat::server_tid().unwrap_or_else(pvm::set_errno);
     gstid.store(tid, Relaxed);
     tid
+}
+
+/// Prints all groups to the standard error of the calling task. PVM's group server prints the same
+/// to its own.
+#[unsafe(no_mangle)]
+pub extern "C" fn pvm_gsdump() {
+    server_compat::dump_groups(c"pvm_gsdump");
+}
+
+/// Stores the coordinator and the number of members of a group on one host, and the number of hosts
+/// that have members. For a host without members, and for a group that does not exist, stores −1, 0
+/// and 0.
+///
+/// # Safety
+/// `group` is null or a string; the other pointers are null or point to one value each.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn pvm_grphostinfo(
+    group: *const c_char,
+    host_tid: c_int,
+    coordinator: *mut c_int,
+    member_count: *mut c_int,
+    host_count: *mut c_int,
+) -> c_int {
+    // SAFETY: by this function's contract.
+    let hosts = match unsafe { members_by_host(group) } {
+        Ok(hosts) => hosts,
+        Err(error) => return pvm::set_errno(error),
+    };
+    let host = hosts.get(&host_tid);
+    let results = [
+        (
+            coordinator,
+            host.map_or(NO_COORDINATOR, |host| host.coordinator),
+        ),
+        (member_count, host.map_or(0, |host| host.member_count)),
+        (host_count, host.map_or(0, |_| hosts.len() as c_int)),
+    ];
+    for (address, value) in results {
+        if !address.is_null() {
+            // SAFETY: by this function's contract, as the pointer is not null.
+            unsafe { address.write(value) };
+        }
+    }
+    0
+}
+
+/// Arrays that [`pvm_grpvhostinfo`] has returned, with one element for each host.
+struct HostArrays {
+    coordinators: Vec<c_int>,
+    member_counts: Vec<c_int>,
+}
+
+/// The arrays of the last call of [`pvm_grpvhostinfo`].
+static HOST_ARRAYS: Mutex<HostArrays> = Mutex::new(HostArrays {
+    coordinators: Vec::new(),
+    member_counts: Vec::new(),
+});
+
+/// Stores the addresses of two arrays, with the coordinator and the number of members of a group on
+/// each host that has members, sorted by the hosts' tids; stores the number of these hosts. The
+/// arrays are valid until the next call.
+///
+/// # Safety
+/// `group` is null or a string; the other pointers are null or point to one value each.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn pvm_grpvhostinfo(
+    group: *const c_char,
+    coordinators: *mut *mut c_int,
+    member_counts: *mut *mut c_int,
+    host_count: *mut c_int,
+) -> c_int {
+    // SAFETY: by this function's contract.
+    let hosts = match unsafe { members_by_host(group) } {
+        Ok(hosts) => hosts,
+        Err(error) => return pvm::set_errno(error),
+    };
+    let Ok(mut arrays) = HOST_ARRAYS.lock() else {
+        return pvm::set_errno(PvmError::SysErr);
+    };
+    arrays.coordinators = hosts.values().map(|host| host.coordinator).collect();
+    arrays.member_counts = hosts.values().map(|host| host.member_count).collect();
+    // SAFETY: by this function's contract, as the pointers are not null.
+    unsafe {
+        if !coordinators.is_null() {
+            coordinators.write(arrays.coordinators.as_mut_ptr());
+        }
+        if !member_counts.is_null() {
+            member_counts.write(arrays.member_counts.as_mut_ptr());
+        }
+        if !host_count.is_null() {
+            host_count.write(hosts.len() as c_int);
+        }
+    }
+    0
+}
+
+/// Returns the members of a group by host.
+///
+/// # Errors
+/// `BadParam` for a null pointer, and the errors of [`host_info::members_by_host`].
+///
+/// # Safety
+/// `group` is null or a string.
+unsafe fn members_by_host(
+    group: *const c_char,
+) -> PvmResult<std::collections::BTreeMap<c_int, host_info::HostMembers>> {
+    if group.is_null() {
+        return Err(PvmError::BadParam);
+    }
+    // SAFETY: by this function's contract, as the pointer is not null.
+    host_info::members_by_host(unsafe { CStr::from_ptr(group) })
 }

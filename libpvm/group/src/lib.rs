@@ -8,12 +8,14 @@
 //!
 //! * [`ffi`]: the functions that programs call.
 //! * `collective`: gather, scatter, reduce.
+//! * `host_info`: distribution of members over hosts.
 //! * `reduce_ops`: the predefined reduce functions.
 //! * `server_compat`: replaces PVM's group server.
 //! * `pvm`: typed access to `libpvm3`.
 
 mod collective;
 pub mod ffi;
+mod host_info;
 mod pvm;
 mod reduce_ops;
 mod server_compat;

@@ -65,6 +65,7 @@ unsafe extern "C" {
     fn lpvmerr(place: *const c_char, code: c_int) -> c_int;
 
     safe fn pvm_mytid() -> c_int;
+    pub(crate) safe fn pvm_tidtohost(tid: c_int) -> c_int;
     safe fn pvm_mkbuf(encoding: c_int) -> c_int;
     safe fn pvm_freebuf(mid: c_int) -> c_int;
     safe fn pvm_setsbuf(mid: c_int) -> c_int;

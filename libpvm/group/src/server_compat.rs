@@ -9,7 +9,7 @@
 use crate::pvm::{self, MemberChannel};
 use sempa_proto::group::GroupCall;
 use sempa_proto::{PvmError, PvmResult};
-use std::ffi::{CString, c_int};
+use std::ffi::{CStr, CString, c_int};
 use std::fmt::Write;
 use std::sync::atomic::{AtomicI32, Ordering::Relaxed};
 
@@ -118,8 +118,14 @@ extern "C" fn send_list(_request: c_int) -> c_int {
     )
 }
 
-/// Message handler for the print request: prints all groups to this task's standard error.
+/// Message handler for the print request.
 extern "C" fn print_groups(_request: c_int) -> c_int {
+    dump_groups(c"pvmgroups")
+}
+
+/// Prints all groups to this task's standard error. `function_name` names the caller in a report of
+/// an error. Returns 0 or the error code.
+pub(crate) fn dump_groups(function_name: &CStr) -> c_int {
     let print_text = || {
         let (own_tid, groups) = (pvm::mytid()?, query_groups()?);
         let mut text = format!("DUMP {own_tid:#x}, {} groups:\n", groups.len());
@@ -150,7 +156,7 @@ extern "C" fn print_groups(_request: c_int) -> c_int {
         Ok(())
     };
     print_text().map_or_else(
-        |error: PvmError| pvm::report_error(c"pvmgroups", error),
+        |error: PvmError| pvm::report_error(function_name, error),
         |()| 0,
     )
 }

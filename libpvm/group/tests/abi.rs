@@ -7,7 +7,13 @@ use std::process::Command;
 /// The symbols that the library must export.
 const EXPORTED_SYMBOLS: &str = "
     pvm_barrier pvm_bcast pvm_freezegroup pvm_gather pvm_getinst pvm_gettid pvm_gsize pvm_joingroup pvm_lvgroup
-    pvm_reduce pvm_scatter PvmMax PvmMin PvmSum PvmProduct gs_getgstid gstid pvmgs_tmout";
+    pvm_reduce pvm_scatter PvmMax PvmMin PvmSum PvmProduct gs_getgstid gstid pvmgs_tmout pvm_gsdump pvm_grphostinfo
+    pvm_grpvhostinfo";
+
+const DEBIAN_LIBRARY: &str = "/usr/lib/x86_64-linux-gnu/libgpvm3.so.3";
+
+/// Names of Debian's library that this library lacks: one name and its reason in each line.
+const MISSING_SYMBOLS: &str = include_str!("missing.txt");
 
 /// Returns the path of a library that the test run has built.
 fn built_library(name: &str) -> PathBuf {
@@ -55,6 +61,32 @@ fn library_exports_exactly_pvms_symbols() {
             .map(String::from)
             .collect()
     );
+}
+
+/// All symbols of Debian's library exist, except for the listed ones, and no others.
+#[test]
+#[ignore = "system tier: needs gcc and Debian's PVM"]
+fn symbols_are_debians_except_for_a_list() {
+    let debian_library = Path::new(DEBIAN_LIBRARY);
+    assert!(
+        debian_library.is_file(),
+        "cannot run here: install Debian's package libpvm3"
+    );
+    let debian_symbols = list_symbols(&["-D", "--defined-only"], debian_library);
+    assert!(debian_symbols.len() > 40, "{debian_symbols:?}");
+    let mut own_symbols = list_symbols(&["-D", "--defined-only"], &built_library("libgpvm3.so"));
+    let lines = MISSING_SYMBOLS
+        .lines()
+        .filter(|line| !line.starts_with('#') && !line.trim().is_empty());
+    for line in lines {
+        let (name, reason) = line.split_once(": ").expect("a name and a reason");
+        assert!(!reason.trim().is_empty(), "no reason: {line}");
+        assert!(
+            own_symbols.insert(name.to_string()),
+            "{name} is listed as missing and is exported"
+        );
+    }
+    assert_eq!(own_symbols, debian_symbols);
 }
 
 /// Every PVM symbol that the group library imports is exported by `libpvm3`.

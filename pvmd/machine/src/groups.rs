@@ -28,10 +28,11 @@ type GroupName = Arc<[u8]>;
 
 /// The reply to a group request of a task.
 #[derive(Debug, PartialEq)]
-pub(super) struct GroupAnswer {
-    pub(super) tid: Tid,
-    pub(super) id: RequestId,
-    pub(super) result: Result<GroupReply, GroupError>,
+pub struct GroupAnswer {
+    pub tid: Tid,
+    pub id: RequestId,
+    /// The error has a code and a sentence.
+    pub result: Result<GroupReply, GroupError>,
 }
 
 /// Members that wait for each other in a barrier or a freeze.
@@ -137,8 +138,9 @@ impl Group {
     }
 }
 
+/// The groups of a virtual machine, or of another group server.
 #[derive(Debug, Default)]
-pub(super) struct Groups {
+pub struct Groups {
     groups: BTreeMap<GroupName, Group>,
     groups_of_task: BTreeMap<Tid, BTreeSet<GroupName>>,
     membership_count: usize,
@@ -246,7 +248,7 @@ impl Groups {
     }
 
     /// Handles a request of a task. [`Groups::next_reply`] returns the reply, immediately or later.
-    pub(super) fn handle_request(&mut self, tid: Tid, id: RequestId, request: GroupRequest) {
+    pub fn handle_request(&mut self, tid: Tid, id: RequestId, request: GroupRequest) {
         let result = match request {
             GroupRequest::Join { group } => self.join(tid, &group),
             GroupRequest::Leave { group } => self.leave(tid, &group),
@@ -282,12 +284,12 @@ impl Groups {
     }
 
     /// Returns the next reply; `None` if no reply is due.
-    pub(super) fn next_reply(&mut self) -> Option<GroupAnswer> {
+    pub fn next_reply(&mut self) -> Option<GroupAnswer> {
         self.replies.pop_front()
     }
 
     /// Removes a task that has ended from all its groups.
-    pub(super) fn remove_ended_task(&mut self, tid: Tid) {
+    pub fn remove_ended_task(&mut self, tid: Tid) {
         self.leave_all_groups(
             tid,
             Some(&format!("{tid}, a member of the group, has ended")),

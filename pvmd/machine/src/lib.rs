@@ -42,7 +42,7 @@ mod checkpoints;
 mod debug_query;
 mod deferred;
 mod events;
-mod groups;
+pub mod groups;
 mod guest_stops;
 mod guests;
 mod halt;

@@ -10,8 +10,8 @@ use super::driver::{DaemonParts, Driver};
 use super::env::env_var;
 use super::failpoints::Failpoints;
 use super::host_env::{
-    ARCH_NAME, DATA_SIGNATURE, HostEnvironment, HostEnvironmentSettings, library_folder,
-    programs_folder, unix_time,
+    ARCH_NAME, DATA_SIGNATURE, HostEnvironment, HostEnvironmentSettings, is_loader_folder,
+    library_folder, programs_folder, unix_time,
 };
 use super::host_start::{HostStarter, HostStarterSettings};
 use super::images::ImageTransfers;
@@ -413,7 +413,8 @@ fn starter_settings(
             Some(programs_dir),
             std::env::var_os("SEMPA_LIB").as_ref(),
             None,
-        ),
+        )
+        .filter(|folder| !is_loader_folder(folder)),
         allow_root: nix::unistd::getuid().is_root(),
         lease,
         remote_shell: env_var("PVM_RSH"),

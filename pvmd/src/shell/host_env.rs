@@ -28,6 +28,10 @@ const PVM_ROOT_DEFAULT: &str = "/usr/lib/pvm3";
 const SEARCH_PATH_DEFAULT: &str = "$HOME/pvm3/bin/$PVM_ARCH:$PVM_ROOT/bin/$PVM_ARCH";
 /// File name of the library that tasks load.
 const LIBRARY_FILE: &str = "libpvm3.so.3";
+/// Folder of libraries of this architecture below `lib`, as Debian's packages use it.
+const MULTIARCH_FOLDER: &str = "x86_64-linux-gnu";
+/// Folders in which the dynamic loader searches without `LD_LIBRARY_PATH`.
+const LOADER_FOLDERS: [&str; 2] = ["/usr/lib/x86_64-linux-gnu", "/lib/x86_64-linux-gnu"];
 
 /// Variables that belong to the login session or to a single task. The tasks of this host do not
 /// inherit these variables.
@@ -159,8 +163,8 @@ pub(crate) fn programs_folder() -> Option<PathBuf> {
 
 /// Returns the directory of the library `libpvm3.so.3`. If `configured_dir` (the value of
 /// `SEMPA_LIB`) is set and not empty, returns this value. Otherwise returns the first of the
-/// following directories that contains the library: `lib` next to the programs' directory, the
-/// programs' directory, the master's library directory.
+/// following directories that contains the library: `lib` next to the programs' directory, its
+/// folder for this architecture, the programs' directory, the master's library directory.
 pub(crate) fn library_folder(
     programs_dir: Option<&Path>,
     configured_dir: Option<&OsString>,
@@ -173,7 +177,8 @@ pub(crate) fn library_folder(
         .and_then(Path::parent)
         .map(|prefix| prefix.join("lib"));
     let candidates = [
-        sibling_lib,
+        sibling_lib.clone(),
+        sibling_lib.map(|lib| lib.join(MULTIARCH_FOLDER)),
         programs_dir.map(Path::to_path_buf),
         master_dir.map(PathBuf::from),
     ];
@@ -181,6 +186,15 @@ pub(crate) fn library_folder(
         .into_iter()
         .flatten()
         .find(|dir| dir.join(LIBRARY_FILE).exists())
+}
+
+/// True if the dynamic loader searches `library_dir` without `LD_LIBRARY_PATH`, as it does for an
+/// installation by packages. Tasks then keep the environment of the user, and a program that brings
+/// libraries of its own is not affected.
+pub(crate) fn is_loader_folder(library_dir: &Path) -> bool {
+    LOADER_FOLDERS
+        .iter()
+        .any(|folder| library_dir == Path::new(folder))
 }
 
 fn task_environment(
@@ -205,7 +219,7 @@ fn task_environment(
     }
     env.entry("PVM_ROOT".into())
         .or_insert_with(|| PVM_ROOT_DEFAULT.into());
-    if let Some(library_dir) = library_dir {
+    if let Some(library_dir) = library_dir.filter(|dir| !is_loader_folder(dir)) {
         let previous_path = env
             .get(OsStr::new("LD_LIBRARY_PATH"))
             .filter(|v| !v.is_empty());
@@ -355,6 +369,35 @@ mod tests {
             expand_variables("$HOME/a:${HOME}b:$NONE/c:5$", variable_value),
             "/h/a:/hb:/c:5$"
         );
+    }
+
+    /// Packages install the library where the loader finds it; no variable is set then.
+    #[test]
+    fn library_of_packages_needs_no_search_path() {
+        let paths = RuntimePaths::from_env(7, |_| None).expect("a good name");
+        let library_path = |folder: &str| {
+            let env = task_environment(BTreeMap::new(), Some(Path::new(folder)), &paths, 7);
+            env.get(OsStr::new("LD_LIBRARY_PATH")).cloned()
+        };
+        assert_eq!(library_path("/usr/lib/x86_64-linux-gnu"), None);
+        assert_eq!(
+            library_path("/usr/local/lib"),
+            Some("/usr/local/lib".into())
+        );
+    }
+
+    #[test]
+    fn library_is_found_next_to_programs() {
+        let prefix = tempfile::tempdir().expect("a folder");
+        let programs = prefix.path().join("bin");
+        let multiarch = prefix.path().join("lib").join(MULTIARCH_FOLDER);
+        std::fs::create_dir_all(&multiarch).expect("a folder");
+        let folder = || library_folder(Some(&programs), None, None);
+        assert_eq!(folder(), None);
+        std::fs::write(multiarch.join(LIBRARY_FILE), "").expect("a file");
+        assert_eq!(folder(), Some(multiarch));
+        std::fs::write(prefix.path().join("lib").join(LIBRARY_FILE), "").expect("a file");
+        assert_eq!(folder(), Some(prefix.path().join("lib")));
     }
 
     #[test]

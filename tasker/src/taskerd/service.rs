@@ -15,11 +15,12 @@ use sempa_proto::tasker_service::{
     BODY_BYTES_MAX, HEAD_BYTES, PROTOCOL_VERSION, ServiceRefusal, ServiceReply, ServiceRequest,
     SessionId, encode,
 };
+use sempa_service_settings::SETTINGS_VARIABLE;
 use std::io::{self, ErrorKind, Read, Write};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::os::unix::process::CommandExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Instant;
 
@@ -27,14 +28,15 @@ use std::time::Instant;
 const ACCEPTS_PER_ROUND_MAX: usize = 64;
 /// Variables of the service's environment that taskers get. Nothing else reaches them: a tasker must
 /// not depend on who has started the service.
-const PASSED_VARIABLES: [&str; 5] = [
+const PASSED_VARIABLES: [&str; 6] = [
     "PATH",
     "SEMPA_CRIU",
     "SEMPA_SITE_KEY",
+    SETTINGS_VARIABLE,
     "SEMPA_FREEZER",
     "SEMPA_POST_COPY",
 ];
-/// Name of the tasker's program, which is in the same directory as this one.
+/// Name of the tasker's program.
 const TASKER_PROGRAM: &str = "pvm-tasker";
 
 #[derive(Debug)]
@@ -64,7 +66,7 @@ impl Service {
             signals: SignalFd::with_flags(&handled_signals, flags).context("signals")?,
             pending: PendingConnections::default(),
             registry,
-            tasker_path: own_path.with_file_name(TASKER_PROGRAM),
+            tasker_path: tasker_path(&own_path),
         })
     }
 
@@ -254,6 +256,20 @@ impl Service {
             true => ServiceReply::Killed,
             false => ServiceReply::Refused(ServiceRefusal::NoSuchSession),
         }
+    }
+}
+
+/// Returns the path of the tasker's program: in the directory of this program, or in the directory
+/// `bin` beside it.
+fn tasker_path(own_path: &Path) -> PathBuf {
+    let beside = own_path.with_file_name(TASKER_PROGRAM);
+    let in_bin = own_path
+        .parent()
+        .and_then(Path::parent)
+        .map(|prefix| prefix.join("bin").join(TASKER_PROGRAM));
+    match in_bin {
+        Some(in_bin) if !beside.exists() => in_bin,
+        _ => beside,
     }
 }
 

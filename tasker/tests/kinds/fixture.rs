@@ -262,17 +262,3 @@ fn assert_ends_printing(
         format!("ready\n{expected}right\n")
     );
 }
-
-/// Asserts that the task is refused for the reason `reason`, and that it continues. The task
-/// executes the C program `refused`, with `row` and `last_arg` as arguments.
-pub(crate) fn assert_refused(row: &str, last_arg: &str, reason: &str) {
-    let mut fixture = MigrationFixture::new();
-    let program = fixture.compile_c("refused");
-    fixture.start_and_wait_until_ready(&program, &[], row, last_arg);
-    let result = fixture.inspect();
-    assert!(
-        matches!(&result, Err(Refusal::UnsupportedResource { what }) if what.contains(reason)),
-        "{row}: {result:?}"
-    );
-    fixture.assert_ends_successfully();
-}

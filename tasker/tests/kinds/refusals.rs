@@ -3,7 +3,7 @@
 
 use super::common::migration_steps::{continue_and_wait, dump_and_wait, stop_and_wait};
 use super::common::{migration_id, tid, wait_until};
-use super::fixture::{MigrationFixture, assert_refused};
+use super::fixture::MigrationFixture;
 use checkpoint::proc;
 use nix::pty::openpty;
 use nix::sys::signal::{Signal, kill};
@@ -532,4 +532,18 @@ fn dump_of_a_confined_task_is_explained() {
 #[ignore = "system tier: needs CRIU and gcc"]
 fn a_time_namespace_of_its_own_is_refused() {
     assert_refused("own-time", "", "a time namespace of its own");
+}
+
+/// Asserts that the task is refused for the reason `reason`, and that it continues. The task
+/// executes the C program `refused`, with `row` and `last_arg` as arguments.
+fn assert_refused(row: &str, last_arg: &str, reason: &str) {
+    let mut fixture = MigrationFixture::new();
+    let program = fixture.compile_c("refused");
+    fixture.start_and_wait_until_ready(&program, &[], row, last_arg);
+    let result = fixture.inspect();
+    assert!(
+        matches!(&result, Err(Refusal::UnsupportedResource { what }) if what.contains(reason)),
+        "{row}: {result:?}"
+    );
+    fixture.assert_ends_successfully();
 }

@@ -1,12 +1,14 @@
 //! Passes hostile bytes to all code that reads what other processes have written: message bodies
 //! through the C interface, the documented messages of resource managers, taskers and hosters,
-//! frames, and shared memory of other tasks.
+//! frames, shared memory of other tasks, and images of tasks ([`images`]).
 //!
 //! * `tests/inputs.rs` passes random inputs to this code in each test run.
 //! * `cargo run --profile ci -p sempa-fuzz --bin storm -- 10000000 SEED` passes ten million random
 //!   inputs.
 //! * With the nightly compiler, `cargo fuzz run unpack --features libfuzzer` in this folder lets
 //!   libFuzzer search for inputs.
+
+pub mod images;
 
 use bytes::Bytes;
 use sempa_proto::frame::FrameDecoder;

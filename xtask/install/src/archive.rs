@@ -22,7 +22,8 @@ const BITCODE_SECTIONS: [&str; 2] = [".llvmbc", ".llvmcmd"];
 /// A program of the package binutils is missing or fails.
 pub(crate) fn seal_archive(archive: &Path, shared_library: &Path) -> Result<Vec<u8>> {
     let name = archive.file_stem().unwrap_or_default();
-    let folder = target_folder()?.join("sealed-archives");
+    // Two installations may run at the same time.
+    let folder = target_folder()?.join(format!("sealed-archives-{}", std::process::id()));
     fs::create_dir_all(&folder)?;
     let path_with = |ending: &str| folder.join(name).with_extension(ending);
     let exported_names = exported_names(shared_library)?;
@@ -57,7 +58,9 @@ pub(crate) fn seal_archive(archive: &Path, shared_library: &Path) -> Result<Vec<
     // The option D makes the same archive of the same object, whatever the time.
     pack.arg("rcsD").arg(&sealed_archive).arg(&object);
     run(pack)?;
-    fs::read(&sealed_archive).with_context(|| sealed_archive.display().to_string())
+    let bytes = fs::read(&sealed_archive).with_context(|| sealed_archive.display().to_string());
+    let _ = fs::remove_dir_all(&folder);
+    bytes
 }
 
 /// Returns the names that a shared library exports.

@@ -52,7 +52,7 @@ pub fn build_profile() -> Result<String> {
 }
 
 /// Returns the name of the folder below the target folder that contains the programs of a profile.
-pub(crate) fn profile_folder(profile: &str) -> &str {
+fn profile_folder(profile: &str) -> &str {
     if profile == "dev" { "debug" } else { profile }
 }
 
@@ -122,21 +122,68 @@ pub fn build(profile: &str, parts: BuildParts) -> Result<()> {
 /// # Errors
 /// The build fails.
 pub fn build_c_library() -> Result<()> {
-    let mut command = cargo_command(&["rustc", "--locked", "--lib", "-p", "pvm3-capi"])?;
-    command.args(["--profile", C_LIBRARY_PROFILE]);
-    command.args(["--crate-type", "cdylib", "--crate-type", "staticlib"]);
+    let mut command = c_library_command()?;
     if !command.status().context("cargo")?.success() {
         bail!("the build of libpvm3 failed");
     }
     Ok(())
 }
 
-/// Returns the folder that contains `libpvm3` after [`build`] with a profile.
-pub(crate) fn c_library_folder(profile: &str) -> Result<PathBuf> {
-    let library_profile = if profile == RELEASE_PROFILE {
-        C_LIBRARY_PROFILE
-    } else {
-        profile_folder(profile)
-    };
-    Ok(target_folder()?.join(library_profile))
+fn c_library_command() -> Result<Command> {
+    let mut command = cargo_command(&["rustc", "--locked", "--lib", "-p", "pvm3-capi"])?;
+    command.args(["--profile", C_LIBRARY_PROFILE]);
+    command.args(["--crate-type", "cdylib", "--crate-type", "staticlib"]);
+    Ok(command)
+}
+
+/// Builds the installed programs and libraries into a target folder of their own, with these flags
+/// for rustc. Builds with other flags therefore stay up to date.
+///
+/// # Errors
+/// The build fails.
+pub fn build_into(target_folder: &Path, rustc_flags: &str) -> Result<BuiltFolders> {
+    let mut programs = cargo_command(&["build", "--locked", "--profile", RELEASE_PROFILE])?;
+    programs.args(INSTALLED_PACKAGES.iter().flat_map(|name| ["-p", name]));
+    for mut command in [programs, c_library_command()?] {
+        let status = command
+            .env("CARGO_TARGET_DIR", target_folder)
+            .env("RUSTFLAGS", rustc_flags)
+            .status()
+            .context("cargo")?;
+        if !status.success() {
+            bail!("the build failed");
+        }
+    }
+    Ok(BuiltFolders::below(target_folder, RELEASE_PROFILE))
+}
+
+/// Folders that contain the results of a build.
+#[derive(Clone, Debug)]
+pub struct BuiltFolders {
+    /// Folder of the programs and of the group library.
+    pub programs: PathBuf,
+    /// Folder of `libpvm3`, which a release builds with another profile.
+    pub c_library: PathBuf,
+}
+
+impl BuiltFolders {
+    /// Returns the folders after [`build`] with a profile.
+    ///
+    /// # Errors
+    /// The path of the running program is not known.
+    pub fn of_profile(profile: &str) -> Result<Self> {
+        Ok(Self::below(&target_folder()?, profile))
+    }
+
+    fn below(target_folder: &Path, profile: &str) -> Self {
+        let library_profile = if profile == RELEASE_PROFILE {
+            C_LIBRARY_PROFILE
+        } else {
+            profile_folder(profile)
+        };
+        Self {
+            programs: target_folder.join(profile_folder(profile)),
+            c_library: target_folder.join(library_profile),
+        }
+    }
 }

@@ -5,22 +5,24 @@ mod build;
 mod criu;
 mod packages;
 mod prefix;
+mod programs;
 mod pvm_root;
 mod replace;
 
 pub use build::{
-    BuildParts, RELEASE_PROFILE, build, build_c_library, build_profile, cargo_command,
-    target_folder,
+    BuildParts, BuiltFolders, RELEASE_PROFILE, build, build_c_library, build_into, build_profile,
+    cargo_command, target_folder,
 };
 pub use criu::{CRIU_PREFIX, ensure_criu_at};
-pub use prefix::install_files;
+pub use prefix::{install_built, install_files};
+pub use programs::{DebianPackage, PROGRAMS, Presence, Program};
 
 use anyhow::Result;
 use clap::Subcommand;
 use std::path::{Path, PathBuf};
 
 /// Packages that build the installed programs and libraries.
-pub const INSTALLED_PACKAGES: [&str; 7] = packages::INSTALLED_PACKAGES;
+pub const INSTALLED_PACKAGES: [&str; 8] = packages::INSTALLED_PACKAGES;
 
 /// The commands of people who install Sempa.
 #[derive(Debug, Subcommand)]

@@ -2,7 +2,7 @@
 //! file too, so it uses no other crate.
 
 /// Packages that build the installed programs and libraries.
-pub(crate) const INSTALLED_PACKAGES: [&str; 7] = [
+pub(crate) const INSTALLED_PACKAGES: [&str; 8] = [
     "pvm-console",
     "pvmd",
     "pvm-rm",
@@ -10,4 +10,5 @@ pub(crate) const INSTALLED_PACKAGES: [&str; 7] = [
     "pvm-tasker",
     "pvm3-capi",
     "gpvm3",
+    "pvmgs",
 ];

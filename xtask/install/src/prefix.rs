@@ -1,7 +1,8 @@
 //! Copies the programs and files of a build to their locations under a prefix.
 
 use crate::archive::seal_archive;
-use crate::build::{c_library_folder, profile_folder, target_folder};
+use crate::build::BuiltFolders;
+use crate::programs::{PROGRAMS, Presence, Program};
 use crate::project_folder;
 use crate::pvm_root::install_pvm_root;
 use crate::replace::{install_file, replace_file, replace_link};
@@ -9,37 +10,29 @@ use anyhow::{Context, Result};
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// Names of the installed programs.
-const INSTALLED_PROGRAMS: [&str; 7] = [
-    "pvm",
-    "pvmd",
-    "pvm-rm",
-    "pvm-load-watcher",
-    "pvm-tasker",
-    "pvm-taskerd",
-    "pvm_gstat",
-];
-/// Copies the programs and files of a build to their locations under `prefix`. Each file is
-/// replaced as a whole, so that running programs are not affected.
+/// Copies the programs and files of a build with this profile to their locations under `prefix`.
+/// Each file is replaced as a whole, so that running programs are not affected.
 ///
 /// # Errors
 /// A program was not built, or the prefix cannot be written.
 pub fn install_files(prefix: &Path, profile: &str) -> Result<()> {
-    let build_folder = target_folder()?.join(profile_folder(profile));
-    let c_library_folder = c_library_folder(profile)?;
+    install_built(prefix, &BuiltFolders::of_profile(profile)?)
+}
+
+/// Does the same as [`install_files`] for a build in any folders.
+///
+/// # Errors
+/// A program was not built, or the prefix cannot be written.
+pub fn install_built(prefix: &Path, built: &BuiltFolders) -> Result<()> {
     for folder in ["bin", "lib/pkgconfig", "include"] {
         let folder = prefix.join(folder);
         fs::create_dir_all(&folder).with_context(|| format!("cannot make {}", folder.display()))?;
     }
-    for name in INSTALLED_PROGRAMS {
-        install_file(
-            &build_folder.join(name),
-            &prefix.join("bin").join(name),
-            0o755,
-        )?;
+    for program in &PROGRAMS {
+        install_program(program, prefix, built)?;
     }
     install_file(
-        &c_library_folder.join("libpvm3.so"),
+        &built.c_library.join("libpvm3.so"),
         &prefix.join("lib/libpvm3.so.3"),
         0o755,
     )?;
@@ -52,11 +45,21 @@ pub fn install_files(prefix: &Path, profile: &str) -> Result<()> {
             0o644,
         )?;
     }
-    install_archive("libpvm3", &c_library_folder, prefix)?;
+    install_archive("libpvm3", &built.c_library, prefix)?;
     write_package_config(prefix, &capi_folder.join("pvm3.pc.in"))?;
-    install_groups_and_fortran(prefix, &build_folder)?;
+    install_groups_and_fortran(prefix, &built.programs)?;
     install_pvm_root(prefix)?;
     install_manuals(prefix)
+}
+
+fn install_program(program: &Program, prefix: &Path, built: &BuiltFolders) -> Result<()> {
+    let source_path = built.programs.join(program.name);
+    if program.presence == Presence::IfBuilt && !source_path.exists() {
+        return Ok(());
+    }
+    let folder = prefix.join(program.folder);
+    fs::create_dir_all(&folder).with_context(|| format!("cannot make {}", folder.display()))?;
+    install_file(&source_path, &folder.join(program.name), 0o755)
 }
 
 /// Installs the archive of the library `name` from a folder of built libraries.
@@ -111,17 +114,17 @@ fn install_manuals(prefix: &Path) -> Result<()> {
         return Ok(());
     };
     let pages: Vec<PathBuf> = entries.flatten().map(|entry| entry.path()).collect();
-    for page in pages
-        .iter()
-        .filter(|page| page.extension().is_some_and(|end| end == "1"))
-    {
-        let folder = prefix.join("share/man/man1");
-        fs::create_dir_all(&folder)?;
-        install_file(
-            page,
-            &folder.join(page.file_name().unwrap_or_default()),
-            0o644,
-        )?;
+    for section in ["1", "8"] {
+        let folder = prefix.join(format!("share/man/man{section}"));
+        let in_section = |page: &&PathBuf| page.extension().is_some_and(|end| end == section);
+        for page in pages.iter().filter(in_section) {
+            fs::create_dir_all(&folder)?;
+            install_file(
+                page,
+                &folder.join(page.file_name().unwrap_or_default()),
+                0o644,
+            )?;
+        }
     }
     Ok(())
 }

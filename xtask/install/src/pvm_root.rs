@@ -22,11 +22,13 @@ const SCRIPTS_IN_PATH: [&str; 2] = ["aimk", "pvmgetarch"];
 /// This folder has no shared libraries, as in PVM: a program that is linked with an archive runs
 /// without `LD_LIBRARY_PATH`, and no other `libpvm3.so.3` of the machine can take the library's
 /// place.
-const LINKS: [(&str, &str); 7] = [
+const LINKS: [(&str, &str); 9] = [
     ("lib/pvm", "../bin/pvm"),
     ("lib/pvmd", "../bin/pvmd"),
+    ("lib/pvmgs", "../bin/pvmgs"),
     ("lib/LINUX64/pvm", "../../bin/pvm"),
     ("lib/LINUX64/pvmd3", "../../bin/pvmd"),
+    ("lib/LINUX64/pvmgs", "../../bin/pvmgs"),
     ("lib/LINUX64/libpvm3.a", "../libpvm3.a"),
     ("lib/LINUX64/libgpvm3.a", "../libgpvm3.a"),
     ("lib/LINUX64/libfpvm3.a", "../libfpvm3.a"),

@@ -8,6 +8,7 @@
 //! * `install` and `criu`: the installed programs and the package `xtask-install`, but no package
 //!   of tests or benchmarks.
 //! * `test` and `campaign`: the whole workspace with profile `ci`.
+//! * `package`: the package `xtask-package`, which builds the rest in a target folder of its own.
 //! * other commands: xtask.
 //!
 //! This program has no dependencies.
@@ -27,6 +28,9 @@ const TEST_PROFILE: &str = "ci";
 const RELEASE_PROFILE: &str = "release";
 /// The package, and its program, with the commands that install Sempa.
 const INSTALL_PACKAGE: &str = "xtask-install";
+
+/// The package, and its program, that makes packages for distributions.
+const PACKAGE_PACKAGE: &str = "xtask-package";
 
 /// A build of cargo, and the program of this build that implements a command.
 struct CommandBuild {
@@ -48,6 +52,11 @@ impl CommandBuild {
                     .flat_map(|package| ["--package", package])
                     .collect(),
                 program: INSTALL_PACKAGE,
+            },
+            "package" => Self {
+                profile: RELEASE_PROFILE,
+                packages: vec!["--package", PACKAGE_PACKAGE],
+                program: PACKAGE_PACKAGE,
             },
             "test" | "campaign" => Self {
                 profile: TEST_PROFILE,

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 
 /// The parts of a campaign in the order in which they run. The parts that find the most faults in
 /// the least time are the first ones.
-pub(super) const CAMPAIGN_PARTS: [&str; 9] = [
+pub(super) const CAMPAIGN_PARTS: [&str; 10] = [
     "models",
     "fuzz",
     "properties",
@@ -15,6 +15,7 @@ pub(super) const CAMPAIGN_PARTS: [&str; 9] = [
     "limits",
     "matrices",
     "soak",
+    "packages",
     "release",
 ];
 
@@ -136,6 +137,7 @@ pub(super) fn all_steps(
             "models" => steps.push(model_checker_step(profile)),
             "fuzz" => steps.extend(fuzz_steps(tests, seed, skip_decider)),
             "properties" => steps.extend(property_steps(tests, seed, skip_decider)),
+            "packages" => steps.push(package_step()),
             "release" => steps.push(release_step()),
             _ => steps.extend(binary_steps(part, tests, seed, skip_decider)),
         }
@@ -252,6 +254,11 @@ fn binary_steps(
         }
     }
     steps
+}
+
+/// Returns the step that makes the packages of a release and checks them in fresh systems.
+fn package_step() -> CampaignStep {
+    CampaignStep::for_cargo("packages", "check", &["xtask", "package", "--check"])
 }
 
 /// Returns the step that runs the tests of both tiers with the release build, because users install

@@ -7,17 +7,20 @@
 //! - Every process and thread has exactly the user's ids, no capabilities, and limits that the user
 //!   may have (`processes`).
 //! - Every open or mapped file is of a known kind, and has the plain absolute path of a file
-//!   (`files`). [`OpenedFiles`] lists these paths; [`check_access_as_user`] checks that the user may
-//!   open them.
+//!   (`files`). [`OpenedFiles`] lists these paths; [`check_access_as_user`] checks that the user
+//!   may open them.
 //! - Memory consists of known kinds of mappings (`memory`).
 //! - Messages contain only known fields (`schema`, `wire`), and the directory contains only known
-//!   images (`names`). Images of mounts, networks and other namespaces are unknown: CRIU runs inside
-//!   the task's namespaces, and images of such a dump do not contain them.
+//!   images (`names`). Images of mounts, networks and other namespaces are unknown: CRIU runs
+//!   inside the task's namespaces, and images of such a dump do not contain them.
 //!
-//! CRIU opens files as root after this check. The caller must ensure that it opens them with the
-//! user's rights, because a user can exchange a file between the check and the restore. The caller
-//! must also start CRIU without supplementary groups: CRIU does not change the groups of a process
-//! whose images contain none.
+//! The check does not replace these measures of the caller:
+//!
+//! - CRIU opens files and creates sockets after this check. It must do both with the file system
+//!   ids of the user: a user can exchange a file between the check and the restore, and a socket of
+//!   root can share a port with a service of root (`SO_REUSEPORT`).
+//! - CRIU must be started without supplementary groups: it does not change the groups of a process
+//!   whose images contain none.
 
 mod access;
 mod files;
@@ -44,11 +47,12 @@ use std::path::{Path, PathBuf};
 /// Number of resource limits of a process (`RLIM_NLIMITS`).
 pub const RESOURCE_LIMITS: usize = 16;
 
-/// The ids of a user, from this host's account database.
+/// The ids of a user, from this host's account database. Tasks of root are not checked by this
+/// module: they may have everything that the check refuses.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct UserIdentity {
     pub uid: u32,
-    /// The primary group.
+    /// The primary group of the user.
     pub gid: u32,
     /// All groups of the user. The primary group need not be among them.
     pub groups: Vec<u32>,
@@ -139,7 +143,7 @@ pub struct RestorePolicy {
 pub enum FileAccess {
     /// The path only (`O_PATH`).
     Path,
-    /// A working directory.
+    /// The working directory of a process.
     Enter,
     Read,
     Write,

@@ -54,7 +54,7 @@ pub(super) enum NumberedImage {
     Pages,
     /// The offsets of the task's clocks.
     TimeNamespace,
-    /// A deleted file.
+    /// A deleted file with its content.
     GhostFile,
 }
 

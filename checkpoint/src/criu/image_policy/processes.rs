@@ -351,7 +351,9 @@ fn check_priority(
     if nice < policy.limits.nice_min {
         return privilege(format!("the nice value {nice}"));
     }
-    let scheduling_policy = thread.number("sched_policy").unwrap_or(0);
+    // Children start with the ordinary policy (sched(7)): this flag only takes rights away.
+    let reset_on_fork = u64::from(libc::SCHED_RESET_ON_FORK.cast_unsigned());
+    let scheduling_policy = thread.number("sched_policy").unwrap_or(0) & !reset_on_fork;
     let priority = thread.number("sched_prio").unwrap_or(0);
     if ORDINARY_POLICIES.contains(&scheduling_policy) {
         return Ok(());
