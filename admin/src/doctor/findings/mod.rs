@@ -460,7 +460,7 @@ fn find_peer_users(host: &HostFacts, name: &str, facts: &PeerFacts, report: &mut
         let count = host.users.len();
         report.ok(
             name,
-            format!("all {count} users of this host have the same uid there"),
+            format!("the users of this host ({count}) have the same uids there"),
         );
     }
 }
