@@ -195,7 +195,10 @@ fn interrupt_signals() -> Result<SignalFd> {
     set.add(Signal::SIGINT);
     set.add(Signal::SIGTERM);
     set.thread_block()?;
-    Ok(SignalFd::with_flags(&set, SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK)?)
+    Ok(SignalFd::with_flags(
+        &set,
+        SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK,
+    )?)
 }
 
 /// Waits for a signal, at most for `timeout`.
@@ -276,7 +279,10 @@ mod tests {
         let obstacles: Vec<&str> = progress.obstacles.iter().map(String::as_str).collect();
         assert_eq!(obstacles.len(), 2, "{obstacles:?}");
         assert!(obstacles[0].contains("the tasker 7") && obstacles[0].contains("2 processes"));
-        assert_eq!(obstacles[1], "virtual machine pvm of alice: no resource manager runs");
+        assert_eq!(
+            obstacles[1],
+            "virtual machine pvm of alice: no resource manager runs"
+        );
     }
 
     #[test]

@@ -55,8 +55,14 @@ pub(crate) fn run(
     let group = Pid::from_raw(child.id().cast_signed());
     let deadline = Instant::now() + timeout;
     let readers = [
-        child.stdout.take().map(|pipe| read_in_background(Box::new(pipe))),
-        child.stderr.take().map(|pipe| read_in_background(Box::new(pipe))),
+        child
+            .stdout
+            .take()
+            .map(|pipe| read_in_background(Box::new(pipe))),
+        child
+            .stderr
+            .take()
+            .map(|pipe| read_in_background(Box::new(pipe))),
     ];
     if let Some(mut pipe) = child.stdin.take() {
         let input = input.to_vec();
@@ -113,7 +119,10 @@ mod tests {
         let timeout = Duration::from_secs(60);
         let finished = run(shell("cat; echo e >&2; exit 3"), b"in", timeout).expect("it ends");
         assert_eq!(finished.status.code(), Some(3));
-        assert_eq!((finished.stdout.as_str(), finished.stderr.as_str()), ("in", "e\n"));
+        assert_eq!(
+            (finished.stdout.as_str(), finished.stderr.as_str()),
+            ("in", "e\n")
+        );
         let error = run(Command::new("/nonexistent"), b"", timeout).expect_err("no program");
         assert!(matches!(error, RunError::Start { .. }));
     }
@@ -121,7 +130,11 @@ mod tests {
     /// A program is killed with its children when its time is over.
     #[test]
     fn late_programs_are_killed() {
-        let error = run(shell("sleep 1000 & sleep 1000"), b"", Duration::from_millis(50));
+        let error = run(
+            shell("sleep 1000 & sleep 1000"),
+            b"",
+            Duration::from_millis(50),
+        );
         assert!(matches!(error, Err(RunError::TimedOut { .. })));
     }
 }

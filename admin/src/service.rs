@@ -20,13 +20,18 @@ const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case", tag = "state")]
 pub(crate) enum ServiceState {
-    Answers { version: String, protocol: u32 },
+    Answers {
+        version: String,
+        protocol: u32,
+    },
     /// There is no socket.
     Absent,
     /// The variable of the environment says that there is no service.
     SwitchedOff,
     /// The service does not answer as it should.
-    Failed { why: String },
+    Failed {
+        why: String,
+    },
 }
 
 /// Returns the path of the service's socket; `None` if the environment switches the service off.
@@ -132,7 +137,9 @@ mod tests {
         };
         assert_eq!(query(Some(&path)), expected);
         server.join().expect("no panic");
-        assert!(matches!(query(Some(&path)), ServiceState::Failed { why } if why.contains("nothing listens")));
+        assert!(
+            matches!(query(Some(&path)), ServiceState::Failed { why } if why.contains("nothing listens"))
+        );
         for (name, answer) in [
             ("garbage", b"HTTP/1.1 400\r\n".to_vec()),
             ("closes", Vec::new()),
@@ -140,7 +147,10 @@ mod tests {
         ] {
             let path = dir.path().join(name);
             let server = answer_once(&path, answer);
-            assert!(matches!(query(Some(&path)), ServiceState::Failed { .. }), "{name}");
+            assert!(
+                matches!(query(Some(&path)), ServiceState::Failed { .. }),
+                "{name}"
+            );
             server.join().expect("no panic");
         }
     }

@@ -57,7 +57,10 @@ fn show(path: &Path, is_json: bool) -> Result<()> {
     let id = keys.current_id().to_string();
     let previous_ids: Vec<String> = keys.previous_ids().map(|id| id.to_string()).collect();
     if is_json {
-        println!("{}", json!({ "path": path, "key_id": id, "previous_key_ids": previous_ids }));
+        println!(
+            "{}",
+            json!({ "path": path, "key_id": id, "previous_key_ids": previous_ids })
+        );
         return Ok(());
     }
     println!("{}: key {id}", path.display());
@@ -70,7 +73,10 @@ fn show(path: &Path, is_json: bool) -> Result<()> {
 /// Returns the command that copies the key file to another host. The file is never readable by
 /// other users there.
 fn copy_command(path: &Path) -> String {
-    let (file, dir) = (path.display(), path.parent().unwrap_or(Path::new("/")).display());
+    let (file, dir) = (
+        path.display(),
+        path.parent().unwrap_or(Path::new("/")).display(),
+    );
     format!("  ssh root@HOST 'umask 077; mkdir -p -m 755 {dir}; cat > {file}' < {file}\n")
 }
 
@@ -112,7 +118,10 @@ mod tests {
         let key_line = file_text.lines().find(|line| line.starts_with("current "));
         let digits = key_line.expect("a key").trim_start_matches("current ");
         for text in [creation_text(&path, id), rotation_text(&path, id)] {
-            assert!(text.contains(&id.to_string()) && text.contains("cat > "), "{text}");
+            assert!(
+                text.contains(&id.to_string()) && text.contains("cat > "),
+                "{text}"
+            );
             assert!(!text.contains(&digits[..16]), "{text}");
         }
     }

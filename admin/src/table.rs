@@ -31,7 +31,12 @@ pub(crate) fn printable(text: &str) -> String {
 
 /// Formats a number of bytes with one digit after the point.
 pub(crate) fn format_bytes(bytes: u64) -> String {
-    let units = [(1 << 40, "T"), (1 << 30, "G"), (1 << 20, "M"), (1 << 10, "K")];
+    let units = [
+        (1 << 40, "T"),
+        (1 << 30, "G"),
+        (1 << 20, "M"),
+        (1 << 10, "K"),
+    ];
     match units.iter().find(|(size, _)| bytes >= *size) {
         Some((size, unit)) => format!("{:.1}{unit}", bytes as f64 / *size as f64),
         None => bytes.to_string(),
@@ -44,7 +49,10 @@ mod tests {
 
     #[test]
     fn columns_are_aligned() {
-        let rows = [vec!["USER".into(), "N".into()], vec!["é".into(), "10".into()]];
+        let rows = [
+            vec!["USER".into(), "N".into()],
+            vec!["é".into(), "10".into()],
+        ];
         assert_eq!(format_table(&rows), "USER  N\né     10\n");
         assert_eq!(format_table(&[]), "");
     }

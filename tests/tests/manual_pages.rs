@@ -16,10 +16,14 @@ fn manual_folder() -> PathBuf {
 }
 
 fn pages(folder: &Path) -> Vec<PathBuf> {
-    let entries = std::fs::read_dir(folder.join("man1")).expect("installed pages");
-    let pages: Vec<PathBuf> = entries.flatten().map(|entry| entry.path()).collect();
-    assert!(pages.len() >= 7, "{pages:?}");
-    pages
+    let pages_in = |section: &str| -> Vec<PathBuf> {
+        let entries = std::fs::read_dir(folder.join(section)).expect("installed pages");
+        entries.flatten().map(|entry| entry.path()).collect()
+    };
+    let (user_pages, root_pages) = (pages_in("man1"), pages_in("man8"));
+    assert!(user_pages.len() >= 7, "{user_pages:?}");
+    assert!(root_pages.len() >= 2, "{root_pages:?}");
+    [user_pages, root_pages].concat()
 }
 
 /// Runs mandoc in the folder of the pages, because pages name others relative to it.

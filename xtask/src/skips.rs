@@ -163,6 +163,8 @@ const TEST_NEEDS: &[(&str, &str, &[TestNeed])] = &[
     ("pvmd", "", &[]),
     ("pvmd", "disk", &[Disk]),
     ("pvmd::daemon", "", &[Root]),
+    ("pvm-admin", "", &[Root]),
+    ("pvm-admin", "engine", &[Criu]),
     ("pvm-tasker", "", &[Criu, GCC]),
     ("pvm-tasker::bin/pvm-tasker", "", &[PYTHON]),
     ("pvm-tasker::pauses", "freez", &[Freezer]),

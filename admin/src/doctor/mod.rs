@@ -9,6 +9,7 @@ mod facts;
 mod findings;
 mod probes;
 mod remote;
+mod system_calls;
 mod udp;
 
 use crate::outcome::Outcome;
@@ -65,7 +66,11 @@ fn print_finding(finding: &Finding) {
         Level::Warning => "warning",
         Level::Failure => "FAILURE",
     };
-    println!("{level:<8} {}: {}", printable(&finding.subject), printable(&finding.sentence));
+    println!(
+        "{level:<8} {}: {}",
+        printable(&finding.subject),
+        printable(&finding.sentence)
+    );
     if let Some(advice) = &finding.advice {
         println!("         {}", printable(advice));
     }

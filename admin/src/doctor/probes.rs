@@ -4,7 +4,7 @@
 //! The tests of CRIU are made as the tasker service works: the process is in a new PID namespace and
 //! a new mount namespace, and CRIU is, too. All processes of a test end with its first one.
 
-use super::udp;
+use super::{system_calls, udp};
 use crate::outcome::Outcome;
 use crate::process::run;
 use anyhow::{Context, Result, bail};
@@ -17,7 +17,7 @@ use nix::unistd::Pid;
 use std::fs::{self, File};
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 /// Names of the results.
@@ -27,8 +27,10 @@ pub(super) const PROC_MOUNT: &str = "proc-mount";
 pub(super) const LAST_PID: &str = "last-pid";
 pub(super) const TRIAL: &str = "trial";
 
-/// Number that the next PID exceeds in the test.
+/// Number that the next PID exceeds in the test, and in the test of a restore. Both are below the
+/// kernel's default for the greatest PID.
 const LAST_PID_VALUE: i32 = 20_000;
+const RESTORE_LAST_PID_VALUE: i32 = 25_000;
 /// Time limit for a dump and for a restore.
 const ENGINE_TIMEOUT: Duration = Duration::from_secs(30);
 /// Time limit for a restored process to appear.
@@ -92,10 +94,7 @@ fn probe_namespaces(criu: Option<&Path>) -> Result<()> {
     Ok(())
 }
 
-fn start_inside(criu: Option<&Path>) -> io::Result<std::process::Child> {
-    // Mounts must not reach the machine's other processes.
-    let flags = MsFlags::MS_REC | MsFlags::MS_PRIVATE;
-    mount(None::<&str>, "/", None::<&str>, flags, None::<&str>)?;
+fn start_inside(criu: Option<&Path>) -> io::Result<Child> {
     let mut command = Command::new(std::env::current_exe()?);
     command.args(["probe", "inside"]).stdin(Stdio::piped());
     if let Some(criu) = criu {
@@ -113,10 +112,10 @@ fn enter_namespaces(pid: u32) -> io::Result<()> {
 }
 
 fn probe_inside(criu: Option<&Path>) {
-    let proc_result = mount_proc();
+    let proc_result = mount_own_proc();
     print_result(PROC_MOUNT, &proc_result);
     if proc_result.is_ok() {
-        print_result(LAST_PID, &set_last_pid());
+        print_result(LAST_PID, &set_last_pid(LAST_PID_VALUE));
         if let Some(criu) = criu {
             print_result(TRIAL, &try_engine(criu));
         }
@@ -125,22 +124,30 @@ fn probe_inside(criu: Option<&Path>) {
     let _ = io::stdin().read_to_end(&mut Vec::new());
 }
 
-fn mount_proc() -> io::Result<()> {
+/// Mounts `/proc` of the own PID namespace, in a mount namespace that the process which has started
+/// this one does not share.
+fn mount_own_proc() -> io::Result<()> {
+    unshare(CloneFlags::CLONE_NEWNS)?;
+    // The mount must not reach other processes.
+    let flags = MsFlags::MS_REC | MsFlags::MS_PRIVATE;
+    mount(None::<&str>, "/", None::<&str>, flags, None::<&str>)?;
     let flags = MsFlags::MS_NOSUID | MsFlags::MS_NODEV | MsFlags::MS_NOEXEC;
     mount(Some("proc"), "/proc", Some("proc"), flags, None::<&str>)?;
     match fs::read_link("/proc/self")? == Path::new("1") {
         true => Ok(()),
-        false => Err(io::Error::other("the mounted /proc is that of another namespace")),
+        false => Err(io::Error::other(
+            "the mounted /proc is that of another namespace",
+        )),
     }
 }
 
-/// Chooses the PID of the next process, as a restore does.
-fn set_last_pid() -> io::Result<()> {
-    fs::write("/proc/sys/kernel/ns_last_pid", LAST_PID_VALUE.to_string())?;
+/// Lets the PIDs of the next processes exceed `value`, as a restore does.
+fn set_last_pid(value: i32) -> io::Result<()> {
+    fs::write("/proc/sys/kernel/ns_last_pid", value.to_string())?;
     let mut child = Command::new("true").spawn()?;
     let pid = child.id().cast_signed();
     child.wait()?;
-    match pid > LAST_PID_VALUE {
+    match pid > value {
         true => Ok(()),
         false => Err(io::Error::other("the kernel ignores the number")),
     }
@@ -148,6 +155,8 @@ fn set_last_pid() -> io::Result<()> {
 
 /// Dumps and restores a process without privileges.
 fn try_engine(criu: &Path) -> Result<()> {
+    // A descriptor from outside these namespaces would prevent the dump.
+    system_calls::keep_descriptors_from_children()?;
     let images = tempfile::tempdir().context("a directory for images")?;
     // `setsid` makes the process the leader of a session of its own: CRIU dumps whole sessions.
     let mut process = Command::new("setsid")
@@ -168,8 +177,9 @@ fn try_engine(criu: &Path) -> Result<()> {
     process.wait()?;
     dump_result.context("the dump failed")?;
     // CRIU itself must not have the number of the process.
-    set_last_pid().context("the PID of the restored process")?;
-    run_criu(criu, &["restore", "-d"], images.path(), "restore.log").context("the restore failed")?;
+    set_last_pid(RESTORE_LAST_PID_VALUE).context("the PID of the restored process")?;
+    run_criu(criu, &["restore", "-d"], images.path(), "restore.log")
+        .context("the restore failed")?;
     let deadline = Instant::now() + RESTORED_TIMEOUT;
     while kill(Pid::from_raw(pid), None).is_err() {
         if Instant::now() >= deadline {
@@ -198,7 +208,7 @@ fn wait_for_session(pid: i32) -> Result<()> {
     Ok(())
 }
 
-/// Runs CRIU. The error is the last error in its log.
+/// Runs CRIU. The error is the cause in its log.
 fn run_criu(criu: &Path, args: &[&str], images: &Path, log: &str) -> Result<()> {
     let mut command = Command::new(criu);
     command.args(args).arg("-D").arg(images);
@@ -208,7 +218,34 @@ fn run_criu(criu: &Path, args: &[&str], images: &Path, log: &str) -> Result<()> 
         return Ok(());
     }
     let log_text = fs::read_to_string(images.join(log)).unwrap_or_default();
-    let errors = log_text.lines().chain(finished.stderr.lines());
-    let reason = errors.filter(|line| line.contains("Error")).last();
+    let reason = find_cause(&log_text).or_else(|| finished.stderr.lines().last());
     bail!("{}", reason.unwrap_or("CRIU gives no reason").trim());
+}
+
+/// Returns the error that other errors in a log of CRIU follow from: the last one that does not only
+/// report the failure of a step. Earlier ones need not be fatal.
+fn find_cause(log_text: &str) -> Option<&str> {
+    let errors = || log_text.lines().filter(|line| line.contains("Error"));
+    let is_cause = |line: &&str| !line.contains("FAILED") && !line.contains("failed with");
+    errors().rfind(is_cause).or_else(|| errors().next_back())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn cause_precedes_errors_that_follow_from_it() {
+        let log = "\
+(00.01) Error (criu/util.c:1534): rlimit: Can't setup RLIMIT_NOFILE for self
+(00.02) Warn  (criu/x.c:1): odd
+(00.03) Error (criu/files-reg.c:1790): Can't lookup mount=24 for fd=10
+(00.04) Error (criu/cr-dump.c:1545): Dump files (pid: 4) failed with -1
+(00.05) Error (criu/cr-dump.c:1975): Dumping FAILED.
+";
+        assert!(find_cause(log).is_some_and(|line| line.contains("mount=24")));
+        let only_result = "(00.05) Error (criu/cr-dump.c:1975): Dumping FAILED.\n";
+        assert_eq!(find_cause(only_result), Some(only_result.trim()));
+        assert_eq!(find_cause("(00.01) all is well\n"), None);
+    }
 }

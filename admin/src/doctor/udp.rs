@@ -51,6 +51,10 @@ fn remaining(deadline: Instant) -> Option<Duration> {
 
 /// Sends datagrams to the answering side at one of these addresses.
 pub(super) fn test(addresses: &[SocketAddr], own_port: u16) -> UdpFacts {
+    test_within(REPLY_TIMEOUT, addresses, own_port)
+}
+
+fn test_within(timeout: Duration, addresses: &[SocketAddr], own_port: u16) -> UdpFacts {
     let untested = |why: String| UdpFacts {
         from_here: Check::NotTested(why.clone()),
         from_there: Check::NotTested(why),
@@ -59,7 +63,7 @@ pub(super) fn test(addresses: &[SocketAddr], own_port: u16) -> UdpFacts {
         Ok(socket) => socket,
         Err(error) => return untested(format!("no UDP port can be opened here: {error}")),
     };
-    match exchange(&socket, addresses) {
+    match exchange(&socket, addresses, timeout) {
         Ok((has_answer, has_other_answer)) => {
             let check = |arrives: bool, why: &str| match arrives {
                 true => Check::Works,
@@ -78,26 +82,30 @@ pub(super) fn test(addresses: &[SocketAddr], own_port: u16) -> UdpFacts {
 }
 
 /// Returns whether an answer arrived, and whether one from another port arrived.
-fn exchange(socket: &UdpSocket, addresses: &[SocketAddr]) -> io::Result<(bool, bool)> {
+fn exchange(
+    socket: &UdpSocket,
+    addresses: &[SocketAddr],
+    timeout: Duration,
+) -> io::Result<(bool, bool)> {
     let is_v6 = socket.local_addr()?.is_ipv6();
     let addresses: Vec<SocketAddr> = addresses
         .iter()
         .filter_map(|address| match address {
-            SocketAddr::V4(v4) if is_v6 => {
-                Some((v4.ip().to_ipv6_mapped(), v4.port()).into())
-            }
+            SocketAddr::V4(v4) if is_v6 => Some((v4.ip().to_ipv6_mapped(), v4.port()).into()),
             SocketAddr::V6(_) if !is_v6 => None,
             address => Some(*address),
         })
         .collect();
     let token = RandomState::new().hash_one(addresses.len()).to_ne_bytes();
-    let deadline = Instant::now() + REPLY_TIMEOUT;
+    let deadline = Instant::now() + timeout;
     let (mut has_answer, mut has_other_answer) = (false, false);
     let mut send_at = Instant::now();
     let mut last_error = None;
     while let Some(timeout) = remaining(deadline).filter(|_| !(has_answer && has_other_answer)) {
         if Instant::now() >= send_at {
-            let results = addresses.iter().map(|address| socket.send_to(&token, address));
+            let results = addresses
+                .iter()
+                .map(|address| socket.send_to(&token, address));
             last_error = results.filter_map(Result::err).last();
             send_at = Instant::now() + RESEND_INTERVAL;
         }
@@ -108,7 +116,9 @@ fn exchange(socket: &UdpSocket, addresses: &[SocketAddr]) -> io::Result<(bool, b
             continue;
         };
         if bytes == token {
-            let is_expected = addresses.iter().any(|address| address.port() == sender.port());
+            let is_expected = addresses
+                .iter()
+                .any(|address| address.port() == sender.port());
             has_answer |= is_expected;
             has_other_answer |= !is_expected;
         }
@@ -123,6 +133,8 @@ fn exchange(socket: &UdpSocket, addresses: &[SocketAddr]) -> io::Result<(bool, b
 mod tests {
     use super::*;
     use std::thread;
+
+    const SHORT: Duration = Duration::from_millis(100);
 
     /// Answers one datagram, and does so from another port if `other_too`.
     fn answer_in_thread(other_too: bool) -> u16 {
@@ -140,15 +152,18 @@ mod tests {
         port
     }
 
-    fn test_port(port: u16) -> UdpFacts {
-        test(&[(Ipv4Addr::LOCALHOST, port).into()], 0)
+    fn test_port(port: u16, timeout: Duration) -> UdpFacts {
+        test_within(timeout, &[(Ipv4Addr::LOCALHOST, port).into()], 0)
     }
 
     #[test]
     fn both_directions_are_tested() {
-        let facts = test_port(answer_in_thread(true));
-        assert_eq!((facts.from_here, facts.from_there), (Check::Works, Check::Works));
-        let facts = test_port(answer_in_thread(false));
+        let facts = test_port(answer_in_thread(true), Duration::from_secs(60));
+        assert_eq!(
+            (facts.from_here, facts.from_there),
+            (Check::Works, Check::Works)
+        );
+        let facts = test_port(answer_in_thread(false), Duration::from_secs(1));
         assert_eq!(facts.from_here, Check::Works);
         assert!(matches!(facts.from_there, Check::Fails(_)));
     }
@@ -156,7 +171,7 @@ mod tests {
     #[test]
     fn silence_is_a_failure() {
         let silent = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).expect("a port");
-        let facts = test_port(silent.local_addr().expect("bound").port());
+        let facts = test_port(silent.local_addr().expect("bound").port(), SHORT);
         assert!(matches!(facts.from_here, Check::Fails(_)));
         assert!(matches!(facts.from_there, Check::NotTested(_)));
     }

@@ -17,7 +17,7 @@ pub(super) enum Place<'a> {
 }
 
 /// A change of one setting.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug)]
 pub(super) enum Change<'a> {
     /// Sets a key, or removes it if there is no value.
     Set {
@@ -25,7 +25,10 @@ pub(super) enum Change<'a> {
         key: &'static str,
         value: Option<Value>,
     },
-    Deny { user: &'a str, is_denied: bool },
+    Deny {
+        user: &'a str,
+        is_denied: bool,
+    },
 }
 
 impl<'a> Change<'a> {
@@ -119,7 +122,9 @@ fn table_of<'d>(document: &'d mut DocumentMut, place: Place<'_>) -> Result<&'d m
     };
     let tables = root.entry(kind).or_insert_with(implicit);
     let tables = tables.as_table_mut().ok_or_else(not_edited)?;
-    let table = tables.entry(name).or_insert_with(|| Item::Table(Table::new()));
+    let table = tables
+        .entry(name)
+        .or_insert_with(|| Item::Table(Table::new()));
     table.as_table_mut().ok_or_else(not_edited)
 }
 

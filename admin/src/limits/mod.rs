@@ -98,22 +98,24 @@ fn change_file(path: &Path, changes: &[Change<'_>]) -> Result<Settings> {
     let file = locate(path, MissingDir::Create).map_err(error)?;
     let _lock = file.lock().map_err(error)?;
     let mut text = String::new();
-    match file.read(&mut text, SETTINGS_BYTES_MAX) {
-        Ok(()) => {}
-        Err(FileError::Missing) => text.push_str(NEW_FILE_TEXT),
+    let first_lines = match file.read(&mut text, SETTINGS_BYTES_MAX) {
+        Ok(()) => "",
+        Err(FileError::Missing) => NEW_FILE_TEXT,
         Err(cause) => return Err(error(cause).into()),
-    }
+    };
     // Errors of the settings name the line and the accepted values, those of the editor do not.
     Settings::parse(path, &text).context("nothing was changed; correct the file first")?;
     let mut document: DocumentMut = text.parse().with_context(|| path.display().to_string())?;
     for change in changes {
         change.apply(&mut document)?;
     }
-    let new_text = document.to_string();
+    let new_text = format!("{first_lines}{document}");
     let settings = Settings::parse(path, &new_text)
         .context("nothing was changed, because the settings would not be valid")?;
     if new_text.len() as u64 > SETTINGS_BYTES_MAX {
-        bail!("nothing was changed, because the settings would be longer than {SETTINGS_BYTES_MAX} bytes");
+        bail!(
+            "nothing was changed, because the settings would be longer than {SETTINGS_BYTES_MAX} bytes"
+        );
     }
     file.write(new_text.as_bytes(), Replace::Existing)
         .map_err(error)?;
@@ -154,7 +156,10 @@ fn show(settings: &Settings, options: &LimitsOptions, path: &Path) -> String {
             }
         };
         list("users with other limits", settings.named_users().collect());
-        list("groups with other limits", settings.named_groups().collect());
+        list(
+            "groups with other limits",
+            settings.named_groups().collect(),
+        );
         list("users without tasks", settings.denied_users().collect());
     }
     text
@@ -168,7 +173,10 @@ fn selected_limits(
     if let Some(group) = &options.group {
         let limit = |kind: LimitKind| {
             let limit = settings.of_group(group, kind);
-            (kind.key(), limit.map(|limit| kind.display(limit).to_string()))
+            (
+                kind.key(),
+                limit.map(|limit| kind.display(limit).to_string()),
+            )
         };
         let title = format!("limits of the members of the group {group}");
         return (title, LimitKind::ALL.map(limit).into());
@@ -181,7 +189,10 @@ fn selected_limits(
                 settings.of_user::<&str>(user, &[]),
             ),
         },
-        None => ("limits of all other users".into(), settings.of_other_users()),
+        None => (
+            "limits of all other users".into(),
+            settings.of_other_users(),
+        ),
     };
     let limit = |kind: LimitKind| (kind.key(), Some(kind.display(limits.get(kind)).to_string()));
     (title, LimitKind::ALL.map(limit).into())

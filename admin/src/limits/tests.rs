@@ -54,7 +54,10 @@ fn settings_are_removed() {
         (Place::Group("none"), "tasks", "default"),
     ];
     let text = edit(TEXT, &changes).expect("valid");
-    assert_eq!(Settings::parse(Path::new("x"), &text).expect("valid"), Settings::default());
+    assert_eq!(
+        Settings::parse(Path::new("x"), &text).expect("valid"),
+        Settings::default()
+    );
     assert!(!text.contains("alice") && !text.contains("none"), "{text}");
 }
 
@@ -65,7 +68,10 @@ fn users_are_denied_and_allowed() {
         let change = Change::Deny { user, is_denied };
         change.apply(&mut document).expect("valid");
         let settings = Settings::parse(Path::new("x"), &document.to_string()).expect("valid");
-        settings.denied_users().map(str::to_string).collect::<Vec<_>>()
+        settings
+            .denied_users()
+            .map(str::to_string)
+            .collect::<Vec<_>>()
     };
     assert_eq!(deny("mallory", true), ["mallory"]);
     assert_eq!(deny("mallory", true), ["mallory"]);
@@ -78,12 +84,37 @@ fn users_are_denied_and_allowed() {
 #[test]
 fn wrong_changes_are_refused() {
     let cases = [
-        (Place::Everyone, "taks", "1", "the settings are tasks, memory"),
-        (Place::Everyone, "tasks", "0", "expected a number from 1 to 100000"),
+        (
+            Place::Everyone,
+            "taks",
+            "1",
+            "the settings are tasks, memory",
+        ),
+        (
+            Place::Everyone,
+            "tasks",
+            "0",
+            "expected a number from 1 to 100000",
+        ),
         (Place::Everyone, "tasks", "", "expected a number"),
-        (Place::Everyone, "memory", "much", "or default, and not \"much\""),
-        (Place::Everyone, "no_new_privs", "1", "expected true, false or default"),
-        (Place::User("a"), "no_new_privs", "true", "applies to all users"),
+        (
+            Place::Everyone,
+            "memory",
+            "much",
+            "or default, and not \"much\"",
+        ),
+        (
+            Place::Everyone,
+            "no_new_privs",
+            "1",
+            "expected true, false or default",
+        ),
+        (
+            Place::User("a"),
+            "no_new_privs",
+            "true",
+            "applies to all users",
+        ),
     ];
     for (place, key, value, expected) in cases {
         let error = edit(TEXT, &[(place, key, value)]).expect_err(expected);
@@ -113,11 +144,17 @@ fn files_are_changed_or_stay() {
         is_denied: true,
     };
     let error = change_file(&path, &[deny]).expect_err("no name");
-    assert!(format!("{error:#}").contains("would not be valid"), "{error:#}");
+    assert!(
+        format!("{error:#}").contains("would not be valid"),
+        "{error:#}"
+    );
     assert_eq!(fs::read_to_string(&path).expect("a file"), text);
     fs::write(&path, "tasks = no\n").expect("the test's own file");
     let error = format!("{:#}", change("tasks", "4").expect_err("invalid"));
-    assert!(error.contains("nothing was changed") && error.contains("line 1"), "{error}");
+    assert!(
+        error.contains("nothing was changed") && error.contains("line 1"),
+        "{error}"
+    );
     fs::write(&path, "").expect("the test's own file");
     fs::set_permissions(&path, Permissions::from_mode(0o666)).expect("the test's own file");
     let error = format!("{:#}", change("tasks", "4").expect_err("untrusted"));

@@ -75,7 +75,10 @@ fn read_sessions(dir: &Path) -> io::Result<BTreeMap<i32, SessionRecord>> {
     let mut sessions = BTreeMap::new();
     for entry in entries {
         let entry = entry?;
-        let pid: Option<i32> = entry.file_name().to_str().and_then(|name| name.parse().ok());
+        let pid: Option<i32> = entry
+            .file_name()
+            .to_str()
+            .and_then(|name| name.parse().ok());
         // A tasker may end, and its record be removed, at any time.
         let record = fs::read_to_string(entry.path())
             .ok()
@@ -200,7 +203,12 @@ mod tests {
             .iter()
             .map(|vm| {
                 let by_service = vm.tasker.as_ref().is_some_and(|tasker| tasker.by_service);
-                (vm.name.as_deref(), vm.user.as_str(), vm.task_count(), by_service)
+                (
+                    vm.name.as_deref(),
+                    vm.user.as_str(),
+                    vm.task_count(),
+                    by_service,
+                )
             })
             .collect();
         let nobody = (u32::MAX - 5).to_string();
@@ -224,7 +232,11 @@ mod tests {
     #[test]
     fn only_records_of_running_taskers_are_read() {
         let dir = tempfile::tempdir().expect("a directory");
-        assert!(read_sessions(&dir.path().join("none")).expect("no records").is_empty());
+        assert!(
+            read_sessions(&dir.path().join("none"))
+                .expect("no records")
+                .is_empty()
+        );
         let pid = std::process::id().cast_signed();
         let start_ticks = checkpoint::proc::stat(pid).expect("it runs").starttime;
         let record = SessionRecord {

@@ -63,7 +63,16 @@ fn format_health(health: &ServiceHealth) -> String {
 }
 
 fn vm_rows(virtual_machines: &[VmStatus]) -> Vec<Vec<String>> {
-    let header = ["VM", "USER", "TASKER", "STARTED BY", "TASKS", "MEMORY", "OWNER", "GUESTS"];
+    let header = [
+        "VM",
+        "USER",
+        "TASKER",
+        "STARTED BY",
+        "TASKS",
+        "MEMORY",
+        "OWNER",
+        "GUESTS",
+    ];
     let row = |vm: &VmStatus| {
         let watcher = vm.watcher.as_ref();
         let of_watcher = |text: fn(&pvm_load_watcher::status::WatcherStatus) -> String| {
@@ -111,12 +120,19 @@ fn remarks(status: &MachineStatus) -> BTreeSet<String> {
     for vm in &status.virtual_machines {
         let Some(watcher) = &vm.watcher else {
             let pid = vm.tasker.as_ref().map_or(0, |tasker| tasker.pid);
-            remarks.insert(format!("no load watcher answers for the tasker {pid} of {}", vm.user));
+            remarks.insert(format!(
+                "no load watcher answers for the tasker {pid} of {}",
+                vm.user
+            ));
             continue;
         };
         remarks.extend(watcher.wrong.iter().cloned());
         let name = format!("virtual machine {} of {}", watcher.vm, watcher.user);
-        for why in [&watcher.guests_why, &watcher.cannot_leave, &watcher.directive_error] {
+        for why in [
+            &watcher.guests_why,
+            &watcher.cannot_leave,
+            &watcher.directive_error,
+        ] {
             if !why.is_empty() {
                 remarks.insert(format!("{name}: {why}"));
             }

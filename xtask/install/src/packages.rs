@@ -2,12 +2,13 @@
 //! file too, so it uses no other crate.
 
 /// Packages that build the installed programs and libraries.
-pub(crate) const INSTALLED_PACKAGES: [&str; 8] = [
+pub(crate) const INSTALLED_PACKAGES: [&str; 9] = [
     "pvm-console",
     "pvmd",
     "pvm-rm",
     "pvm-load-watcher",
     "pvm-tasker",
+    "pvm-admin",
     "pvm3-capi",
     "gpvm3",
     "pvmgs",
