@@ -103,10 +103,10 @@ fn exchange(
     let mut last_error = None;
     while let Some(timeout) = remaining(deadline).filter(|_| !(has_answer && has_other_answer)) {
         if Instant::now() >= send_at {
-            let results = addresses
-                .iter()
-                .map(|address| socket.send_to(&token, address));
-            last_error = results.filter_map(Result::err).last();
+            last_error = None;
+            for address in &addresses {
+                last_error = socket.send_to(&token, address).err().or(last_error);
+            }
             send_at = Instant::now() + RESEND_INTERVAL;
         }
         socket.set_read_timeout(Some(timeout.min(RESEND_INTERVAL)))?;

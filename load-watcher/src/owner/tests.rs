@@ -1,7 +1,6 @@
 //! Unit tests and properties of the owner verdict.
 
 use super::*;
-use crate::policy::Policy;
 use proptest::prelude::*;
 
 const IDLE_AFTER: Micros = Micros::from_secs(15 * 60);
