@@ -1,4 +1,4 @@
-//! The command line.
+//! Options and arguments of all commands.
 
 use crate::doctor::{DoctorOptions, ProbeCommand};
 use crate::drain::DrainOptions;

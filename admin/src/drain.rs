@@ -106,8 +106,8 @@ struct Progress {
 }
 
 impl Progress {
-    /// Evaluates the answers of load watchers. `taskers` are all taskers of the machine: one without
-    /// a load watcher that answers does not learn of the drain.
+    /// Evaluates the answers of load watchers. `taskers` are all taskers of the machine. A tasker
+    /// without a load watcher that answers does not learn of the drain.
     fn evaluate(
         statuses: &[WatcherStatus],
         taskers: &[HostTasker],

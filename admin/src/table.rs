@@ -1,4 +1,4 @@
-//! Formats tables.
+//! Formats tables, numbers of bytes, and texts of other programs.
 
 /// Formats rows as a table. Columns are separated by two spaces; the last one is not padded.
 pub(crate) fn format_table(rows: &[Vec<String>]) -> String {

@@ -1,5 +1,5 @@
-//! The program as its users run it: each command as root and as an ordinary user, with wrong inputs,
-//! and with files that must not be trusted.
+//! Runs each command of the program as root and as an ordinary user, with wrong inputs, and with
+//! files that must not be trusted.
 
 use serde_json::Value;
 use std::fs::{self, Permissions};
@@ -96,7 +96,7 @@ impl Finished {
         }
     }
 
-    /// Asserts that the program has failed with this status, and with one line that contains `part`.
+    /// Asserts that the program has failed with this status and one line that contains `part`.
     fn assert_refused(&self, status: i32, part: &str) {
         assert_eq!(self.status, status, "{self:?}");
         assert!(self.stderr.contains(part), "{part}: {self:?}");
@@ -325,7 +325,7 @@ fn untrusted_settings_are_refused() {
     assert_eq!(text, "tasks = 3\n");
 }
 
-/// A drain is recorded beside what root has stated before, and removed again.
+/// A drain is recorded together with what root has stated before, and removed again.
 #[test]
 #[ignore = "system tier: needs root"]
 fn drain_is_recorded_and_removed() {

@@ -2,8 +2,7 @@
 //! machines, and how it drains a machine for all of them.
 
 use sempa_tests::hold_tasks::check_memory;
-use sempa_tests::layout::prefix_in_hosts;
-use sempa_tests::requirements::require_testbed;
+use sempa_tests::requirements::{require_prefix_in_hosts, require_testbed};
 use sempa_tests::run::{CommandResult, run_to_end};
 use sempa_tests::tasker_service::TaskerServices;
 use sempa_tests::vm::VmSettings;
@@ -16,8 +15,7 @@ const TIMEOUT: Duration = Duration::from_secs(90);
 
 /// Runs `pvm-admin` with these arguments as root on h2.
 fn run_admin(testbed: &Testbed, arguments: &[&str]) -> CommandResult {
-    let prefix = testbed.prefix().expect("programs are installed");
-    let program = prefix_in_hosts(prefix).join("sbin/pvm-admin");
+    let program = require_prefix_in_hosts().join("sbin/pvm-admin");
     let mut command = testbed.host(2).root_command(program);
     command.args(arguments);
     run_to_end(command, TIMEOUT).expect("the program ends")

@@ -97,10 +97,9 @@ pub(super) struct SocketFacts {
     pub(super) mode: u32,
 }
 
-/// Another host.
+/// A host that was named on the command line.
 #[derive(Clone, Debug)]
 pub(super) struct Peer {
-    /// The host as named on the command line.
     pub(super) name: String,
     /// Facts, or why ssh gave none.
     pub(super) facts: Result<PeerFacts, String>,

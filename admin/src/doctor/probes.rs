@@ -1,8 +1,8 @@
 //! Tests abilities of the machine in processes of their own, because a test changes the namespaces
 //! of its process. Each process prints its results: a line `NAME works` or `NAME fails REASON`.
 //!
-//! The tests of CRIU are made as the tasker service works: the process is in a new PID namespace and
-//! a new mount namespace, and CRIU is, too. All processes of a test end with its first one.
+//! CRIU is tested as the tasker service uses it: process and CRIU are in a new PID namespace and a
+//! new mount namespace. All processes of a test end with its first one.
 
 use super::{system_calls, udp};
 use crate::outcome::Outcome;
@@ -40,13 +40,13 @@ const RESTORED_TIMEOUT: Duration = Duration::from_secs(5);
 pub(crate) enum ProbeCommand {
     /// Make namespaces, and dump and restore a process inside
     Namespaces {
-        /// The CRIU program
+        /// Path of the CRIU program
         #[arg(long)]
         criu: Option<PathBuf>,
     },
     /// The first process of the new namespaces
     Inside {
-        /// The CRIU program
+        /// Path of the CRIU program
         #[arg(long)]
         criu: Option<PathBuf>,
     },
@@ -222,8 +222,8 @@ fn run_criu(criu: &Path, args: &[&str], images: &Path, log: &str) -> Result<()> 
     bail!("{}", reason.unwrap_or("CRIU gives no reason").trim());
 }
 
-/// Returns the error that other errors in a log of CRIU follow from: the last one that does not only
-/// report the failure of a step. Earlier ones need not be fatal.
+/// Returns the error that other errors in a log of CRIU follow from: the last one that reports more
+/// than the failure of a step. Earlier ones need not be fatal.
 fn find_cause(log_text: &str) -> Option<&str> {
     let errors = || log_text.lines().filter(|line| line.contains("Error"));
     let is_cause = |line: &&str| !line.contains("FAILED") && !line.contains("failed with");

@@ -17,7 +17,7 @@ pub enum LimitKind {
     Memory,
     /// Open descriptors of each process.
     Descriptors,
-    /// Control groups.
+    /// Control groups of the user's tasks.
     ControlGroups,
     /// Images that the service keeps during migrations and checkpoints, in bytes.
     ImageBytes,

@@ -143,10 +143,24 @@ fn each_missing_ability_is_one_finding() {
     }
 }
 
+type HostChange = fn(&mut HostFacts);
+
+/// Asserts that each change of a good machine leads to one finding, with what to do.
+fn assert_judged(cases: &[(HostChange, Level, &str)]) {
+    for (change, level, part) in cases {
+        let mut host = good_host();
+        change(&mut host);
+        let findings = findings_of(host, None);
+        assert_one_problem(&findings, *level, part);
+        let bad = findings.iter().find(|finding| finding.level != Level::Ok);
+        let advice = bad.and_then(|finding| finding.advice.as_deref());
+        assert!(advice.is_some_and(|advice| !advice.is_empty()), "{part}");
+    }
+}
+
 #[test]
 fn other_facts_of_the_machine_are_judged() {
-    type Change = fn(&mut HostFacts);
-    let cases: [(Change, Level, &str); 17] = [
+    assert_judged(&[
         (|h| h.is_root = false, Level::Warning, "you are not root"),
         (
             |h| h.engine.version = Err("crash".into()),
@@ -173,6 +187,25 @@ fn other_facts_of_the_machine_are_judged() {
             Level::Warning,
             "no controller memory and pids",
         ),
+        (
+            |h| h.engine.program = Err("no CRIU".into()),
+            Level::Failure,
+            "no CRIU",
+        ),
+        (
+            |h| h.cgroups.controllers.retain(|c| c != "pids"),
+            Level::Warning,
+            "no controller pids",
+        ),
+    ]);
+    let mut host = good_host();
+    host.ptrace_scope = Some(2);
+    assert_eq!(problems(&findings_of(host, None)), [""; 0]);
+}
+
+#[test]
+fn facts_of_the_service_are_judged() {
+    assert_judged(&[
         (
             |h| h.settings = Err("x, line 3: no".into()),
             Level::Failure,
@@ -227,29 +260,7 @@ fn other_facts_of_the_machine_are_judged() {
             Level::Failure,
             "mode 0600",
         ),
-        (
-            |h| h.engine.program = Err("no CRIU".into()),
-            Level::Failure,
-            "no CRIU",
-        ),
-        (
-            |h| h.cgroups.controllers.retain(|c| c != "pids"),
-            Level::Warning,
-            "no controller pids",
-        ),
-    ];
-    for (change, level, part) in cases {
-        let mut host = good_host();
-        change(&mut host);
-        let findings = findings_of(host, None);
-        assert_one_problem(&findings, level, part);
-        let bad = findings.iter().find(|finding| finding.level != Level::Ok);
-        let advice = bad.and_then(|finding| finding.advice.as_deref());
-        assert!(advice.is_some_and(|advice| !advice.is_empty()), "{part}");
-    }
-    let mut host = good_host();
-    host.ptrace_scope = Some(2);
-    assert_eq!(problems(&findings_of(host, None)), [""; 0]);
+    ]);
 }
 
 #[test]
