@@ -5,6 +5,8 @@ use crate::layout::prefix_in_hosts;
 use crate::run::{CommandResult, RunningCommand, wait_for};
 use crate::testbed::Host;
 use anyhow::{Context, Result};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
 use sempa_proto::tasker_service::SOCKET_PATH;
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -69,7 +71,7 @@ impl<'a> TaskerServices<'a> {
     /// The new service does not listen.
     pub fn restart(&mut self, i: usize) -> Result<CommandResult> {
         let host = self.testbed.host(i);
-        host.kill_matching_processes(|line| line.ends_with("pvm-taskerd"));
+        kill_service(host);
         fs::remove_file(host.machine_path(SOCKET_PATH)).context("the socket")?;
         let new_service = self.start_on(host)?;
         std::mem::replace(&mut self.services[i - 1], new_service).wait_or_kill(TIMEOUT)
@@ -79,9 +81,17 @@ impl<'a> TaskerServices<'a> {
 impl Drop for TaskerServices<'_> {
     fn drop(&mut self) {
         for host in self.testbed.hosts() {
-            host.kill_matching_processes(|line| line.ends_with("pvm-taskerd"));
+            kill_service(host);
         }
         let _ = fs::remove_file(&self.key_path);
+    }
+}
+
+fn kill_service(host: &Host) {
+    let is_service = |line: &str| line.ends_with("pvm-taskerd");
+    for (pid, _) in host.processes().iter().filter(|(_, line)| is_service(line)) {
+        // The process may have ended already.
+        let _ = kill(Pid::from_raw(pid.cast_signed()), Signal::SIGKILL);
     }
 }
 

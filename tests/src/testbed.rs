@@ -14,6 +14,7 @@ use crate::run::{CommandResult, RunningCommand, run_successfully, run_to_end, wa
 use crate::{machine, ssh_settings};
 use anyhow::{Context, Result, bail};
 use procfs::process::all_processes;
+use sempa_proto::tasker_service::{SESSIONS_DIR, SOCKET_PATH};
 use std::fs;
 use std::io::{BufRead, BufReader};
 use std::os::unix::fs::PermissionsExt;
@@ -30,6 +31,8 @@ const STARTUP_TIMEOUT: Duration = Duration::from_secs(20);
 const TESTBEDS_FOLDER: &str = "/tmp";
 /// Beginning of the name of a testbed's folder. The number of the testbed's process follows.
 const FOLDER_PREFIX: &str = "sempa-testbed-";
+/// Directories of the tasker service, which outlive the service.
+const SERVICE_DIRS: [&str; 2] = ["/run/sempa", SESSIONS_DIR];
 
 /// A host of the testbed, or its outside host.
 #[derive(Debug)]
@@ -527,13 +530,15 @@ impl Host {
         }
     }
 
-    /// Returns the paths of the entries of `/tmp`, `/run` and `/dev/shm` of the host, without those
-    /// that the testbed has made. `testbed_folder` is the testbed's folder.
+    /// Returns the paths of the entries of `/tmp`, `/run` and `/dev/shm` of the host, and of the
+    /// tasker service's directories, without those that the testbed or the service keeps.
+    /// `testbed_folder` is the testbed's folder.
     pub fn leftover_files(&self, testbed_folder: &Path) -> Vec<PathBuf> {
         // criu.kdat is CRIU's cache of kernel features, which belongs to the machine.
         let is_of_testbed = |path: &Path| {
-            ["/run/sshd", "/run/utmp", "/run/criu.kdat"]
+            ["/run/sshd", "/run/utmp", "/run/criu.kdat", SOCKET_PATH]
                 .iter()
+                .chain(&SERVICE_DIRS)
                 .any(|known_path| path == Path::new(known_path))
                 || testbed_folder.starts_with(path)
                 || path.starts_with(testbed_folder)
@@ -543,7 +548,8 @@ impl Host {
                     .is_some_and(|prefix| prefix.starts_with(path) || path.starts_with(prefix))
         };
         let mut leftover_paths = Vec::new();
-        for root in ["/tmp", "/run", "/dev/shm"] {
+        let roots = ["/tmp", "/run", "/dev/shm"];
+        for root in roots.iter().chain(&SERVICE_DIRS) {
             for entry in fs::read_dir(self.machine_path(root))
                 .into_iter()
                 .flatten()

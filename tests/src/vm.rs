@@ -192,6 +192,15 @@ impl<'a> Vm<'a> {
         home_of(self.testbed.folder(), user)
     }
 
+    /// Returns the user id of the virtual machine's user.
+    pub fn user_id(&self) -> u32 {
+        if self.settings.runs_as_alice {
+            ALICE_UID
+        } else {
+            0
+        }
+    }
+
     /// Returns a command that runs `program` on a host with the environment of the virtual
     /// machine's user.
     pub fn user_command(&self, host: &Host, program: impl AsRef<Path>) -> Command {
@@ -518,12 +527,7 @@ impl<'a> Vm<'a> {
 
     /// Returns the newest events and the end of each daemon's log, for the report of a failed test.
     pub fn events_and_logs(&self) -> String {
-        let uid = if self.settings.runs_as_alice {
-            ALICE_UID
-        } else {
-            0
-        };
-        let log_path = format!("/tmp/sempa-{uid}/pvm/pvml");
+        let log_path = format!("/tmp/sempa-{}/pvm/pvml", self.user_id());
         let newest_lines = self.events().map_or_else(
             |error| format!("{error:#}"),
             |events| format_newest_events(&events),

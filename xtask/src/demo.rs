@@ -1,8 +1,9 @@
 //! `cargo xtask demo`: tasks of a running PVM program migrate off a host whose owner logs in.
 //!
-//! The demo creates four hosts on this machine, runs Debian's unmodified tablix2 on them, and logs
-//! in on one of them by ssh. Then it prints what the virtual machine did. All processes are in
-//! namespaces that end with this process, so nothing remains after an interrupted demo.
+//! The demo creates four hosts on this machine, each with the tasker service. The ordinary user
+//! alice runs Debian's unmodified tablix2 on them; olga logs in on one of them by ssh. Then the demo
+//! prints what the virtual machine did. All processes are in namespaces that end with this process,
+//! so nothing remains after an interrupted demo.
 
 use crate::demo_output::print_demo_line;
 use crate::timeline::{LiveTimeline, Timeline};
@@ -11,12 +12,14 @@ use anyhow::{Context, Result, bail, ensure};
 use sempa_proto::event::EventKind;
 use sempa_tests::run::{RunningCommand, run_successfully};
 use sempa_tests::ssh::SshLogin;
+use sempa_tests::tasker_service::TaskerServices;
 use sempa_tests::timetable::{self, DEMO_SCHOOL, FINISH_OPTION, Solution};
 use sempa_tests::vm::VmSettings;
 use sempa_tests::{Testbed, Vm, requirements, wait_for};
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::fs;
+use std::os::unix::fs::chown;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::time::{Duration, Instant};
@@ -71,11 +74,15 @@ pub(crate) fn run(json_file: &Path) -> Result<bool> {
         "making {KERNEL_COUNT} hosts, each with its own network, files, processes and sshd"
     ));
     let testbed = Testbed::new(KERNEL_COUNT, Some(&prefix), &[])?;
+    let key_dir = install::target_folder()?.canonicalize()?;
+    let _services = TaskerServices::start(&testbed, &key_dir)?;
+    print_demo_line("the tasker service runs on each host; alice is an ordinary user");
     let rm_command = "pvm-rm --policy load".to_string();
     let vm = Vm::start(
         &testbed,
         VmSettings {
             rm_command: Some(rm_command),
+            runs_as_alice: true,
             ..VmSettings::default()
         },
     )?;
@@ -251,6 +258,7 @@ pub(crate) fn start_search(vm: &Vm, print_line: fn(&str)) -> Result<RunningComma
     fs::create_dir_all(&folder)?;
     let problem_path = folder.join("school.xml");
     fs::write(&problem_path, timetable::problem_xml(DEMO_SCHOOL, 1))?;
+    chown(&folder, Some(vm.user_id()), None)?;
     print_line(&format!(
         "tablix2 looks for a timetable with {KERNEL_COUNT} kernels"
     ));
@@ -385,14 +393,20 @@ pub(crate) fn read_solutions(vm: &Vm) -> Result<Vec<Solution>> {
 }
 
 /// Halts the virtual machine. Adds a reason to `reasons` for each process or file that remains on a
-/// host.
+/// host after [`WAIT_TIMEOUT`]. The tasker service forgets an ended tasker shortly after its end.
 fn halt_and_check_leftovers(vm: &Vm, reasons: &mut Vec<String>) -> Result<()> {
     vm.halt_and_wait()?;
     let previous_count = reasons.len();
     for host in vm.testbed().hosts() {
-        let files = host.leftover_files(vm.testbed().folder());
-        if !files.is_empty() {
-            reasons.push(format!("halt left files on {}: {files:?}", host.name()));
+        let no_files = wait_for(WAIT_TIMEOUT, || {
+            let files = host.leftover_files(vm.testbed().folder());
+            match files.is_empty() {
+                true => Ok(()),
+                false => Err(format!("halt left files on {}: {files:?}", host.name())),
+            }
+        });
+        if let Err(error) = no_files {
+            reasons.push(format!("{error:#}"));
         }
     }
     if reasons.len() == previous_count {

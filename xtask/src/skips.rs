@@ -141,6 +141,7 @@ const TEST_NEEDS: &[(&str, &str, &[TestNeed])] = &[
     ("sempa-tests::soak", "", &[Criu]),
     ("sempa-tests::suspend", "", &[Criu]),
     ("sempa-tests::all_to_all", "", &[Criu]),
+    ("sempa-tests::tasker_service", "", &[Criu]),
     ("pvm-console::same_as_pvm", "", &[PVM, PVM_EXAMPLES]),
     ("pvm-console::three_hosts", "", &[Hosts, PVM]),
     ("pvm-console", "", &[]),
@@ -174,6 +175,13 @@ const TEST_NEEDS: &[(&str, &str, &[TestNeed])] = &[
     ("pvm-tasker::kinds", "python", &[PYTHON]),
     ("pvm-tasker::kinds", "asyncio", &[PYTHON]),
     ("pvm-tasker::kinds", "fortran", &[GFORTRAN]),
+    ("pvm-tasker::kinds_of_users", "", &[Root]),
+    ("pvm-tasker::kinds_of_users", "python", &[PYTHON]),
+    ("pvm-tasker::kinds_of_users", "asyncio", &[PYTHON]),
+    ("pvm-tasker::kinds_of_users", "fortran", &[GFORTRAN]),
+    ("pvm-tasker::ordinary_users", "", &[Root]),
+    ("pvm-tasker::taskerd", "", &[Root]),
+    ("pvm-tasker::image_attacks", "", &[Root]),
 ];
 
 /// Returns the needs of an ignored test. A test whose binary is not in the table needs hosts.

@@ -105,9 +105,7 @@ fn exchange(
         if Instant::now() >= send_at {
             last_error = None;
             for address in &addresses {
-                if let Err(error) = socket.send_to(&token, address) {
-                    last_error = Some(error);
-                }
+                last_error = socket.send_to(&token, address).err().or(last_error);
             }
             send_at = Instant::now() + RESEND_INTERVAL;
         }

@@ -355,7 +355,7 @@ impl ThreadIds {
 
     /// Returns the caller's id of the thread that CRIU calls `criu_tid`; `None` if the thread does
     /// not belong to `processes`.
-    fn to_own(&mut self, criu_tid: i32, processes: &[i32]) -> Option<i32> {
+    fn own_id(&mut self, criu_tid: i32, processes: &[i32]) -> Option<i32> {
         let Self::Inner(own_ids) = self else {
             return Some(criu_tid);
         };
@@ -436,7 +436,7 @@ impl Tracer {
     fn handle_request(&mut self, library_request: &LibraryRequest) -> LibraryReply {
         let own_tid = |criu_tid: i32| match criu_tid {
             ANY_THREAD => Some(ANY_THREAD),
-            _ => self.thread_ids.to_own(criu_tid, &self.task.processes),
+            _ => self.thread_ids.own_id(criu_tid, &self.task.processes),
         };
         let Some(tid) = i32::try_from(library_request.pid).ok().and_then(own_tid) else {
             return LibraryReply::not_dumped();

@@ -8,12 +8,12 @@ const KIND_COUNT: usize = LimitKind::ALL.len();
 /// Word for the absence of a limit.
 const UNLIMITED_WORD: &str = "unlimited";
 
-/// What a limit counts. All limits count what a user has on this host, in all virtual machines.
+/// What a limit counts. All limits count what a user has on this host in one virtual machine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LimitKind {
     /// Tasks that run or arrive.
     Tasks,
-    /// Memory of all tasks, in bytes.
+    /// Memory of all tasks, in bytes. This limit is not enforced.
     Memory,
     /// Open descriptors of each process.
     Descriptors,

@@ -15,7 +15,7 @@ pub use build::{
 };
 pub use criu::{CRIU_PREFIX, ensure_criu_at};
 pub use prefix::{install_built, install_files};
-pub use programs::{DebianPackage, PROGRAMS, Presence, Program};
+pub use programs::{DebianPackage, PROGRAMS, Program};
 
 use anyhow::Result;
 use clap::Subcommand;

@@ -2,7 +2,7 @@
 
 use crate::archive::seal_archive;
 use crate::build::BuiltFolders;
-use crate::programs::{PROGRAMS, Presence, Program};
+use crate::programs::{PROGRAMS, Program};
 use crate::project_folder;
 use crate::pvm_root::install_pvm_root;
 use crate::replace::{install_file, replace_file, replace_link};
@@ -54,9 +54,6 @@ pub fn install_built(prefix: &Path, built: &BuiltFolders) -> Result<()> {
 
 fn install_program(program: &Program, prefix: &Path, built: &BuiltFolders) -> Result<()> {
     let source_path = built.programs.join(program.name);
-    if program.presence == Presence::IfBuilt && !source_path.exists() {
-        return Ok(());
-    }
     let folder = prefix.join(program.folder);
     fs::create_dir_all(&folder).with_context(|| format!("cannot make {}", folder.display()))?;
     install_file(&source_path, &folder.join(program.name), 0o755)

@@ -37,15 +37,6 @@ impl DebianPackage {
     }
 }
 
-/// Whether an installation may lack a program.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Presence {
-    /// The installation fails without the program.
-    Required,
-    /// The program is installed if the build has made it.
-    IfBuilt,
-}
-
 /// A program, its place and its package.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Program {
@@ -53,38 +44,35 @@ pub struct Program {
     /// Folder below the prefix: `bin`, or `sbin` for programs that only root runs.
     pub folder: &'static str,
     pub package: DebianPackage,
-    pub presence: Presence,
 }
 
 impl Program {
-    const fn required(name: &'static str, package: DebianPackage) -> Self {
+    const fn for_users(name: &'static str, package: DebianPackage) -> Self {
         Self {
             name,
             folder: "bin",
             package,
-            presence: Presence::Required,
         }
     }
 
-    const fn for_root_if_built(name: &'static str) -> Self {
+    const fn for_root(name: &'static str) -> Self {
         Self {
             name,
             folder: "sbin",
             package: DebianPackage::Node,
-            presence: Presence::IfBuilt,
         }
     }
 }
 
 /// All installed programs. Debian's PVM has `pvm_gstat` in its development package.
 pub const PROGRAMS: [Program; 9] = [
-    Program::required("pvm", DebianPackage::Programs),
-    Program::required("pvmd", DebianPackage::Programs),
-    Program::required("pvm-rm", DebianPackage::Programs),
-    Program::required("pvm-load-watcher", DebianPackage::Programs),
-    Program::required("pvm-tasker", DebianPackage::Programs),
-    Program::required("pvmgs", DebianPackage::Programs),
-    Program::required("pvm_gstat", DebianPackage::Development),
-    Program::for_root_if_built("pvm-taskerd"),
-    Program::for_root_if_built("pvm-admin"),
+    Program::for_users("pvm", DebianPackage::Programs),
+    Program::for_users("pvmd", DebianPackage::Programs),
+    Program::for_users("pvm-rm", DebianPackage::Programs),
+    Program::for_users("pvm-load-watcher", DebianPackage::Programs),
+    Program::for_users("pvm-tasker", DebianPackage::Programs),
+    Program::for_users("pvmgs", DebianPackage::Programs),
+    Program::for_users("pvm_gstat", DebianPackage::Development),
+    Program::for_root("pvm-taskerd"),
+    Program::for_root("pvm-admin"),
 ];
