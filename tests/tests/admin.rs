@@ -5,6 +5,7 @@ use sempa_tests::hold_tasks::check_memory;
 use sempa_tests::requirements::{require_prefix_in_hosts, require_testbed};
 use sempa_tests::run::{CommandResult, run_to_end};
 use sempa_tests::tasker_service::TaskerServices;
+use sempa_tests::testbed::Host;
 use sempa_tests::vm::VmSettings;
 use sempa_tests::{OrPanicWithLogs, Testbed, Vm, wait_for};
 use serde_json::Value;
@@ -15,8 +16,12 @@ const TIMEOUT: Duration = Duration::from_secs(90);
 
 /// Runs `pvm-admin` with these arguments as root on h2.
 fn run_admin(testbed: &Testbed, arguments: &[&str]) -> CommandResult {
+    run_admin_on(testbed.host(2), arguments)
+}
+
+fn run_admin_on(host: &Host, arguments: &[&str]) -> CommandResult {
     let program = require_prefix_in_hosts().join("sbin/pvm-admin");
-    let mut command = testbed.host(2).root_command(program);
+    let mut command = host.root_command(program);
     command.args(arguments);
     run_to_end(command, TIMEOUT).expect("the program ends")
 }
@@ -96,4 +101,43 @@ fn drained_machine_has_no_guests_of_any_user() {
     vm.migrate_or_panic(&tid, "h2");
     check_memory(&vm, &tid);
     vm.halt_and_wait().expect("halts");
+}
+
+/// Returns the findings of the doctor on h1 about h2.
+fn findings_about_h2(testbed: &Testbed) -> Vec<Value> {
+    let output = run_admin_on(testbed.host(1), &["doctor", "--json", "h2"]);
+    let findings: Vec<Value> =
+        serde_json::from_str(&output.stdout).unwrap_or_else(|error| panic!("{error}: {output:?}"));
+    let about_h2 = findings.into_iter().filter(|f| f["subject"] == "h2");
+    about_h2.collect()
+}
+
+/// The doctor examines another host by real ssh and real datagrams. One that is not connected is a
+/// single failure.
+#[test]
+#[ignore = "system tier: needs root and hosts"]
+fn doctor_examines_another_host() {
+    let testbed = require_testbed(2);
+    let findings = findings_about_h2(&testbed);
+    for part in [
+        "ssh reaches it",
+        "it has version",
+        "its clock is right",
+        "a datagram to it works",
+        "a datagram from it that is no answer works",
+    ] {
+        let is_ok = |finding: &Value| {
+            finding["level"] == "ok"
+                && finding["sentence"]
+                    .as_str()
+                    .is_some_and(|text| text.contains(part))
+        };
+        assert!(findings.iter().any(is_ok), "{part}: {findings:?}");
+    }
+    testbed
+        .set_connected(2, false)
+        .expect("it is not connected");
+    let findings = findings_about_h2(&testbed);
+    assert_eq!(findings.len(), 1, "{findings:?}");
+    assert_eq!(findings[0]["level"], "failure");
 }

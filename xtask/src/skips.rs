@@ -141,6 +141,7 @@ const TEST_NEEDS: &[(&str, &str, &[TestNeed])] = &[
     ("sempa-tests::soak", "", &[Criu]),
     ("sempa-tests::suspend", "", &[Criu]),
     ("sempa-tests::all_to_all", "", &[Criu]),
+    ("sempa-tests::admin", "drained", &[Criu]),
     ("sempa-tests::tasker_service", "", &[Criu]),
     ("pvm-console::same_as_pvm", "", &[PVM, PVM_EXAMPLES]),
     ("pvm-console::three_hosts", "", &[Hosts, PVM]),
