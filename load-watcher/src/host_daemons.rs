@@ -137,7 +137,8 @@ fn is_on_this_host(pid: i32) -> bool {
     !is_in_container && !has_other_network
 }
 
-/// Returns the user whose virtual machine the daemon or tasker `pid` serves; `None` if it has ended.
+/// Returns the user whose virtual machine the daemon or tasker `pid` serves; `None` if the process
+/// has ended.
 fn user_of(pid: i32) -> Option<u32> {
     let process = Process::new(pid).ok()?;
     let arguments = process.cmdline().unwrap_or_default();

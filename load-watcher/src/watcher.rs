@@ -792,7 +792,7 @@ fn daemon_pids() -> Vec<i32> {
         .and_then(|daemon| daemon.task_main_thread()?.children())
         .unwrap_or_default();
     let child_pids = child_pids.into_iter().map(u32::cast_signed);
-    // The tasker, which has started this process. A tasker of the service is no child of the daemon.
+    // The tasker has started this process. A tasker of the service is no child of the daemon.
     let tasker = std::os::unix::process::parent_id().cast_signed();
     let mut pids: Vec<i32> = [daemon, tasker].into_iter().chain(child_pids).collect();
     pids.sort_unstable();

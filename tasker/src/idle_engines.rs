@@ -22,8 +22,8 @@ use std::time::{Duration, Instant};
 /// Maximum number of engines that wait for a dump, and of those that wait for a restore. At most
 /// eight tasks leave a host at a time.
 pub(crate) const IDLE_ENGINES_MAX: usize = 8;
-/// Number of the highest PIDs of a namespace that an engine inside it gets. Tasks get such PIDs only
-/// after they have created all others.
+/// Number of the highest PIDs of a namespace that an engine inside it gets. Tasks get such PIDs
+/// only after they have created all others.
 const ENGINE_PIDS: u32 = 256;
 /// Time after which an engine that waits for a dump is ended: the migration was probably given up,
 /// which the tasker is not told before the task has been stopped.
@@ -171,8 +171,8 @@ pub(crate) struct EnginePlace<'a> {
 }
 
 impl EnginePlace<'_> {
-    /// Returns the namespaces inside which the engine runs, and makes the engine's PIDs there differ
-    /// from those of the task; `None` if the engine runs outside.
+    /// Returns the namespaces inside which the engine runs, and makes the engine's PIDs there
+    /// differ from those of the task; `None` if the engine runs outside.
     ///
     /// # Errors
     /// The namespace has ended, or the kernel does not let the tasker choose PIDs.

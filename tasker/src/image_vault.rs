@@ -103,8 +103,8 @@ impl ImageVault {
         self.keys.as_ref().map(drop).map_err(String::clone)
     }
 
-    /// Creates an empty directory for the images of a task. `exchange_dir` is the image directory of
-    /// the daemon.
+    /// Creates an empty directory for the images of a task. `exchange_dir` is the image directory
+    /// of the daemon.
     ///
     /// # Errors
     /// There are no site keys, or the directory cannot be created.
@@ -265,8 +265,8 @@ impl ImageDir {
         }
     }
 
-    /// Hands complete images to the daemon. Returns the number of bytes that the daemon gets; `None`
-    /// if the daemon reads the images themselves.
+    /// Hands complete images to the daemon. Returns the number of bytes that the daemon gets;
+    /// `None` if the daemon reads the images themselves.
     ///
     /// # Errors
     /// The sealed images cannot be written.

@@ -12,6 +12,7 @@ mod clone_vfork;
 mod daemon_socket;
 mod dump_attempt;
 mod dump_retries;
+mod dump_work;
 mod engine_probe;
 mod feasibility;
 mod file_transfer;

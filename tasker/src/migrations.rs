@@ -7,18 +7,17 @@
 use crate::binary_hashing::BinaryHasher;
 use crate::census::Census;
 use crate::dump_attempt::DumpAttempt;
+use crate::dump_work::{DumpWork, DumpedTask};
 use crate::engine_probe::EngineProbe;
 use crate::feasibility::{self, Requester};
-use crate::file_transfer;
 use crate::idle_engines::IdleDumps;
-use crate::image_manifest::{ImageManifest, TaskFiles, prepare_image_dir};
+use crate::image_manifest::prepare_image_dir;
 use crate::image_vault::{ImageDir, ImageVault};
 use crate::memory_reservations::MemoryReservations;
 use crate::namespace::Namespace;
 use crate::nice;
 use crate::post_copy::{self, PostCopies};
 use crate::pre_copy::PreCopies;
-use crate::process_settings::ProcessSettings;
 use crate::stop::{self, TaskProcesses, VforkRule};
 use crate::supervisor::Supervisor;
 use crate::sys;
@@ -29,8 +28,8 @@ use crate::workers::{WorkerResult, Workers};
 use checkpoint::engine::{
     CallLimits, CancelHandle, Engine, EngineFailure, MemoryServer, TaskNamespaces,
 };
-use checkpoint::facts::{self, EnginePlace, HashCache};
-use sempa_proto::migration::{Failure, Refusal, Usage};
+use checkpoint::facts::{self, HashCache};
+use sempa_proto::migration::{Failure, Usage};
 use sempa_proto::task::RedirectAddress;
 use sempa_proto::tasker::{DumpReport, EngineUnavailable, FromTasker, MemoryWrite, ToTasker};
 use sempa_proto::{MigrationId, Tid};
@@ -592,15 +591,12 @@ impl Supervisor {
             .ok_or_else(|| self.engine_failure())?;
         let processes = namespace.pids();
         let memory_bytes = total_memory_bytes(&processes);
-        let (output_and_stopped_pids, root_pid) = (
-            (task.output.pipe_inode(), task.already_stopped_pids.clone()),
-            task.process.pid,
-        );
+        let (output_pipe, root_pid) = (task.output.pipe_inode(), task.process.pid);
+        let already_stopped_pids = task.already_stopped_pids.clone();
         let mut limits = engine_limits(memory_bytes)?;
         if attempt.is_first {
             limits.timeout -= ENGINE_TIMEOUT_BASE - FIRST_DUMP_TIMEOUT_BASE;
         }
-        let image_dir = attempt.image_dir.clone();
         let inside = self.engine_place(namespace)?;
         let dump_params = attempt.dump_params(
             root_pid,
@@ -614,71 +610,27 @@ impl Supervisor {
             None => engine.start_dump(dump_params),
         })?;
         let (cancel, engine_pid) = (limits.cancel.clone(), running_dump.engine_pid());
-        let hashes = self.migrations.hash_cache.clone();
-        let engine_place = self.task_start_state.engine_place();
+        let work = DumpWork {
+            running_dump,
+            limits,
+            task: DumpedTask {
+                image_dir: attempt.image_dir.clone(),
+                root_pid,
+                processes,
+                output_pipe,
+                already_stopped_pids,
+                memory_bytes,
+            },
+            engine_place: self.task_start_state.engine_place(),
+            hashes: self.migrations.hash_cache.clone(),
+        };
         let worker_id =
             self.migrations
                 .workers
-                .start_worker(&cancel, Some(engine_pid), move || {
-                    // The engine is at work meanwhile.
-                    let process_settings = ProcessSettings::read_all(&processes);
-                    let open_files = facts::open_files(&processes);
-                    let dump_result =
-                        with_own_file_rights(|| running_dump.wait_until_dumped(&limits));
-                    let result = dump_result.and_then(|(report, memory_server)| {
-                        let dir = image_dir.path();
-                        let files = TaskFiles {
-                            open: open_files,
-                            transferred: file_transfer::copy_files_to_images(
-                                dir, root_pid, &processes,
-                            )?,
-                            written: facts::written_files(&processes),
-                        };
-                        let file_count = files.transferred.len() as u32;
-                        let report = with_own_file_rights(|| {
-                            image_dir.remove_unused_images()?;
-                            let manifest = ImageManifest::from_image_dir(
-                                dir,
-                                output_and_stopped_pids.0,
-                                output_and_stopped_pids.1,
-                                memory_bytes,
-                                files,
-                                process_settings?,
-                            )?;
-                            let manifest_bytes = manifest.write(dir)?;
-                            Ok::<_, Failure>(DumpReport {
-                                image_bytes: manifest.image_bytes().max(report.image_bytes)
-                                    + manifest_bytes,
-                                image_files: report.image_files + 1 + file_count,
-                            })
-                        })?;
-                        let report = match image_dir.hand_out()? {
-                            Some(image_bytes) => DumpReport {
-                                image_bytes,
-                                image_files: 1,
-                            },
-                            None => report,
-                        };
-                        Ok((report, memory_server))
-                    });
-                    let result = result.map_err(|failure| {
-                        stop::wait_until_stopped(&processes);
-                        EngineFailure {
-                            failure: explain_failed_dump(
-                                failure.failure,
-                                root_pid,
-                                processes,
-                                engine_place,
-                                &hashes,
-                            ),
-                            ..failure
-                        }
-                    });
-                    WorkerResult::Dumped {
-                        migration,
-                        tid,
-                        result,
-                    }
+                .start_worker(&cancel, Some(engine_pid), move || WorkerResult::Dumped {
+                    migration,
+                    tid,
+                    result: work.run(),
                 })?;
         Ok(worker_id)
     }
@@ -883,33 +835,6 @@ impl Supervisor {
                 ..
             } => self.stop_serving(migration, active_worker_id),
             TaskPhase::Running | TaskPhase::Stopped { .. } => {}
-        }
-    }
-}
-
-/// Replaces the failure of an engine by the reason for which the stopped task would be refused now,
-/// if there is one: the task may have got a resource since it was inspected, for example a file
-/// that it has opened.
-fn explain_failed_dump(
-    failure: Failure,
-    root_pid: i32,
-    processes: Vec<i32>,
-    engine_place: EnginePlace,
-    hashes: &HashCache,
-) -> Failure {
-    let Failure::Engine(engine_text) = &failure else {
-        return failure;
-    };
-    let task = facts::TaskProcesses {
-        root_pid,
-        processes,
-        engine_place,
-    };
-    match facts::inspect(&task, String::new(), hashes) {
-        Ok(_) | Err(Refusal::NoSuchTask) => failure,
-        Err(refusal) => {
-            tracing::warn!("the dump failed because the task has changed: {engine_text}");
-            Failure::Refused(vec![refusal])
         }
     }
 }

@@ -422,15 +422,7 @@ impl Supervisor {
             .engine
             .as_ref()
             .ok_or_else(|| self.engine_failure())?;
-        // The images determine the rights of the restored processes, so they must belong to the
-        // user of the tasks.
-        let user = self.task_start_state.user();
-        let uid = user.map_or_else(|| nix::unistd::geteuid().as_raw(), TaskUser::uid);
-        let manifest = with_own_file_rights(|| {
-            let manifest = ImageManifest::read(dir)?;
-            checkpoint::criu::check_owner(dir, uid)?;
-            Ok::<_, Failure>(manifest)
-        })?;
+        let manifest = self.read_own_images(dir)?;
         if redirect.is_some() {
             written_files::truncate_grown_files(&manifest.written_files)?;
         }
@@ -494,6 +486,18 @@ impl Supervisor {
             is_in_group,
             must_discard: false,
             lost_reason: None,
+        })
+    }
+
+    /// Reads the manifest of images that belong to the user of the tasks: they determine the rights
+    /// of the restored processes.
+    fn read_own_images(&self, dir: &Path) -> Result<ImageManifest, Failure> {
+        let user = self.task_start_state.user();
+        let uid = user.map_or_else(|| nix::unistd::geteuid().as_raw(), TaskUser::uid);
+        with_own_file_rights(|| {
+            let manifest = ImageManifest::read(dir)?;
+            checkpoint::criu::check_owner(dir, uid)?;
+            Ok(manifest)
         })
     }
 

@@ -13,7 +13,7 @@ use checkpoint::capabilities::CapabilitySet;
 use checkpoint::proc;
 use nix::sys::socket::{getsockopt, sockopt::PeerCredentials};
 use nix::unistd::{Gid, Group, Uid, User, getgrouplist, setgroups};
-use procfs::process::{LimitValue, Process};
+use procfs::process::{Limit as ProcessLimit, LimitValue, Limits, Process};
 use sempa_service_settings::{
     Limit, LimitKind, SETTINGS_VARIABLE, Settings, SettingsError, UserLimits, settings_path,
 };
@@ -56,7 +56,6 @@ pub(crate) struct TaskUser {
     limits: Vec<(u32, libc::rlimit)>,
     /// True if programs of tasks gain no privileges from set-user-id files.
     no_new_privs: bool,
-    /// The administrator's limits.
     service_limits: UserLimits,
 }
 
@@ -247,67 +246,9 @@ fn permitted_limits(
     let may_exceed = proc::status(own_pid).is_some_and(|status| {
         CapabilitySet::from_bits_retain(status.capeff).contains(CapabilitySet::SYS_RESOURCE)
     });
-    let resources = [
-        (libc::RLIMIT_CPU, login.max_cpu_time, own.max_cpu_time),
-        (libc::RLIMIT_FSIZE, login.max_file_size, own.max_file_size),
-        (libc::RLIMIT_DATA, login.max_data_size, own.max_data_size),
-        (libc::RLIMIT_STACK, login.max_stack_size, own.max_stack_size),
-        (
-            libc::RLIMIT_CORE,
-            login.max_core_file_size,
-            own.max_core_file_size,
-        ),
-        (
-            libc::RLIMIT_RSS,
-            login.max_resident_set,
-            own.max_resident_set,
-        ),
-        (libc::RLIMIT_NPROC, login.max_processes, own.max_processes),
-        (
-            libc::RLIMIT_NOFILE,
-            login.max_open_files,
-            own.max_open_files,
-        ),
-        (
-            libc::RLIMIT_MEMLOCK,
-            login.max_locked_memory,
-            own.max_locked_memory,
-        ),
-        (
-            libc::RLIMIT_AS,
-            login.max_address_space,
-            own.max_address_space,
-        ),
-        (libc::RLIMIT_LOCKS, login.max_file_locks, own.max_file_locks),
-        (
-            libc::RLIMIT_SIGPENDING,
-            login.max_pending_signals,
-            own.max_pending_signals,
-        ),
-        (
-            libc::RLIMIT_MSGQUEUE,
-            login.max_msgqueue_size,
-            own.max_msgqueue_size,
-        ),
-        (
-            libc::RLIMIT_NICE,
-            login.max_nice_priority,
-            own.max_nice_priority,
-        ),
-        (
-            libc::RLIMIT_RTPRIO,
-            login.max_realtime_priority,
-            own.max_realtime_priority,
-        ),
-        (
-            libc::RLIMIT_RTTIME,
-            login.max_realtime_timeout,
-            own.max_realtime_timeout,
-        ),
-    ];
+    let resources = each_limit(&login).into_iter().zip(each_limit(&own));
     Ok(resources
-        .into_iter()
-        .map(|(resource, login, own)| {
+        .map(|((resource, login), (_, own))| {
             let hard_max = match may_exceed {
                 true => libc::RLIM_INFINITY,
                 false => to_number(own.hard_limit),
@@ -323,6 +264,28 @@ fn permitted_limits(
             (resource, limit)
         })
         .collect())
+}
+
+/// Returns each resource (`RLIMIT_*`) with its limit.
+fn each_limit(limits: &Limits) -> [(u32, ProcessLimit); 16] {
+    [
+        (libc::RLIMIT_CPU, limits.max_cpu_time),
+        (libc::RLIMIT_FSIZE, limits.max_file_size),
+        (libc::RLIMIT_DATA, limits.max_data_size),
+        (libc::RLIMIT_STACK, limits.max_stack_size),
+        (libc::RLIMIT_CORE, limits.max_core_file_size),
+        (libc::RLIMIT_RSS, limits.max_resident_set),
+        (libc::RLIMIT_NPROC, limits.max_processes),
+        (libc::RLIMIT_NOFILE, limits.max_open_files),
+        (libc::RLIMIT_MEMLOCK, limits.max_locked_memory),
+        (libc::RLIMIT_AS, limits.max_address_space),
+        (libc::RLIMIT_LOCKS, limits.max_file_locks),
+        (libc::RLIMIT_SIGPENDING, limits.max_pending_signals),
+        (libc::RLIMIT_MSGQUEUE, limits.max_msgqueue_size),
+        (libc::RLIMIT_NICE, limits.max_nice_priority),
+        (libc::RLIMIT_RTPRIO, limits.max_realtime_priority),
+        (libc::RLIMIT_RTTIME, limits.max_realtime_timeout),
+    ]
 }
 
 fn to_number(limit: LimitValue) -> u64 {

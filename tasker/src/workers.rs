@@ -4,11 +4,12 @@
 //! Workers create and reap no processes except engines, so the main loop remains the parent of all
 //! other processes.
 
+use crate::dump_work::DumpResult;
 use crate::feasibility::Requester;
 use crate::file_transfer::PlacedFiles;
 use crate::image_vault::ImageDir;
 use checkpoint::engine::{
-    CancelHandle, EngineFailure, MemoryServer, ReceivedPages, RestoredTask, SentPages, UffdGuard,
+    CancelHandle, EngineFailure, ReceivedPages, RestoredTask, SentPages, UffdGuard,
 };
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use sempa_proto::migration::{Failure, Refusal, TaskFacts, Verdict};
@@ -29,9 +30,7 @@ pub(crate) enum WorkerResult {
     Dumped {
         migration: MigrationId,
         tid: Tid,
-        /// The report of the dump, and with post-copy the server of the memory that is not in the
-        /// images.
-        result: Result<(DumpReport, Option<Box<dyn MemoryServer>>), EngineFailure>,
+        result: DumpResult,
     },
     /// The source's part of a pre-copy has ended: sending the memory of a running task.
     PreCopied {

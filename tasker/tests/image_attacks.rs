@@ -26,8 +26,8 @@ struct DumpedTask {
 }
 
 impl DumpedTask {
-    /// Starts `program` with the argument `row`, as the fixtures of the kinds of tasks do, and dumps
-    /// it.
+    /// Starts `program` with the argument `row`, as the fixtures of the kinds of tasks do, and
+    /// dumps the process.
     fn new(program_name: &str, row: &str) -> Self {
         require_migration();
         let dir = user_dir(Some(NOBODY));

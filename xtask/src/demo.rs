@@ -1,9 +1,9 @@
 //! `cargo xtask demo`: tasks of a running PVM program migrate off a host whose owner logs in.
 //!
 //! The demo creates four hosts on this machine, each with the tasker service. The ordinary user
-//! alice runs Debian's unmodified tablix2 on them; olga logs in on one of them by ssh. Then the demo
-//! prints what the virtual machine did. All processes are in namespaces that end with this process,
-//! so nothing remains after an interrupted demo.
+//! alice runs Debian's unmodified tablix2 on them; olga logs in on one of them by ssh. Then the
+//! demo prints what the virtual machine did. All processes are in namespaces that end with this
+//! process, so nothing remains after an interrupted demo.
 
 use crate::demo_output::print_demo_line;
 use crate::timeline::{LiveTimeline, Timeline};

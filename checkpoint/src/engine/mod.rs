@@ -139,8 +139,8 @@ pub struct DumpParams {
     pub processes: Vec<i32>,
     /// An existing empty directory that only its owner can access. It receives the images.
     pub dir: PathBuf,
-    /// Inode number of the task's PID namespace. If the engine runs outside, the images refer to the
-    /// namespace but do not contain it.
+    /// Inode number of the task's PID namespace. If the engine runs outside, the images refer to
+    /// the namespace but do not contain it.
     pub pid_namespace: u64,
     /// The namespaces inside which the engine runs; `None` if it runs in those of the caller.
     pub inside: Option<TaskNamespaces>,
@@ -175,7 +175,7 @@ pub struct RestoreResources {
 /// The namespaces of a task inside which the engine runs, and the user of the task.
 ///
 /// A process without root's rights can be dumped only from inside: the engine's code in the task
-/// has to find a `/proc` that shows the task's own PIDs.
+/// needs a `/proc` that shows the task's own PIDs.
 #[derive(Clone, Debug)]
 pub struct TaskNamespaces {
     pub pid_namespace: Arc<OwnedFd>,

@@ -14,6 +14,7 @@ mod descriptors;
 mod fifo_peers;
 mod files;
 mod hash;
+mod identity;
 mod inspect;
 mod kcmp;
 mod kernel;

@@ -4,8 +4,9 @@
 //! service which user the daemon belongs to. After [`ServiceReply::Started`] the other end of the
 //! connection is the tasker, and the messages are those of [`crate::tasker`].
 //!
-//! Each of these messages is [`MAGIC`], the length of its body in two bytes, and the body. A message
-//! of a later version may have a body that this version cannot decode; the magic number stays.
+//! Each of these messages is [`MAGIC`], the length of its body in two bytes, and the body. A
+//! message of a later version may have a body that this version cannot decode; the magic number
+//! stays.
 
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use std::fmt;

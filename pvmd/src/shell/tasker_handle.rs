@@ -37,7 +37,7 @@ pub(crate) enum ServiceError {
     UnexpectedReply,
 }
 
-/// A running tasker.
+/// A running tasker, and how the daemon ends the tasker.
 #[derive(Debug)]
 pub(crate) enum TaskerHandle {
     Child(Child),
@@ -55,8 +55,8 @@ pub(crate) fn service_path() -> Option<PathBuf> {
     Some(PathBuf::from(path)).filter(|path| is_wanted && path.exists())
 }
 
-/// Starts a tasker by the service. Returns the connection to the tasker. Blocks for a few seconds at
-/// most.
+/// Starts a tasker by the service. Returns the connection to the tasker. Blocks for a few seconds
+/// at most.
 ///
 /// # Errors
 /// The service does not answer, or refuses.

@@ -26,8 +26,8 @@ use std::time::Instant;
 
 /// Maximum number of connections that are accepted before other events are handled.
 const ACCEPTS_PER_ROUND_MAX: usize = 64;
-/// Variables of the service's environment that taskers get. Nothing else reaches them: a tasker must
-/// not depend on who has started the service.
+/// Variables of the service's environment that taskers get. Nothing else reaches them: a tasker
+/// must not depend on who has started the service.
 const PASSED_VARIABLES: [&str; 6] = [
     "PATH",
     "SEMPA_CRIU",
@@ -248,8 +248,8 @@ impl Service {
     }
 
     fn kill_session(&mut self, session: SessionId, uid: u32) -> ServiceReply {
-        // The record has just been compared with the process. A tasker of an earlier service may end
-        // in between, and its PID would have to be used again at once.
+        // The record has just been compared with the process. A tasker of an earlier service may
+        // end in between; the kernel reuses its PID only after all other PIDs.
         let is_killed = self.registry.may_kill(session, uid)
             && kill(Pid::from_raw(session.0), Signal::SIGKILL).is_ok();
         match is_killed {
@@ -259,8 +259,8 @@ impl Service {
     }
 }
 
-/// Returns the path of the tasker's program: in the directory of this program, or in the directory
-/// `bin` beside it.
+/// Returns the path of the tasker's program: in the directory of this program, or in `bin` of the
+/// same prefix.
 fn tasker_path(own_path: &Path) -> PathBuf {
     let beside = own_path.with_file_name(TASKER_PROGRAM);
     let in_bin = own_path
