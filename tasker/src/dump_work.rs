@@ -101,9 +101,9 @@ impl DumpedTask {
         })
     }
 
-    /// Replaces the failure of an engine by the reason for which the stopped task would be refused now,
-    /// if there is one: the task may have got a resource since it was inspected, for example a file
-    /// that it has opened.
+    /// Replaces the failure of an engine by the reason for which the stopped task would be refused
+    /// now, if there is one: the task may have got a resource since it was inspected, for example a
+    /// file that it has opened.
     fn explain_failed_dump(
         &self,
         failure: Failure,

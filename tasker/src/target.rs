@@ -16,7 +16,9 @@ use crate::task::{self, Output, Task, TaskPhase};
 use crate::task_user::{TaskUser, with_own_file_rights};
 use crate::workers::WorkerResult;
 use crate::written_files;
-use checkpoint::engine::{EngineFailure, ExternalResources, FailedPart, RestoreParams};
+use checkpoint::engine::{
+    CallLimits, EngineFailure, ExternalResources, FailedPart, RestoreParams, RunningRestore,
+};
 use checkpoint::facts::{self, ThisHost};
 use sempa_proto::migration::{Failure, Refusal, RequiredFile, Usage};
 use sempa_proto::tasker::{FromTasker, MemoryWrite, TaskStart};
@@ -458,14 +460,7 @@ impl Supervisor {
         // The images contain a stopped task. Therefore the task remains stopped when the engine
         // detaches.
         let work = move || {
-            let restore_result =
-                running_restore
-                    .wait_until_restored(&limits)
-                    .and_then(|restored_task| {
-                        let process = restored_task.pid();
-                        restored_task.complete_restore(&limits)?;
-                        Ok(process)
-                    });
+            let restore_result = wait_and_complete(running_restore, &limits);
             WorkerResult::Restored {
                 migration,
                 result: restore_result.map_err(|failure| EngineFailure {
@@ -809,6 +804,17 @@ fn first_failure(
         Some(lost_reason) if !failed_by_itself => Err(EngineFailure::missing_memory(lost_reason)),
         _ => restore_result,
     }
+}
+
+/// Waits for the engine. Returns the PID of the restored task, which is still stopped.
+fn wait_and_complete(
+    running_restore: Box<dyn RunningRestore>,
+    limits: &CallLimits,
+) -> Result<i32, EngineFailure> {
+    let restored_task = running_restore.wait_until_restored(limits)?;
+    let process = restored_task.pid();
+    restored_task.complete_restore(limits)?;
+    Ok(process)
 }
 
 /// Replaces the failure of an engine by the files that the task had open and that this host lacks,
