@@ -4,7 +4,7 @@
 /// Number of inputs if `SEMPA_FUZZ_INPUTS` is not set. The test then runs for one or two seconds.
 const DEFAULT_INPUT_COUNT: u64 = 200_000;
 /// The readers of images get the inputs divided by this number, because they use the file system.
-const IMAGES_DIVISOR: u64 = 10;
+const IMAGES_DIVISOR: u64 = 100;
 
 /// Returns the number of inputs and the generator of inputs.
 fn input_settings() -> (u64, sempa_fuzz::InputRng) {
