@@ -4,11 +4,11 @@
 //! | module | purpose |
 //! | --- | --- |
 //! | [`contents`] | which file of an installation goes to which package, and where |
-//! | [`debian`] | runs debhelper's programs on the files of each package |
-//! | [`tarball`] | the archive with an install script |
+//! | `debian` | runs debhelper's programs on the files of each package |
+//! | `tarball` | the archive with an install script |
 //! | [`manual`] | manual pages of the C interface |
 //! | [`completion`] | completion files for shells |
-//! | [`check`] | installs, upgrades and removes the packages in fresh systems |
+//! | `check` | installs, upgrades and removes the packages in fresh systems |
 
 mod check;
 pub mod completion;
