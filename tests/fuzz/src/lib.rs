@@ -1,6 +1,7 @@
 //! Passes hostile bytes to all code that reads what other processes have written: message bodies
-//! through the C interface, the documented messages of resource managers, taskers and hosters,
-//! frames, shared memory of other tasks, and images of tasks ([`images`]).
+//! through the C interface, the documented messages of resource managers, taskers and hosters, the
+//! messages of the tasker service, frames, shared memory of other tasks, and images of tasks
+//! ([`images`]).
 //!
 //! * `tests/inputs.rs` passes random inputs to this code in each test run.
 //! * `cargo run --profile ci -p sempa-fuzz --bin storm -- 10000000 SEED` passes ten million random
@@ -14,6 +15,7 @@ use bytes::Bytes;
 use sempa_proto::frame::FrameDecoder;
 use sempa_proto::link::{LinkFrame, SHORT_HEAD_BYTES, decode_short_head};
 use sempa_proto::sm;
+use sempa_proto::tasker_service::{self, MAGIC, ServiceReply, ServiceRequest};
 use sempa_ring::block_allocator::Block;
 use sempa_ring::ring::{RECORD_HEADER_BYTES, RingControl, RingMemory, RingReader, RingWriter};
 use sempa_ring::shared_memory::{RingPair, create_ring_pair};
@@ -53,10 +55,21 @@ pub fn read_input(data: &[u8]) {
         return;
     };
     read_documented_messages(body);
+    read_service_messages(body);
     read_frames(body);
     access_hostile_ring(*order, body);
     request_pool_leases(body);
     unpack_messages(c_int::from(encoding & 1), *order, body);
+}
+
+/// Reads the body as a message of the tasker service, with a valid beginning and without one.
+fn read_service_messages(body: &[u8]) {
+    let length = u16::try_from(body.len()).unwrap_or(u16::MAX);
+    let message = [&MAGIC[..], &length.to_le_bytes(), body].concat();
+    for bytes in [body, &message] {
+        let _ = tasker_service::decode::<ServiceRequest>(bytes);
+        let _ = tasker_service::decode::<ServiceReply>(bytes);
+    }
 }
 
 fn read_documented_messages(body: &[u8]) {
