@@ -11,6 +11,7 @@ fn main() {
         .extra_warnings(true)
         .get_compiler();
     let out_dir = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets it"));
+    println!("cargo:rerun-if-changed=csrc/open_mode.h");
     for library in ["relay", "uffd_batching", "file_rights"] {
         let source = format!("csrc/{library}.c");
         println!("cargo:rerun-if-changed={source}");

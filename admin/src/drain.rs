@@ -94,7 +94,7 @@ fn write(drain: Option<Drain>) -> Result<Option<FileVersion>> {
     Ok(written.map(|(version, _)| version))
 }
 
-/// What is left on a draining machine.
+/// The guests that remain on a draining machine, and the reasons why they remain.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Progress {
     /// Number of guests that the load watchers report.

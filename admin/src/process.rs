@@ -98,7 +98,7 @@ pub(crate) fn run(
 fn read_in_background(pipe: Box<dyn Read + Send>) -> thread::JoinHandle<Vec<u8>> {
     thread::spawn(move || {
         let mut bytes = Vec::new();
-        // What has arrived before an error is the output.
+        // The bytes before an error are the output.
         let _ = pipe.take(OUTPUT_BYTES_MAX).read_to_end(&mut bytes);
         bytes
     })

@@ -1,14 +1,11 @@
 //! The state of the tasker service, as its socket shows it.
 
-use nix::sys::socket::{AddressFamily, SockFlag, SockType, UnixAddr, connect, socket};
 use sempa_proto::tasker_service::{
-    BODY_BYTES_MAX, HEAD_BYTES, NO_PROTOCOL, NO_SERVICE, SOCKET_PATH, SOCKET_VARIABLE,
-    ServiceRefusal, ServiceReply, ServiceRequest, decode, encode,
+    self, NO_PROTOCOL, SOCKET_VARIABLE, ServiceRefusal, ServiceReply, ServiceRequest,
 };
+use sempa_socket::{ExchangeError, ask_tasker_service};
 use serde::Serialize;
-use std::io::{self, Read, Write};
-use std::os::fd::AsRawFd;
-use std::os::unix::net::UnixStream;
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -36,11 +33,7 @@ pub(crate) enum ServiceState {
 
 /// Returns the path of the service's socket; `None` if the environment switches the service off.
 pub(crate) fn socket_path() -> Option<PathBuf> {
-    match std::env::var_os(SOCKET_VARIABLE) {
-        Some(value) if value == NO_SERVICE => None,
-        Some(value) if !value.is_empty() => Some(value.into()),
-        _ => Some(SOCKET_PATH.into()),
-    }
+    tasker_service::socket_path(std::env::var_os(SOCKET_VARIABLE))
 }
 
 /// Asks the service at this socket for its version.
@@ -48,63 +41,56 @@ pub(crate) fn query(path: Option<&Path>) -> ServiceState {
     let Some(path) = path else {
         return ServiceState::SwitchedOff;
     };
-    match ask(path) {
-        Ok(ServiceReply::Refused(ServiceRefusal::OtherVersion {
-            service,
-            service_protocol,
-            ..
-        })) => ServiceState::Answers {
+    // The service refuses a request for no protocol, and names its version.
+    let request = ServiceRequest::Start {
+        protocol: NO_PROTOCOL,
+        version: env!("CARGO_PKG_VERSION").into(),
+    };
+    match ask_tasker_service(path, &request, ANSWER_TIMEOUT) {
+        Ok((
+            _,
+            ServiceReply::Refused(ServiceRefusal::OtherVersion {
+                service,
+                service_protocol,
+                ..
+            }),
+        )) => ServiceState::Answers {
             version: service,
             protocol: service_protocol,
         },
-        Ok(reply) => ServiceState::Failed {
+        Ok((_, reply)) => ServiceState::Failed {
             why: format!("it gives an unexpected answer: {reply:?}"),
         },
-        Err(error) if error.kind() == io::ErrorKind::NotFound => ServiceState::Absent,
-        Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => ServiceState::Failed {
-            why: "nothing listens at its socket".into(),
-        },
+        Err(ExchangeError::Connect(error)) if error.kind() == ErrorKind::NotFound => {
+            ServiceState::Absent
+        }
         Err(error) => ServiceState::Failed {
-            why: match error.kind() {
-                io::ErrorKind::WouldBlock => {
-                    format!("it does not answer within {} s", ANSWER_TIMEOUT.as_secs())
-                }
-                _ => error.to_string(),
-            },
+            why: failure_reason(error),
         },
     }
 }
 
-/// Sends a request for no protocol, which the service refuses with its version.
-fn ask(path: &Path) -> io::Result<ServiceReply> {
-    let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
-    let fd = socket(AddressFamily::Unix, SockType::Stream, flags, None)?;
-    // A service with a full queue must not block this program.
-    connect(fd.as_raw_fd(), &UnixAddr::new(path)?)?;
-    let mut stream = UnixStream::from(fd);
-    stream.set_nonblocking(false)?;
-    stream.set_read_timeout(Some(ANSWER_TIMEOUT))?;
-    stream.set_write_timeout(Some(ANSWER_TIMEOUT))?;
-    stream.write_all(&encode(&ServiceRequest::Start {
-        protocol: NO_PROTOCOL,
-        version: env!("CARGO_PKG_VERSION").into(),
-    }))?;
-    let mut answer = Vec::new();
-    let mut bytes = [0; HEAD_BYTES + BODY_BYTES_MAX];
-    loop {
-        match decode(&answer).map_err(io::Error::other)? {
-            Some((reply, _)) => return Ok(reply),
-            None => match stream.read(&mut bytes)? {
-                0 => return Err(io::Error::other("it closes the connection")),
-                count => answer.extend_from_slice(&bytes[..count]),
-            },
+fn failure_reason(error: ExchangeError) -> String {
+    match error {
+        ExchangeError::Connect(error) if error.kind() == ErrorKind::ConnectionRefused => {
+            "nothing listens at its socket".into()
         }
+        ExchangeError::Connect(error) | ExchangeError::NoReply(error) => match error.kind() {
+            ErrorKind::WouldBlock => {
+                format!("it does not answer within {} s", ANSWER_TIMEOUT.as_secs())
+            }
+            ErrorKind::UnexpectedEof => "it closes the connection".into(),
+            _ => error.to_string(),
+        },
+        ExchangeError::Decode(error) => error.to_string(),
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use sempa_proto::tasker_service::{HEAD_BYTES, encode};
+    use std::io::{Read, Write};
     use std::os::unix::net::UnixListener;
 
     fn answer_once(path: &Path, answer: Vec<u8>) -> std::thread::JoinHandle<()> {

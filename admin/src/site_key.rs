@@ -2,13 +2,10 @@
 
 use crate::outcome::{Outcome, refuse_unless_root};
 use anyhow::Result;
-use checkpoint::seal::{DEFAULT_SITE_KEY_PATH, KeyId, SiteKeys};
+use checkpoint::seal::{KeyId, SiteKeys, site_key_path};
 use clap::Subcommand;
 use serde_json::json;
-use std::path::{Path, PathBuf};
-
-/// Environment variable that replaces [`DEFAULT_SITE_KEY_PATH`]; taskers read it, too.
-const SITE_KEY_VARIABLE: &str = "SEMPA_SITE_KEY";
+use std::path::Path;
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum SiteKeyCommand {
@@ -26,17 +23,11 @@ pub(crate) enum SiteKeyCommand {
     ForgetPrevious,
 }
 
-/// Returns the path of the site key.
-pub(crate) fn key_path() -> PathBuf {
-    let path = std::env::var_os(SITE_KEY_VARIABLE).filter(|path| !path.is_empty());
-    path.map_or_else(|| DEFAULT_SITE_KEY_PATH.into(), PathBuf::from)
-}
-
 pub(crate) fn run(command: &SiteKeyCommand) -> Result<Outcome> {
     if let Some(refusal) = refuse_unless_root("site-key", "only root may read the site key") {
         return Ok(refusal);
     }
-    let path = key_path();
+    let path = site_key_path();
     match command {
         SiteKeyCommand::Create => print!("{}", creation_text(&path, SiteKeys::create_file(&path)?)),
         SiteKeyCommand::Show { json } => show(&path, *json)?,

@@ -10,6 +10,8 @@
  * SEMPA_FILE_IDS has the user id, the group id and the other groups, separated by commas.
  */
 #define _GNU_SOURCE
+#include "open_mode.h"
+
 #include <errno.h>
 #include <fcntl.h>
 #include <stdarg.h>
@@ -117,25 +119,19 @@ static void end_access(int has_begun)
 
 EXPORTED int openat64(int directory, const char *path, int flags, ...)
 {
-    mode_t mode = 0;
-    if (flags & O_CREAT || (flags & O_TMPFILE) == O_TMPFILE) {
-        va_list list;
-        va_start(list, flags);
-        mode = va_arg(list, mode_t);
-        va_end(list);
-    }
+    va_list arguments;
+    va_start(arguments, flags);
+    mode_t mode = open_mode(flags, arguments);
+    va_end(arguments);
     ACCESS(directory, path, SYS_openat, directory, path, flags, mode);
 }
 
 EXPORTED int open64(const char *path, int flags, ...)
 {
-    mode_t mode = 0;
-    if (flags & O_CREAT || (flags & O_TMPFILE) == O_TMPFILE) {
-        va_list list;
-        va_start(list, flags);
-        mode = va_arg(list, mode_t);
-        va_end(list);
-    }
+    va_list arguments;
+    va_start(arguments, flags);
+    mode_t mode = open_mode(flags, arguments);
+    va_end(arguments);
     ACCESS(AT_FDCWD, path, SYS_openat, AT_FDCWD, path, flags, mode);
 }
 

@@ -18,6 +18,8 @@
  * that CRIU finds no pages there.
  */
 #define _GNU_SOURCE
+#include "open_mode.h"
+
 #ifdef __x86_64__
 #include <asm/prctl.h>
 #endif
@@ -381,13 +383,10 @@ static int read_smaps(int directory)
 
 __attribute__((visibility("default"))) int openat64(int directory, const char *path, int flags, ...)
 {
-    mode_t mode = 0;
-    if (flags & O_CREAT || (flags & O_TMPFILE) == O_TMPFILE) {
-        va_list list;
-        va_start(list, flags);
-        mode = va_arg(list, mode_t);
-        va_end(list);
-    }
+    va_list arguments;
+    va_start(arguments, flags);
+    mode_t mode = open_mode(flags, arguments);
+    va_end(arguments);
     int descriptor = strcmp(path, "smaps") == 0 ? read_smaps(directory) : -1;
     return descriptor >= 0 ? descriptor : (int)syscall(SYS_openat, directory, path, flags, mode);
 }

@@ -58,7 +58,7 @@ pub(crate) struct Freezer {
     /// Number of groups that were created so far. The number is also the name of the newest group.
     created_group_count: u64,
     /// Maximum number of groups.
-    groups_max: usize,
+    groups_max: u64,
     /// Paths of dropped groups that still contained processes and could not be removed yet.
     unremoved_groups: Rc<RefCell<Vec<PathBuf>>>,
     reserve: Rc<DescriptorReserve>,
@@ -170,7 +170,7 @@ impl Freezer {
             dir: path,
             _mount: mount,
             created_group_count: 0,
-            groups_max: usize::MAX,
+            groups_max: u64::MAX,
             unremoved_groups: Rc::default(),
             reserve: Rc::new(DescriptorReserve::new()),
         };
@@ -184,7 +184,7 @@ impl Freezer {
     }
 
     /// Limits the number of groups.
-    pub(crate) fn limit_groups(&mut self, groups_max: usize) {
+    pub(crate) fn limit_groups(&mut self, groups_max: u64) {
         self.groups_max = groups_max;
     }
 
@@ -194,7 +194,7 @@ impl Freezer {
     /// The system's error, for example because the number of groups is limited.
     pub(crate) fn create_group(&mut self) -> io::Result<ControlGroup> {
         let group_count = Rc::strong_count(&self.unremoved_groups) - 1;
-        if group_count + self.unremoved_groups.borrow().len() >= self.groups_max {
+        if (group_count + self.unremoved_groups.borrow().len()) as u64 >= self.groups_max {
             return Err(io::Error::from_raw_os_error(libc::EDQUOT));
         }
         // Only the groups that still contain processes remain in the list.

@@ -14,8 +14,7 @@ use checkpoint::criu::image_policy::{
 use checkpoint::engine::{TaskIds, TaskNamespaces};
 use checkpoint::proc;
 use checkpoint::seal::{
-    DEFAULT_SITE_KEY_PATH, SealContext, SealPurpose, SiteKeys, UnsealLimits, seal_images,
-    unseal_images,
+    SealContext, SealPurpose, SiteKeys, UnsealLimits, seal_images, site_key_path, unseal_images,
 };
 use nix::fcntl::{Flock, FlockArg};
 use sempa_proto::Tid;
@@ -34,9 +33,6 @@ use std::sync::atomic::{AtomicU64, Ordering};
 const SERVICE_DIR: &str = "/run/sempa";
 /// Prefix of the name of a tasker's directory below [`SERVICE_DIR`].
 const DIR_PREFIX: &str = "images-";
-/// Environment variable that replaces [`DEFAULT_SITE_KEY_PATH`]. The environment is that of the
-/// service, not of the daemon.
-const SITE_KEY_VARIABLE: &str = "SEMPA_SITE_KEY";
 /// Name of the file with sealed images in the image directory of the daemon.
 const SEALED_FILE: &str = "sealed-images";
 /// Maximum number of attempts to create the tasker's directory. Another tasker may remove the new
@@ -125,11 +121,7 @@ impl ImageVault {
             keys,
             context,
             policy: restore_policy(&self.user),
-            bytes_max: self
-                .user
-                .service_limit(LimitKind::ImageBytes)
-                .max()
-                .unwrap_or(u64::MAX),
+            bytes_max: self.user.service_limit(LimitKind::ImageBytes),
         })))
     }
 
@@ -160,9 +152,7 @@ impl Drop for ImageVault {
 }
 
 fn load_keys() -> Result<Arc<SiteKeys>, String> {
-    let path = std::env::var_os(SITE_KEY_VARIABLE).filter(|path| !path.is_empty());
-    let path = path.unwrap_or_else(|| DEFAULT_SITE_KEY_PATH.into());
-    SiteKeys::load(Path::new(&path))
+    SiteKeys::load(&site_key_path())
         .map(Arc::new)
         .map_err(|why| format!("no task of an ordinary user can be dumped or restored: {why}"))
 }

@@ -130,11 +130,9 @@ impl Supervisor {
             Some(_) => NamespaceKind::PidAndMount,
             None => NamespaceKind::Pid,
         };
-        let control_groups_max = user
-            .as_ref()
-            .and_then(|user| user.service_limit(LimitKind::ControlGroups).max())
-            .and_then(|max| usize::try_from(max).ok())
-            .unwrap_or(usize::MAX);
+        let control_groups_max = user.as_ref().map_or(u64::MAX, |user| {
+            user.service_limit(LimitKind::ControlGroups)
+        });
         let image_vault = user.as_ref().map(ImageVault::create).transpose()?;
         let pid_numbering = Namespace::probe(namespace_kind);
         let uses_namespaces = pid_numbering.is_some();
@@ -486,9 +484,8 @@ impl Supervisor {
     /// Returns the maximum number of tasks on this host.
     pub(crate) fn tasks_max(&self) -> usize {
         let user = self.task_start_state.user();
-        let service_limit = user.and_then(|user| user.service_limit(LimitKind::Tasks).max());
-        let service_limit = service_limit.and_then(|max| usize::try_from(max).ok());
-        service_limit.unwrap_or(TASKS_MAX).min(TASKS_MAX)
+        let service_limit = user.map_or(u64::MAX, |user| user.service_limit(LimitKind::Tasks));
+        usize::try_from(service_limit).map_or(TASKS_MAX, |max| max.min(TASKS_MAX))
     }
 
     fn start_task(&mut self, order: &TaskStart) -> Result<Task, StartTaskError> {

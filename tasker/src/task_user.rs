@@ -127,9 +127,9 @@ impl TaskUser {
         self.no_new_privs
     }
 
-    /// Returns the administrator's limit for this user.
-    pub(crate) fn service_limit(&self, kind: LimitKind) -> Limit {
-        self.service_limits.get(kind)
+    /// Returns the administrator's limit for this user; the greatest number if there is none.
+    pub(crate) fn service_limit(&self, kind: LimitKind) -> u64 {
+        self.service_limits.get(kind).max().unwrap_or(u64::MAX)
     }
 
     /// Returns each resource (`RLIMIT_*`) with its limit.

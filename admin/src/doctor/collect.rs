@@ -4,11 +4,10 @@ use super::facts::{CgroupFacts, Check, EngineFacts, HostFacts, KeyFacts, SocketF
 use super::{probes, system_calls};
 use crate::process::run;
 use crate::service;
-use crate::site_key::key_path;
 use checkpoint::capabilities::CapabilitySet;
 use checkpoint::criu::{Criu, check_page_scan};
 use checkpoint::engine::Engine;
-use checkpoint::seal::SiteKeys;
+use checkpoint::seal::{SiteKeys, site_key_path};
 use nix::unistd::geteuid;
 use procfs::process::Process;
 use sempa_proto::cgroup;
@@ -69,7 +68,7 @@ pub(super) fn collect_host() -> HostFacts {
         settings: Settings::load(&settings_path)
             .map(|_| settings_path)
             .map_err(|error| error.to_string()),
-        site_key: match (is_root, SiteKeys::load(&key_path())) {
+        site_key: match (is_root, SiteKeys::load(&site_key_path())) {
             (_, Ok(keys)) => KeyFacts::Present(keys.current_id().to_string()),
             (true, Err(error)) => KeyFacts::Refused(error.to_string()),
             (false, Err(_)) => KeyFacts::NotReadable,

@@ -1,4 +1,4 @@
-//! What `doctor` has found out, without any judgement.
+//! The facts that `doctor` collects. `findings` judges them.
 
 use crate::service::ServiceState;
 use std::collections::BTreeMap;
@@ -79,7 +79,7 @@ pub(super) struct CgroupFacts {
     pub(super) freezer: Check,
 }
 
-/// What is known about the site key.
+/// Facts about the site key.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum KeyFacts {
     /// Identifier of the key.

@@ -20,8 +20,8 @@ const REMOTE_TIMEOUT: Duration = Duration::from_secs(40);
 /// Maximum length in bytes of the line with the port of the answering side.
 const PORT_LINE_BYTES_MAX: u64 = 256;
 
-/// What the other host runs. Each line of its output begins with a word; the last line is the time,
-/// so that the time is as new as possible when the line arrives.
+/// The script that the other host executes. Each line of its output begins with a word; the last
+/// line is the time, so that the time is as new as possible when the line arrives.
 const SCRIPT: &str = "\
 PATH=$PATH:/usr/local/sbin:/usr/sbin:/sbin
 admin=$(command -v pvm-admin || command -v \"$OWN\")

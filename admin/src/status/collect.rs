@@ -2,11 +2,10 @@
 
 use super::{MachineStatus, ServiceHealth, TaskProcess, TaskerStatus, UserStatus, VmStatus};
 use crate::service;
-use crate::site_key::key_path;
 use crate::users::user_name;
 use anyhow::Result;
 use checkpoint::criu::Criu;
-use checkpoint::seal::SiteKeys;
+use checkpoint::seal::{SiteKeys, site_key_path};
 use procfs::{Current, LoadAverage, Meminfo};
 use pvm_load_watcher::host_daemons::{HostTasker, resident_bytes, taskers};
 use pvm_load_watcher::owner_override::{self, OVERRIDES_DIR_VAR, overrides_dir};
@@ -54,7 +53,7 @@ fn service_health() -> ServiceHealth {
     let settings_path = settings_path(std::env::var_os(SETTINGS_VARIABLE));
     ServiceHealth {
         state: service::query(service::socket_path().as_deref()),
-        site_key: SiteKeys::load(&key_path())
+        site_key: SiteKeys::load(&site_key_path())
             .map(|keys| keys.current_id().to_string())
             .map_err(|error| error.to_string()),
         engine: Criu::locate(|name| std::env::var_os(name))

@@ -18,7 +18,7 @@ pub(crate) struct StatusOptions {
     json: bool,
 }
 
-/// What is known about this machine.
+/// The state of this machine.
 #[derive(Debug, Serialize)]
 struct MachineStatus {
     host: String,

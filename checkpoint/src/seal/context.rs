@@ -21,8 +21,8 @@ pub enum SealPurpose {
     Checkpoint,
 }
 
-/// Whose images are sealed, and for what purpose. Not secret, but authenticated: images open only
-/// in the context in which they were sealed.
+/// The user and the task of sealed images, and the purpose of the seal. The context is not secret.
+/// The seal authenticates the context: images open only in the context in which they were sealed.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SealContext {
     pub purpose: SealPurpose,

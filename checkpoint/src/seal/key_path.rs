@@ -3,11 +3,20 @@
 use super::error::SiteKeyError;
 use super::site_keys::KEY_FILE_BYTES_MAX;
 use sempa_trusted_file::{FileError, MissingDir, Readers, TrustedFile};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use zeroize::Zeroizing;
 
-/// Path of the site key.
-pub const DEFAULT_SITE_KEY_PATH: &str = "/etc/sempa/site.key";
+/// Path of the site key if the environment names no other.
+const DEFAULT_SITE_KEY_PATH: &str = "/etc/sempa/site.key";
+/// Environment variable with the path of the site key. The environment is that of the tasker
+/// service or of root, and never that of a daemon.
+pub const SITE_KEY_VARIABLE: &str = "SEMPA_SITE_KEY";
+
+/// Returns the path of the site key.
+pub fn site_key_path() -> PathBuf {
+    let path = std::env::var_os(SITE_KEY_VARIABLE).filter(|path| !path.is_empty());
+    path.map_or_else(|| DEFAULT_SITE_KEY_PATH.into(), PathBuf::from)
+}
 
 /// Returns a function that converts the errors of the key file `path`.
 pub(super) fn key_error(path: &Path) -> impl Fn(FileError) -> SiteKeyError {

@@ -26,7 +26,7 @@ mod unsealer;
 
 pub use context::{SealContext, SealPurpose, USER_NAME_BYTES_MAX};
 pub use error::{SealError, SiteKeyError};
-pub use key_path::DEFAULT_SITE_KEY_PATH;
+pub use key_path::{SITE_KEY_VARIABLE, site_key_path};
 pub use sealer::{ImageSealer, seal_images};
 pub use site_keys::{KeyId, PREVIOUS_KEYS_MAX, SiteKeys};
 pub use unsealer::{UnsealLimits, unseal_images};

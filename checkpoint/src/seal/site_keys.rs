@@ -51,7 +51,7 @@ pub struct SiteKeys {
 }
 
 impl SiteKeys {
-    /// Reads a key file. See [`super::DEFAULT_SITE_KEY_PATH`].
+    /// Reads a key file. See [`super::site_key_path`].
     ///
     /// # Errors
     /// The file does not exist or is not valid. The file, or a directory above it, belongs to a

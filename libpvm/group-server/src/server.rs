@@ -41,7 +41,7 @@ mod tag {
     pub(super) const HOSTS: i32 = 15;
 }
 
-/// What the caller of [`Server::handle`] must do.
+/// An action that the caller of [`Server::handle`] must perform.
 #[derive(Debug)]
 pub enum Action {
     /// Send a message with this tag to this task.

@@ -9,7 +9,9 @@
 //! stays.
 
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
+use std::ffi::OsString;
 use std::fmt;
+use std::path::PathBuf;
 use std::str::FromStr;
 use thiserror::Error;
 
@@ -30,6 +32,16 @@ pub const MAGIC: [u8; 4] = *b"SPTS";
 pub const BODY_BYTES_MAX: usize = 1024;
 /// Length in bytes of the magic number and of the length.
 pub const HEAD_BYTES: usize = MAGIC.len() + 2;
+
+/// Returns the path of the socket. `setting` is the value of [`SOCKET_VARIABLE`], if any. Returns
+/// `None` if the service must not be used.
+pub fn socket_path(setting: Option<OsString>) -> Option<PathBuf> {
+    match setting {
+        Some(value) if value == NO_SERVICE => None,
+        Some(value) if !value.is_empty() => Some(value.into()),
+        _ => Some(SOCKET_PATH.into()),
+    }
+}
 
 /// Number of a tasker that the service has started: its PID.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]

@@ -3,15 +3,15 @@
 //! The service (`pvm-taskerd`) is root. Its taskers can migrate the tasks of ordinary users, freeze
 //! them and limit them, which a tasker of the user itself cannot.
 
-use super::env::env_var;
 use checkpoint::descendants::kill_descendants;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use sempa_proto::tasker_service::{
-    BODY_BYTES_MAX, DecodeError, HEAD_BYTES, NO_SERVICE, PROTOCOL_VERSION, SOCKET_PATH,
-    SOCKET_VARIABLE, ServiceRefusal, ServiceReply, ServiceRequest, SessionId, decode, encode,
+    DecodeError, PROTOCOL_VERSION, SOCKET_VARIABLE, ServiceRefusal, ServiceReply, ServiceRequest,
+    SessionId, socket_path,
 };
-use std::io::{self, ErrorKind, Read, Write};
+use sempa_socket::{ExchangeError, ask_tasker_service};
+use std::io;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -50,9 +50,7 @@ pub(crate) enum TaskerHandle {
 
 /// Returns the path of the service's socket; `None` if there is no service, or the user wants none.
 pub(crate) fn service_path() -> Option<PathBuf> {
-    let path = env_var(SOCKET_VARIABLE).unwrap_or_else(|| SOCKET_PATH.into());
-    let is_wanted = path != NO_SERVICE;
-    Some(PathBuf::from(path)).filter(|path| is_wanted && path.exists())
+    socket_path(std::env::var_os(SOCKET_VARIABLE)).filter(|path| path.exists())
 }
 
 /// Starts a tasker by the service. Returns the connection to the tasker. Blocks for a few seconds
@@ -83,39 +81,14 @@ fn ask_service(
     path: &Path,
     request: &ServiceRequest,
 ) -> Result<(UnixStream, ServiceReply), ServiceError> {
-    let connect_error = |cause| ServiceError::Connect {
-        path: path.to_path_buf(),
-        cause,
-    };
-    let no_answer = |cause| ServiceError::NoAnswer {
-        path: path.to_path_buf(),
-        cause,
-    };
-    let mut socket = UnixStream::connect(path).map_err(connect_error)?;
-    socket
-        .set_read_timeout(Some(SERVICE_TIMEOUT))
-        .and_then(|()| socket.set_write_timeout(Some(SERVICE_TIMEOUT)))
-        .map_err(connect_error)?;
-    socket.write_all(&encode(request)).map_err(no_answer)?;
-    // Not a byte more than the reply: what follows comes from the tasker.
-    let mut bytes = Vec::new();
-    loop {
-        let decoded = decode(&bytes).map_err(|cause| ServiceError::Decode {
-            path: path.to_path_buf(),
-            cause,
-        })?;
-        if let Some((reply, _)) = decoded {
-            return Ok((socket, reply));
+    ask_tasker_service(path, request, SERVICE_TIMEOUT).map_err(|error| {
+        let path = path.to_path_buf();
+        match error {
+            ExchangeError::Connect(cause) => ServiceError::Connect { path, cause },
+            ExchangeError::NoReply(cause) => ServiceError::NoAnswer { path, cause },
+            ExchangeError::Decode(cause) => ServiceError::Decode { path, cause },
         }
-        let mut byte = [0];
-        match socket.read(&mut byte) {
-            Ok(0) => return Err(no_answer(ErrorKind::UnexpectedEof.into())),
-            Ok(_) if bytes.len() < HEAD_BYTES + BODY_BYTES_MAX => bytes.push(byte[0]),
-            Ok(_) => return Err(no_answer(ErrorKind::InvalidData.into())),
-            Err(error) if error.kind() == ErrorKind::Interrupted => {}
-            Err(error) => return Err(no_answer(error)),
-        }
-    }
+    })
 }
 
 impl TaskerHandle {

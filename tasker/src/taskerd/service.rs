@@ -3,6 +3,7 @@
 use crate::pending::{PendingConnection, PendingConnections};
 use crate::registry::SessionRegistry;
 use anyhow::Context;
+use checkpoint::seal::SITE_KEY_VARIABLE;
 use nix::errno::Errno;
 use nix::fcntl::{FcntlArg, FdFlag, fcntl};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
@@ -31,7 +32,7 @@ const ACCEPTS_PER_ROUND_MAX: usize = 64;
 const PASSED_VARIABLES: [&str; 6] = [
     "PATH",
     "SEMPA_CRIU",
-    "SEMPA_SITE_KEY",
+    SITE_KEY_VARIABLE,
     SETTINGS_VARIABLE,
     "SEMPA_FREEZER",
     "SEMPA_POST_COPY",

@@ -31,7 +31,7 @@ pub(super) struct Finding {
     pub(super) subject: String,
     pub(super) level: Level,
     pub(super) sentence: String,
-    /// What to do; `None` if nothing needs to be done.
+    /// The advice to the administrator; `None` if nothing must be done.
     pub(super) advice: Option<String>,
 }
 

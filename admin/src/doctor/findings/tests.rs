@@ -132,7 +132,7 @@ fn each_missing_ability_is_one_finding() {
         let findings = findings_of(host, None);
         assert_one_problem(&findings, level, part);
         assert!(problems(&findings)[0].contains("EPERM"));
-        // What could not be tested is never a failure.
+        // A property that could not be tested is never a failure.
         let mut host = good_host();
         change(&mut host, Check::NotTested("no".into()));
         assert_one_problem(

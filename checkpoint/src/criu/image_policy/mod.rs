@@ -123,7 +123,7 @@ const DEFAULT_RESOURCE_LIMITS: [u64; RESOURCE_LIMITS] = {
     limits
 };
 
-/// What a restore accepts.
+/// The contents of images that a restore accepts.
 #[derive(Clone, Debug)]
 pub struct RestorePolicy {
     pub identity: UserIdentity,

@@ -302,6 +302,13 @@ mod tests {
         assert!(!decode(&[]).expect("valid").is_present("inner"));
     }
 
+    /// Returns field 5 with a number of `continued_bytes` zeros that another byte follows, and of
+    /// that last byte.
+    fn varint_field(continued_bytes: usize, last_byte: u8) -> Vec<u8> {
+        let zeros = vec![0x80; continued_bytes];
+        [&[5 << 3][..], &zeros, &[last_byte]].concat()
+    }
+
     #[test]
     fn ambiguous_messages_are_refused() {
         for (case, bytes) in [
@@ -331,39 +338,8 @@ mod tests {
         for (case, bytes) in [
             ("truncated", &[2 << 3][..]),
             ("truncated text", &[6 << 3 | 2, 2, b'x']),
-            (
-                "varint of 65 bits",
-                &[
-                    5 << 3,
-                    0x80,
-                    0x80,
-                    0x80,
-                    0x80,
-                    0x80,
-                    0x80,
-                    0x80,
-                    0x80,
-                    0x80,
-                    2,
-                ],
-            ),
-            (
-                "varint of 11 bytes",
-                &[
-                    5 << 3,
-                    0x80,
-                    0x80,
-                    0x80,
-                    0x80,
-                    0x80,
-                    0x80,
-                    0x80,
-                    0x80,
-                    0x80,
-                    0x80,
-                    0,
-                ],
-            ),
+            ("varint of 65 bits", &varint_field(9, 2)),
+            ("varint of 11 bytes", &varint_field(10, 0)),
             ("required field absent", &[7 << 3 | 2, 0]),
         ] {
             let error = decode(bytes).expect_err(case);
