@@ -10,10 +10,11 @@
 //! forever. In version 2 frozen processes can be killed like others.
 
 use crate::clone_vfork;
+use crate::locked_dir;
 use crate::namespace_init;
 use crate::sys::{self, Child};
 use crate::task_user::with_own_file_rights;
-use nix::fcntl::{Flock, FlockArg};
+use nix::fcntl::Flock;
 use nix::sched::{CloneFlags, unshare};
 use rustix::mount::{FsMountFlags, FsOpenFlags, MountAttrFlags, fsconfig_create, fsmount, fsopen};
 use sempa_proto::cgroup;
@@ -41,9 +42,6 @@ const NESTED_GROUPS_MAX: usize = 256;
 const PROBE_TIMEOUT: Duration = Duration::from_secs(2);
 /// Poll interval of the probe.
 const PROBE_INTERVAL: Duration = Duration::from_micros(100);
-/// Maximum number of attempts to create the tasker's directory. Another tasker may remove the new
-/// directory as stale before this tasker has locked it.
-const CREATE_DIR_ATTEMPTS_MAX: usize = 3;
 
 /// The directory of this tasker's control groups. Dropping this value removes all groups that
 /// contain no processes.
@@ -157,13 +155,15 @@ impl Freezer {
     /// Creates the tasker's directory in the control group `own_group`, and probes freezing.
     /// `mount` is the private mount that contains `own_group`, if any.
     fn create_in(own_group: &Path, mount: Option<OwnedFd>) -> Result<Self, FreezerUnavailable> {
-        remove_stale_dirs(own_group);
-        let (path, dir_lock) = (0..CREATE_DIR_ATTEMPTS_MAX)
-            .find_map(|_| create_locked_dir(own_group).transpose())
-            .unwrap_or_else(|| Err(io::ErrorKind::WouldBlock.into()))
-            .map_err(|source| FreezerUnavailable::CreateGroupFailed {
-                own: own_group.into(),
-                source,
+        // The tasks of killed taskers were killed with the taskers. Groups that still contain ending
+        // processes are removed by the next tasker.
+        locked_dir::remove_stale(own_group, CGROUP_DIR_PREFIX, remove_groups);
+        let (path, dir_lock) =
+            locked_dir::create(own_group, CGROUP_DIR_PREFIX).map_err(|source| {
+                FreezerUnavailable::CreateGroupFailed {
+                    own: own_group.into(),
+                    source,
+                }
             })?;
         let mut freezer = Self {
             _dir_lock: dir_lock,
@@ -382,40 +382,6 @@ fn mount_own_group() -> io::Result<OwnedFd> {
             .join()
             .unwrap_or_else(|_| Err(io::Error::other("the thread that mounts them has ended")))
     })
-}
-
-/// Creates a new directory for the groups of this tasker in the control group `own_group`, and
-/// locks it. Returns `None` if another tasker has removed the directory as stale.
-fn create_locked_dir(own_group: &Path) -> io::Result<Option<(PathBuf, Flock<File>)>> {
-    let path = nix::unistd::mkdtemp(&own_group.join(format!("{CGROUP_DIR_PREFIX}XXXXXX")))?;
-    let Ok(file) = File::open(&path) else {
-        return Ok(None);
-    };
-    let Ok(dir_lock) = Flock::lock(file, FlockArg::LockExclusiveNonblock) else {
-        return Ok(None);
-    };
-    Ok(path.exists().then_some((path, dir_lock)))
-}
-
-/// Removes the directories of killed taskers from the control group `own_group`. The tasks of these
-/// taskers were killed with the taskers. Groups that still contain ending processes are removed by
-/// the next tasker.
-fn remove_stale_dirs(own_group: &Path) {
-    for entry in fs::read_dir(own_group).into_iter().flatten().flatten() {
-        let path = entry.path();
-        if !entry
-            .file_name()
-            .to_string_lossy()
-            .starts_with(CGROUP_DIR_PREFIX)
-        {
-            continue;
-        }
-        let dir_lock =
-            File::open(&path).map(|file| Flock::lock(file, FlockArg::LockExclusiveNonblock));
-        if let Ok(Ok(_acquired_lock)) = dir_lock {
-            remove_groups(&path);
-        }
-    }
 }
 
 /// Removes the directory `dir` of a tasker with its control groups.

@@ -6,6 +6,7 @@
 //! directory of its own.
 
 use crate::image_manifest::{ImageManifest, prepare_image_dir};
+use crate::locked_dir;
 use crate::namespace::Namespace;
 use crate::task_user::{TaskUser, with_own_file_rights};
 use checkpoint::criu::image_policy::{
@@ -16,12 +17,11 @@ use checkpoint::proc;
 use checkpoint::seal::{
     SealContext, SealPurpose, SiteKeys, UnsealLimits, seal_images, site_key_path, unseal_images,
 };
-use nix::fcntl::{Flock, FlockArg};
+use nix::fcntl::Flock;
 use sempa_proto::Tid;
 use sempa_proto::migration::Failure;
 use sempa_service_settings::LimitKind;
 use std::collections::BTreeSet;
-use std::ffi::OsStr;
 use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io::{self, BufWriter, Write};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
@@ -35,9 +35,6 @@ const SERVICE_DIR: &str = "/run/sempa";
 const DIR_PREFIX: &str = "images-";
 /// Name of the file with sealed images in the image directory of the daemon.
 const SEALED_FILE: &str = "sealed-images";
-/// Maximum number of attempts to create the tasker's directory. Another tasker may remove the new
-/// directory as stale before this tasker has locked it.
-const CREATE_DIR_ATTEMPTS_MAX: usize = 3;
 /// Image of the control groups of a task. The tasker of the target creates the groups.
 const CGROUP_IMAGE: &str = "cgroup.img";
 /// Size of the buffer between the seal and its file.
@@ -68,10 +65,11 @@ impl ImageVault {
                 .recursive(true)
                 .mode(0o755)
                 .create(service_dir)?;
-            remove_stale_dirs(service_dir);
-            let (dir, lock) = (0..CREATE_DIR_ATTEMPTS_MAX)
-                .find_map(|_| create_locked_dir(service_dir).transpose())
-                .unwrap_or_else(|| Err(io::ErrorKind::WouldBlock.into()))?;
+            locked_dir::remove_stale(service_dir, DIR_PREFIX, |dir| {
+                // The next tasker removes the directory if this one cannot.
+                let _ = fs::remove_dir_all(dir);
+            });
+            let (dir, lock) = locked_dir::create(service_dir, DIR_PREFIX)?;
             Ok(Self {
                 dir,
                 _lock: lock,
@@ -155,32 +153,6 @@ fn load_keys() -> Result<Arc<SiteKeys>, String> {
     SiteKeys::load(&site_key_path())
         .map(Arc::new)
         .map_err(|why| format!("no task of an ordinary user can be dumped or restored: {why}"))
-}
-
-/// Creates a directory for a tasker, and locks it. Returns `None` if another tasker has removed the
-/// directory as stale.
-fn create_locked_dir(service_dir: &Path) -> io::Result<Option<(PathBuf, Flock<File>)>> {
-    let dir = nix::unistd::mkdtemp(&service_dir.join(format!("{DIR_PREFIX}XXXXXX")))?;
-    let Ok(file) = File::open(&dir) else {
-        return Ok(None);
-    };
-    let lock = Flock::lock(file, FlockArg::LockExclusiveNonblock);
-    Ok(lock.ok().filter(|_| dir.exists()).map(|lock| (dir, lock)))
-}
-
-/// Removes the directories that killed taskers have left.
-fn remove_stale_dirs(service_dir: &Path) {
-    let has_prefix = |name: &OsStr| name.to_string_lossy().starts_with(DIR_PREFIX);
-    for entry in fs::read_dir(service_dir).into_iter().flatten().flatten() {
-        let path = entry.path();
-        if has_prefix(&entry.file_name())
-            && let Ok(file) = File::open(&path)
-            && Flock::lock(file, FlockArg::LockExclusiveNonblock).is_ok()
-        {
-            // Fails if another tasker removes it at the same time.
-            let _ = fs::remove_dir_all(&path);
-        }
-    }
 }
 
 /// The directory in which the engine writes or reads the images of a task.

@@ -23,6 +23,7 @@ mod image_vault;
 mod last_pid;
 mod lease;
 mod leftovers;
+mod locked_dir;
 mod memory_reservations;
 mod migrations;
 mod namespace;
