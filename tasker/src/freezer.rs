@@ -193,19 +193,19 @@ impl Freezer {
     /// # Errors
     /// The system's error, for example because the number of groups is limited.
     pub(crate) fn create_group(&mut self) -> io::Result<ControlGroup> {
+        with_own_file_rights(|| {
+            // Only the groups that still contain processes remain in the list.
+            self.unremoved_groups
+                .borrow_mut()
+                .retain(|path| remove_group(path).is_err());
+        });
         let group_count = Rc::strong_count(&self.unremoved_groups) - 1;
         if (group_count + self.unremoved_groups.borrow().len()) as u64 >= self.groups_max {
             return Err(io::Error::from_raw_os_error(libc::EDQUOT));
         }
-        // Only the groups that still contain processes remain in the list.
         self.created_group_count += 1;
         let path = self.dir.join(self.created_group_count.to_string());
-        with_own_file_rights(|| {
-            self.unremoved_groups
-                .borrow_mut()
-                .retain(|path| remove_group(path).is_err());
-            fs::create_dir(&path)
-        })?;
+        with_own_file_rights(|| fs::create_dir(&path))?;
         Ok(ControlGroup {
             path,
             freeze_requested: Cell::new(false),
@@ -449,5 +449,34 @@ mod tests {
             fs::create_dir(inner.join(number.to_string())).expect("the test's own directory");
         }
         assert_eq!(nested_groups(dir.path()).len(), NESTED_GROUPS_MAX);
+    }
+
+    /// A group that could not be removed at its end counts until it can be removed.
+    #[test]
+    fn removable_groups_do_not_count() {
+        let parent = tempfile::tempdir().expect("a directory");
+        let (dir, lock) = locked_dir::create(parent.path(), CGROUP_DIR_PREFIX).expect("unlocked");
+        let mut freezer = Freezer {
+            _dir_lock: lock,
+            dir,
+            _mount: None,
+            created_group_count: 0,
+            groups_max: 1,
+            unremoved_groups: Rc::default(),
+            reserve: Rc::new(DescriptorReserve::new()),
+        };
+        let is_refused = |freezer: &mut Freezer| {
+            let error = freezer.create_group().err();
+            error.is_some_and(|error| error.raw_os_error() == Some(libc::EDQUOT))
+        };
+        let group = freezer.create_group().expect("the first");
+        assert!(is_refused(&mut freezer));
+        // The file keeps the directory as a process keeps a group.
+        let file = group.path.join("process");
+        fs::write(&file, "").expect("the test's own directory");
+        drop(group);
+        assert!(is_refused(&mut freezer));
+        fs::remove_file(&file).expect("it is there");
+        assert!(!is_refused(&mut freezer));
     }
 }
