@@ -155,8 +155,8 @@ impl Freezer {
     /// Creates the tasker's directory in the control group `own_group`, and probes freezing.
     /// `mount` is the private mount that contains `own_group`, if any.
     fn create_in(own_group: &Path, mount: Option<OwnedFd>) -> Result<Self, FreezerUnavailable> {
-        // The tasks of killed taskers were killed with the taskers. Groups that still contain ending
-        // processes are removed by the next tasker.
+        // The tasks of killed taskers were killed with the taskers. Groups that still contain
+        // ending processes are removed by the next tasker.
         locked_dir::remove_stale(own_group, CGROUP_DIR_PREFIX, remove_groups);
         let (path, dir_lock) =
             locked_dir::create(own_group, CGROUP_DIR_PREFIX).map_err(|source| {
