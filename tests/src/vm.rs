@@ -19,6 +19,9 @@ use std::time::Duration;
 /// Time limit for one command of the console on a loaded machine. It is sufficient for migrations
 /// with much memory.
 pub const COMMAND_TIMEOUT: Duration = Duration::from_secs(60);
+/// Time limit for a migration. A pre-copy has the lowest priority, so on a loaded machine it sends
+/// only about 15 MiB/s.
+const MIGRATION_TIMEOUT: Duration = Duration::from_secs(240);
 
 /// Time limit for lost hosts to become members again.
 const JOIN_TIMEOUT: Duration = Duration::from_secs(120);
@@ -417,7 +420,10 @@ impl<'a> Vm<'a> {
     /// # Errors
     /// The console does not start or does not end.
     pub fn migrate(&self, tid: &str, host: &str) -> Result<CommandResult> {
-        self.run_pvm(&["migrate", tid, host])
+        let mut command =
+            self.user_command(self.testbed.host(1), self.prefix_in_hosts.join("bin/pvm"));
+        command.args(["migrate", tid, host]);
+        run_to_end(command, MIGRATION_TIMEOUT)
     }
 
     /// Migrates a task with the console. Repeats the command while the task is not connected to its

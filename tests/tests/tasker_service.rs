@@ -17,7 +17,7 @@ const TIMEOUT: Duration = Duration::from_secs(60);
 /// Memory of a task in MiB that migrates with all its memory in the images, and of one that uses
 /// post-copy.
 const SMALL_MIB: &str = "1";
-const LARGE_MIB: &str = "512";
+const LARGE_MIB: &str = "80";
 
 fn start_services(testbed: &Testbed) -> TaskerServices<'_> {
     let key_dir = Path::new(env!("CARGO_TARGET_TMPDIR"));
