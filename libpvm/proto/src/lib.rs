@@ -39,6 +39,7 @@ pub mod event;
 pub mod frame;
 pub mod group;
 pub mod host;
+pub mod host_limit;
 pub mod ids;
 pub mod job;
 pub mod lease;

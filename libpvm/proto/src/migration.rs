@@ -6,6 +6,7 @@
 //! `checkpoint` crate.
 
 use crate::engine::{AskMethod, Engine, LaunchInfo, STATE_ENV};
+use crate::host_limit::HostLimit;
 use crate::ids::{HostId, Micros, MigrationId, RequestId, Tid};
 use crate::suspend::Suspensions;
 use crate::text;
@@ -411,6 +412,8 @@ pub enum Refusal {
         /// The violation, in one sentence.
         why: String,
     },
+    /// A limit on what users have on the target excludes the task.
+    HostLimit(HostLimit),
 }
 
 impl fmt::Display for Refusal {
@@ -538,6 +541,7 @@ impl fmt::Display for Refusal {
             Self::ForbiddenImages { why } => {
                 write!(f, "its images are not restored: {}", text::reason(why))
             }
+            Self::HostLimit(limit) => limit.fmt(f),
         }
     }
 }

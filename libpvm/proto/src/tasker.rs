@@ -6,6 +6,7 @@
 //! or the daemon does not renew its lease, the tasker kills all its tasks and exits.
 
 use crate::engine::Engine;
+use crate::host_limit::HostLimit;
 use crate::ids::{Micros, MigrationId, RequestId, Tid};
 use crate::migration::{Failure, Refusal, TaskFacts, Usage, Verdict};
 use crate::task::RedirectAddress;
@@ -429,5 +430,13 @@ pub enum FromTasker {
         tid: Tid,
         /// Process ids in the tasker's PID namespace, at most [`REPORTED_PIDS_MAX`].
         pids: Vec<i32>,
+    },
+    /// The tasks of the user have exceeded a limit on this host, so the tasker has killed this
+    /// task, which uses most. [`FromTasker::Exited`] or [`FromTasker::LeftBehind`] follows.
+    KilledForLimit {
+        tid: Tid,
+        /// True if the task had ended before, and its leftover processes were killed.
+        has_ended: bool,
+        limit: HostLimit,
     },
 }

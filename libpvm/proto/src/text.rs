@@ -55,6 +55,20 @@ pub fn split_memory_size(text: &str) -> Option<(&str, u32)> {
     Some((number.trim(), shift))
 }
 
+/// Formats a number of bytes in the largest unit of which there is one, with at most one decimal
+/// place, such as "1.2 GiB".
+pub fn binary_size(bytes: u64) -> String {
+    const UNITS: [(u32, &str); 4] = [(40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")];
+    let Some((shift, unit)) = UNITS.into_iter().find(|(shift, _)| bytes >> shift > 0) else {
+        return format!("{bytes} bytes");
+    };
+    let tenths = (u128::from(bytes) * 10) >> shift;
+    match tenths % 10 {
+        0 => format!("{} {unit}", tenths / 10),
+        tenth => format!("{}.{tenth} {unit}", tenths / 10),
+    }
+}
+
 /// Replaces every host number in `text`, in the form that [`HostId`] prints, by the host's name.
 pub fn replace_host_numbers<'a>(text: &str, name: impl Fn(HostId) -> Option<&'a str>) -> String {
     const PREFIX: &str = "host ";
@@ -92,6 +106,21 @@ mod tests {
         assert_eq!(truncate("olga läuft", 6), "olga l");
         assert_eq!(truncate("olga läuft", 7), "olga l");
         assert_eq!(truncate("olga", 7), "olga");
+    }
+
+    #[test]
+    fn bytes_have_the_largest_unit() {
+        let cases = [
+            (0, "0 bytes"),
+            (1023, "1023 bytes"),
+            (1024, "1 KiB"),
+            (1288, "1.2 KiB"),
+            (64 << 20, "64 MiB"),
+            (u64::MAX, "16777215.9 TiB"),
+        ];
+        for (bytes, text) in cases {
+            assert_eq!(binary_size(bytes), text);
+        }
     }
 
     #[test]

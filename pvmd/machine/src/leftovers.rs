@@ -13,6 +13,7 @@
 use super::Machine;
 use sempa_proto::event::{EventKind, LeftoverCount};
 use sempa_proto::host::HostMsg;
+use sempa_proto::host_limit::HostLimit;
 use sempa_proto::owner::{EvictionMode, GuestAccess};
 use sempa_proto::table::{TASK_FORKED, TaskInfo};
 use sempa_proto::task::Reply;
@@ -78,6 +79,15 @@ impl Leftovers {
 }
 
 impl Machine {
+    /// Records that the tasker has killed a task, or what a task has left behind, because of a
+    /// limit of the host.
+    pub(super) fn record_limit_kill(&mut self, tid: Tid, has_ended: bool, limit: &HostLimit) {
+        self.log_warning_and_record(match has_ended {
+            false => format!("{tid} was killed: {limit}"),
+            true => format!("the processes that {tid} has left behind were killed: {limit}"),
+        });
+    }
+
     /// Handles the tasker's report on what a task has left behind. The first report precedes the
     /// report that the task has ended.
     pub(super) fn handle_left_behind(&mut self, tid: Tid, process_count: u32, pids: Vec<i32>) {

@@ -562,6 +562,11 @@ impl Machine {
             } => self.handle_left_behind(tid, process_count, pids),
             FromTasker::LeftoversStopped { tid } => self.handle_leftovers_stopped(tid),
             FromTasker::NotStopped { tid, pids } => self.handle_not_stopped(tid, pids),
+            FromTasker::KilledForLimit {
+                tid,
+                has_ended,
+                limit,
+            } => self.record_limit_kill(tid, has_ended, &limit),
             FromTasker::QueryInspected {
                 query: query_id,
                 result,

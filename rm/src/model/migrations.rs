@@ -222,6 +222,7 @@ impl Model {
             Refusal::HostLost(_)
             | Refusal::OwnerPresent { .. }
             | Refusal::OwnerLimits { .. }
+            | Refusal::HostLimit(_)
             | Refusal::MemoryReserved { .. }
             | Refusal::Unreadable { .. } => {
                 self.block_target(now, tid, target, TARGET_RETRY_MIN, &reason_text);

@@ -20,6 +20,7 @@
 //! A file that is malformed, or that other users can write, is refused as a whole: nobody can tell
 //! what the administrator has forbidden. Only [`Settings::load`] reads a file.
 
+pub mod host_account;
 mod limits;
 mod parse;
 
