@@ -22,6 +22,15 @@ pub fn retain_capabilities(retained_set: CapabilitySet) -> io::Result<()> {
     Ok(set_capabilities(None, sets)?)
 }
 
+/// Returns the permitted capabilities of the calling thread. Those that are not effective, for
+/// example because the thread accesses files as another user, can become so.
+///
+/// # Errors
+/// The kernel does not tell them.
+pub fn permitted_capabilities() -> io::Result<CapabilitySet> {
+    Ok(capabilities(None)?.permitted)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

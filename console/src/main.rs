@@ -33,6 +33,7 @@ mod lost_vms;
 mod outcome;
 mod output;
 mod parse_error;
+mod service_notes;
 mod session;
 mod virtual_machine;
 

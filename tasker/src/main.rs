@@ -169,16 +169,32 @@ fn serve_daemon(socket_fd: i32, uid: Option<u32>) -> anyhow::Result<()> {
         .map(|uid| task_user::serve_user(uid, &socket))
         .transpose()
         .context("cannot run tasks for this user")?;
-    let retained_capabilities = match user {
+    let needed_capabilities = match user {
         Some(_) => RETAINED_CAPABILITIES.union(USER_CAPABILITIES),
         None => RETAINED_CAPABILITIES,
     };
-    capabilities::retain_capabilities(retained_capabilities).context("cannot drop privileges")?;
+    let missing_capabilities =
+        missing_capabilities(needed_capabilities).context("cannot read its privileges")?;
+    capabilities::retain_capabilities(needed_capabilities).context("cannot drop privileges")?;
     // The owner waits until this thread has stopped the guests. The thread never computes for long,
     // and its children start with normal priority.
     sempa_socket::boost_priority();
-    let mut supervisor = supervisor::Supervisor::new(socket, user).context("cannot set up")?;
+    let mut supervisor =
+        supervisor::Supervisor::new(socket, user, missing_capabilities).context("cannot set up")?;
     supervisor.run_until_disconnect().context("lost the daemon")
+}
+
+/// Returns the names of the capabilities in `needed` that this process does not have; none if its
+/// user is not root, which cannot have them.
+fn missing_capabilities(needed: CapabilitySet) -> std::io::Result<Vec<String>> {
+    if !nix::unistd::geteuid().is_root() {
+        return Ok(Vec::new());
+    }
+    let missing = needed - capabilities::permitted_capabilities()?;
+    Ok(missing
+        .iter_names()
+        .map(|(name, _)| format!("CAP_{name}"))
+        .collect())
 }
 
 /// Opens /dev/null for each missing standard descriptor. Otherwise a later descriptor would get the

@@ -57,10 +57,9 @@ const FIRST_DUMP_TIMEOUT_BASE: Duration = Duration::from_secs(5);
 const DEFERRED_ORDERS_MAX: usize = 256;
 
 /// The reason why migrations are refused if the tasker may not create PID namespaces.
-pub(crate) const NO_NAMESPACES: &str = "the tasker may not create PID namespaces here, which requires root; ask the \
-                                        administrator of the host to start pvm-taskerd, or run the daemon as \
-                                        root, or let the task write its own checkpoint (SEMPA_ENGINE), which \
-                                        requires no privileges";
+pub(crate) const NO_NAMESPACES: &str = "the tasker may not create PID namespaces here, which requires root with \
+                                        CAP_SYS_ADMIN, or for ordinary users the service pvm-taskerd; a task that \
+                                        writes its own checkpoint (SEMPA_ENGINE) needs no privileges";
 
 /// Result of the last probe of the engine.
 #[derive(Clone, Debug)]

@@ -68,6 +68,8 @@ pub(crate) struct Supervisor {
     pub(crate) daemon_socket: DaemonSocket,
     pub(crate) tasks: BTreeMap<Tid, Task>,
     pub(crate) migrations: Migrations,
+    /// Capabilities that this process needs as root and lacks.
+    missing_capabilities: Vec<String>,
     /// The PIDs that the PID namespaces of tasks allow; `None` if tasks get no namespaces.
     pub(crate) pid_numbering: Option<PidNumbering>,
     /// Namespaces prepared for future tasks.
@@ -114,7 +116,11 @@ impl Supervisor {
     ///
     /// # Errors
     /// A system call failed.
-    pub(crate) fn new(socket: OwnedFd, user: Option<TaskUser>) -> io::Result<Self> {
+    pub(crate) fn new(
+        socket: OwnedFd,
+        user: Option<TaskUser>,
+        missing_capabilities: Vec<String>,
+    ) -> io::Result<Self> {
         // Orphans of tasks must become children of the tasker. As children of the host's init they
         // would not be killed when the tasker ends.
         nix::sys::prctl::set_child_subreaper(true)?;
@@ -140,6 +146,7 @@ impl Supervisor {
             daemon_socket: DaemonSocket::new(socket)?,
             tasks: BTreeMap::new(),
             migrations: Migrations::new(uses_namespaces, image_vault.as_ref())?,
+            missing_capabilities,
             pid_numbering,
             spare_namespaces: SpareNamespaces::new(namespace_kind),
             task_start_state: TaskStartState::prepare(user)?,
@@ -195,6 +202,7 @@ impl Supervisor {
                 .as_ref()
                 .map(drop)
                 .map_err(|why| tasker::FreezerUnavailable(why.to_string())),
+            missing_capabilities: self.missing_capabilities.clone(),
         }
     }
 

@@ -12,7 +12,38 @@ pub const ALICE_UID: u32 = 21_001;
 /// Uid of the ordinary user `olga`, who is the owner of the hosts.
 pub const OLGA_UID: u32 = 21_002;
 
-/// Returns the home folder of `root`, `alice` or `olga` below `folder`, the testbed's folder.
+/// An account that all hosts of a testbed have.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Account {
+    pub name: &'static str,
+    /// User id, and id of the user's only group.
+    pub uid: u32,
+}
+
+pub const ROOT: Account = Account {
+    name: "root",
+    uid: 0,
+};
+pub const ALICE: Account = Account {
+    name: "alice",
+    uid: ALICE_UID,
+};
+pub const BOB: Account = Account {
+    name: "bob",
+    uid: 21_003,
+};
+pub const CAROL: Account = Account {
+    name: "carol",
+    uid: 21_004,
+};
+const OLGA: Account = Account {
+    name: "olga",
+    uid: OLGA_UID,
+};
+/// The ordinary users of all hosts.
+pub(crate) const ORDINARY_USERS: [Account; 4] = [ALICE, BOB, CAROL, OLGA];
+
+/// Returns the home folder of `root` or of an ordinary user below `folder`, the testbed's folder.
 pub(crate) fn home_of(folder: &Path, user: &str) -> PathBuf {
     folder.join(if user == "root" { "home" } else { user })
 }

@@ -1,6 +1,6 @@
 //! Sets up ssh in the folder of a testbed: keys, and the settings of clients and daemons.
 
-use crate::layout::{ALICE_UID, NETWORK_PREFIX, OLGA_UID, home_of};
+use crate::layout::{Account, NETWORK_PREFIX, ORDINARY_USERS, ROOT, home_of};
 use crate::run::run_successfully;
 use anyhow::{Context, Result};
 use std::fs;
@@ -22,7 +22,7 @@ pub(crate) fn make_keys_and_settings(
     let ssh_folder = folder.join("ssh");
     fs::create_dir_all(&ssh_folder)?;
     let mut authorized_keys = String::new();
-    for (user, uid) in [("root", 0), ("alice", ALICE_UID), ("olga", OLGA_UID)] {
+    for Account { name: user, uid } in [ROOT].into_iter().chain(ORDINARY_USERS) {
         let key_path = ssh_folder.join(format!("key-{user}"));
         authorized_keys.push_str(&make_key(&key_path, user)?);
         std::os::unix::fs::chown(&key_path, Some(uid), Some(uid))?;
@@ -57,7 +57,7 @@ fn make_key(key_file: &Path, key_comment: &str) -> Result<String> {
     Ok(fs::read_to_string(public_key_file)?)
 }
 
-/// Returns the path of the client settings of `user`, which is `root`, `alice` or `olga`. On the
+/// Returns the path of the client settings of `user`, which is `root` or an ordinary user. On the
 /// hosts ssh finds the file without an option.
 pub fn client_config_path(folder: &Path, user: &str) -> PathBuf {
     home_of(folder, user).join(".ssh/config")

@@ -24,6 +24,8 @@ pub struct TaskerServices<'a> {
     testbed: &'a Testbed,
     services: Vec<RunningCommand>,
     key_path: PathBuf,
+    /// Command that starts the service, which is its last argument; empty for none.
+    wrapper: Vec<String>,
 }
 
 impl<'a> TaskerServices<'a> {
@@ -33,6 +35,15 @@ impl<'a> TaskerServices<'a> {
     /// # Errors
     /// A service does not listen.
     pub fn start(testbed: &'a Testbed, key_dir: &Path) -> Result<Self> {
+        Self::start_wrapped(testbed, key_dir, &[])
+    }
+
+    /// As [`TaskerServices::start`]; the command `wrapper` starts each service, which is its last
+    /// argument.
+    ///
+    /// # Errors
+    /// A service does not listen.
+    pub fn start_wrapped(testbed: &'a Testbed, key_dir: &Path, wrapper: &[&str]) -> Result<Self> {
         let key_path = key_dir.join(format!("site-key-{}", std::process::id()));
         fs::write(&key_path, site_key_text())?;
         fs::set_permissions(&key_path, PermissionsExt::from_mode(0o600))?;
@@ -40,6 +51,7 @@ impl<'a> TaskerServices<'a> {
             testbed,
             services: Vec::new(),
             key_path,
+            wrapper: wrapper.iter().map(ToString::to_string).collect(),
         };
         for host in testbed.hosts() {
             let service = services.start_on(host)?;
@@ -51,7 +63,10 @@ impl<'a> TaskerServices<'a> {
     fn start_on(&self, host: &Host) -> Result<RunningCommand> {
         let prefix = self.testbed.prefix().context("programs are installed")?;
         let program = prefix_in_hosts(prefix).join("sbin/pvm-taskerd");
-        let mut command = host.root_command(program);
+        let words = self.wrapper.iter().map(PathBuf::from).chain([program]);
+        let words: Vec<PathBuf> = words.collect();
+        let mut command = host.root_command(&words[0]);
+        command.args(&words[1..]);
         command.env("SEMPA_SITE_KEY", &self.key_path);
         if let Some(engine) = self.testbed.engine() {
             command.env("SEMPA_CRIU", engine);

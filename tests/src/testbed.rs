@@ -6,10 +6,10 @@
 //! removes the network when the testbed's process ends. A testbed whose process was killed leaves
 //! one folder; its outside host or the next testbed removes the folder.
 
-pub use crate::layout::{ALICE_UID, NETWORK_PREFIX, OLGA_UID};
+pub use crate::layout::{ALICE, ALICE_UID, Account, BOB, CAROL, NETWORK_PREFIX, OLGA_UID, ROOT};
 
 use crate::hosts::HostPlan;
-use crate::layout::{home_of, prefix_in_hosts};
+use crate::layout::{ORDINARY_USERS, home_of, prefix_in_hosts};
 use crate::run::{CommandResult, RunningCommand, run_successfully, run_to_end, wait_for};
 use crate::{machine, ssh_settings};
 use anyhow::{Context, Result, bail};
@@ -143,8 +143,8 @@ impl Testbed {
         let host_names: Vec<String> = (1..=count).map(|i| format!("h{i}")).collect();
         let root_home = home_of(folder, "root");
         fs::create_dir_all(root_home.join("pvm3/bin/LINUX64"))?;
-        for (user, uid) in [("alice", ALICE_UID), ("olga", OLGA_UID)] {
-            let user_home = home_of(folder, user);
+        for Account { name, uid } in ORDINARY_USERS {
+            let user_home = home_of(folder, name);
             fs::create_dir_all(user_home.join("pvm3/bin/LINUX64"))?;
             std::os::unix::fs::chown(&user_home, Some(uid), Some(uid))?;
         }
@@ -671,7 +671,7 @@ fn visible_folders(
 }
 
 /// Writes the files that replace files of /etc on all hosts: the hosts file, and the account files,
-/// which contain two additional ordinary users.
+/// which contain the additional ordinary users.
 fn write_etc_files(folder: &Path, host_names: &[String]) -> Result<()> {
     let mut hosts_text = format!("127.0.0.1 localhost\n{NETWORK_PREFIX}.254 desk\n");
     for (i, name) in (1..).zip(host_names) {
@@ -681,9 +681,8 @@ fn write_etc_files(folder: &Path, host_names: &[String]) -> Result<()> {
     let other_lines = |file: &str| -> Result<String> {
         let text = fs::read_to_string(file)?;
         let kept_lines = text.lines().filter(|line| {
-            !["root:", "alice:", "olga:"]
-                .iter()
-                .any(|user| line.starts_with(user))
+            let name = line.split(':').next().unwrap_or_default();
+            name != ROOT.name && ORDINARY_USERS.iter().all(|user| user.name != name)
         });
         Ok(kept_lines.map(|line| format!("{line}\n")).collect())
     };
@@ -695,7 +694,7 @@ fn write_etc_files(folder: &Path, host_names: &[String]) -> Result<()> {
         "root:x:0:\n".to_string(),
         "root:*:19000:0:99999:7:::\n".to_string(),
     );
-    for (user, uid) in [("alice", ALICE_UID), ("olga", OLGA_UID)] {
+    for Account { name: user, uid } in ORDINARY_USERS {
         passwd_text.push_str(&format!(
             "{user}:x:{uid}:{uid}:{user}:{}:/bin/bash\n",
             home_of(folder, user).display()

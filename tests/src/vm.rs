@@ -3,7 +3,7 @@
 use crate::layout::home_of;
 use crate::programs;
 use crate::run::{CommandResult, RunningCommand, run_successfully, run_to_end, wait_for};
-use crate::testbed::{ALICE_UID, Host, Testbed};
+use crate::testbed::{ALICE, Account, Host, ROOT, Testbed};
 use anyhow::{Context, Result, bail, ensure};
 use sempa_proto::Tid;
 use sempa_proto::event::EventKind;
@@ -131,6 +131,7 @@ pub struct EventEntry {
 pub struct Vm<'a> {
     testbed: &'a Testbed,
     prefix_in_hosts: PathBuf,
+    user: Account,
     settings: VmSettings,
 }
 
@@ -162,6 +163,20 @@ impl<'a> Vm<'a> {
     /// The console fails, or no resource manager registers; the error contains the console's output
     /// or the newest events.
     pub fn start(testbed: &'a Testbed, settings: VmSettings) -> Result<Self> {
+        let user = if settings.runs_as_alice { ALICE } else { ROOT };
+        Self::start_as(testbed, user, settings).map(|(vm, _)| vm)
+    }
+
+    /// As [`Vm::start`], for the user `user`, whatever the settings say. Returns the output of the
+    /// `start` command, too.
+    ///
+    /// # Errors
+    /// As [`Vm::start`].
+    pub fn start_as(
+        testbed: &'a Testbed,
+        user: Account,
+        settings: VmSettings,
+    ) -> Result<(Self, CommandResult)> {
         let has_rm = settings.rm_command.is_some();
         let prefix = testbed
             .prefix()
@@ -169,16 +184,18 @@ impl<'a> Vm<'a> {
         let vm = Vm {
             testbed,
             prefix_in_hosts: crate::layout::prefix_in_hosts(prefix),
+            user,
             settings,
         };
-        vm.run_pvm(&["start"])?
+        let start_output = vm
+            .run_pvm(&["start"])?
             .expect_success("starting the virtual machine")?;
         if has_rm {
             vm.wait_for_event(COMMAND_TIMEOUT, "a registered resource manager", |entry| {
                 matches!(entry.kind, EventKind::RmRegistered { .. })
             })?;
         }
-        Ok(vm)
+        Ok((vm, start_output))
     }
 
     pub fn testbed(&self) -> &'a Testbed {
@@ -187,33 +204,24 @@ impl<'a> Vm<'a> {
 
     /// Returns the home folder of the virtual machine's user. All hosts share it.
     pub fn user_home(&self) -> PathBuf {
-        let user = if self.settings.runs_as_alice {
-            "alice"
-        } else {
-            "root"
-        };
-        home_of(self.testbed.folder(), user)
+        home_of(self.testbed.folder(), self.user.name)
     }
 
     /// Returns the user id of the virtual machine's user.
     pub fn user_id(&self) -> u32 {
-        if self.settings.runs_as_alice {
-            ALICE_UID
-        } else {
-            0
-        }
+        self.user.uid
     }
 
     /// Returns a command that runs `program` on a host with the environment of the virtual
     /// machine's user.
     pub fn user_command(&self, host: &Host, program: impl AsRef<Path>) -> Command {
         let home = self.user_home();
-        let mut command = if self.settings.runs_as_alice {
-            host.command_as(Some(("alice", ALICE_UID, &home)), program)
-        } else {
+        let mut command = if self.user == ROOT {
             host.root_command(program)
+        } else {
+            host.command_as(Some((self.user.name, self.user.uid, &home)), program)
         };
-        if !self.settings.runs_as_alice {
+        if self.user == ROOT {
             command.env("PVM_ALLOW_ROOT", "1");
         }
         if let Some(rm) = &self.settings.rm_command {

@@ -20,6 +20,7 @@ use crate::daemon::running::{
 };
 use crate::lost_vms;
 use crate::output::terminal::Terminal;
+use crate::service_notes;
 use libpvm::Vm;
 use nix::sys::signal::{SigSet, Signal};
 use std::collections::BTreeMap;
@@ -96,8 +97,11 @@ fn join_or_start(args: &[OsString]) -> Result<(Vm, LocalDaemon), DaemonError> {
             (Vm::enroll()?, Some(child))
         }
     };
-    if child.is_some() && host_file::has_host_file(args) {
-        host_file::await_hosts(&vm);
+    if child.is_some() {
+        if host_file::has_host_file(args) {
+            host_file::await_hosts(&vm);
+        }
+        service_notes::show_at_start(&vm);
     }
     Ok((
         vm,

@@ -5,6 +5,7 @@ use crate::command::{CommandSpec, Completion, ParsedCommand, VmCommand, WordKind
 use crate::outcome::Outcome;
 use crate::output::tables::host_name;
 use crate::parse_error::ParseError;
+use crate::service_notes;
 use crate::session::Session;
 use libpvm::Error;
 use sempa_proto::engine::Engine;
@@ -49,13 +50,23 @@ fn parse(args: &[String]) -> Result<CanMigrateCommand, ParseError> {
 impl VmCommand for CanMigrateCommand {
     fn run(&self, session: &mut Session) -> Result<Outcome, Error> {
         let table = session.vm.hosts()?;
-        let targets = session.vm.can_migrate(self.tid, self.target.as_deref())?;
-        let failed = targets.nearest_host().is_none();
-        Ok(Outcome::with_json(
-            targets_text(&table, &targets),
-            targets_json(&table, &targets),
-            failed,
-        ))
+        let mut hosts = table.hosts.clone();
+        let mut outcome = match session.vm.can_migrate(self.tid, self.target.as_deref()) {
+            Ok(targets) => {
+                let is_asked = |id: HostId| targets.verdicts.iter().any(|(host, _)| *host == id);
+                hosts.retain(|host| host.id == targets.from || is_asked(host.id));
+                Outcome::with_json(
+                    targets_text(&table, &targets),
+                    targets_json(&table, &targets),
+                    targets.nearest_host().is_none(),
+                )
+            }
+            Err(error) => Outcome::from_error(format!("{}: {error}", SPEC.name)),
+        };
+        outcome
+            .errors
+            .extend(service_notes::lines(&session.vm, &hosts));
+        Ok(outcome)
     }
 }
 

@@ -5,6 +5,7 @@ use crate::command::{CommandSpec, ParsedCommand, VmCommand};
 use crate::outcome::Outcome;
 use crate::output::json;
 use crate::output::tables::plural_ending;
+use crate::service_notes;
 use crate::session::Session;
 use libpvm::Error;
 use sempa_proto::table::HostTable;
@@ -19,7 +20,8 @@ pub(crate) const SPEC: CommandSpec = CommandSpec {
              DTID    its tid\n  \
              ARCH    its architecture\n  \
              SPEED   its relative speed, as given when it was added\n  \
-             DSIG    its data format\n",
+             DSIG    its data format\n\
+             On standard error: hosts where the tasks of an ordinary user cannot migrate, for lack of the service pvm-taskerd.\n",
     parse: |args| require_no_args("conf", args, ParsedCommand::vm_command(ConfCommand)),
     ..CommandSpec::DEFAULT
 };
@@ -30,11 +32,11 @@ struct ConfCommand;
 impl VmCommand for ConfCommand {
     fn run(&self, session: &mut Session) -> Result<Outcome, Error> {
         let table = session.vm.hosts()?;
-        Ok(Outcome::with_json(
-            table_text(&table),
-            table_json(&table),
-            false,
-        ))
+        Ok(Outcome {
+            // Programs that read the table expect PVM's lines on standard output.
+            errors: service_notes::lines(&session.vm, &table.hosts),
+            ..Outcome::with_json(table_text(&table), table_json(&table), false)
+        })
     }
 }
 

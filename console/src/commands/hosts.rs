@@ -223,6 +223,7 @@ mod tests {
                 }),
                 task_usages: Vec::new(),
                 departures: Vec::new(),
+                service_obstacle: None,
             }),
             is_drained,
         }

@@ -4,6 +4,7 @@ use super::host_file;
 use super::process::{POLL_INTERVAL, StartError, start};
 use crate::lost_vms;
 use crate::output::terminal::Terminal;
+use crate::service_notes;
 use libpvm::runtime::runtime_paths;
 use libpvm::{EnrollError, Vm};
 use sempa_proto::runtime_paths::VmNameError;
@@ -131,13 +132,17 @@ pub(crate) fn start_daemon_only(args: &[OsString]) -> Result<bool, DaemonError> 
         RunningDaemon::AlreadyRunning(vm) => (vm, false),
         RunningDaemon::Started(_) => {
             lost_vms::show_at_start(&runtime_dir()?);
-            if !host_file::has_host_file(args) {
+            // An ordinary user is told what the tasker can do.
+            if !host_file::has_host_file(args) && nix::unistd::geteuid().is_root() {
                 return Ok(true);
             }
             (Vm::enroll()?, true)
         }
     };
-    let all_joined = !is_new || host_file::await_hosts(&vm);
+    let all_joined = !is_new || !host_file::has_host_file(args) || host_file::await_hosts(&vm);
+    if is_new {
+        service_notes::show_at_start(&vm);
+    }
     // The virtual machine removes this task when its connection closes, even if `exit` fails.
     let _ = vm.exit();
     Ok(all_joined)

@@ -4,6 +4,7 @@ use crate::error::PvmError;
 use crate::ids::{Epoch, HostId, Micros, MigrationId, Tid};
 use crate::migration::Usage;
 use crate::owner::GuestAccess;
+use crate::tasker_service::ServiceObstacle;
 use serde::{Deserialize, Serialize};
 use std::net::{IpAddr, SocketAddr};
 
@@ -93,6 +94,9 @@ pub struct HostReport {
     pub task_usages: Vec<(Tid, Usage)>,
     /// The tasks that are migrating from this host.
     pub departures: Vec<Departure>,
+    /// Why CRIU migrates no task of an ordinary user from or to this host; `None` if the tasker
+    /// service can, if the daemon runs as root, or if no tasker has reported yet.
+    pub service_obstacle: Option<ServiceObstacle>,
 }
 
 /// A task that is migrating from a host.

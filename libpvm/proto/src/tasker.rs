@@ -45,6 +45,9 @@ pub struct TaskerCapabilities {
     pub engine_version: Result<String, EngineUnavailable>,
     /// `Ok` if control groups freeze paused tasks.
     pub freezer: Result<(), FreezerUnavailable>,
+    /// Names of the capabilities that the tasker needs as root and lacks, such as `CAP_SYS_ADMIN`;
+    /// empty for a tasker of an ordinary user.
+    pub missing_capabilities: Vec<String>,
 }
 
 /// The reason why no dump engine works on a host, and how to install one. Tasks run on the host,

@@ -131,6 +131,61 @@ pub enum ServiceRefusal {
     Malformed,
 }
 
+/// Why CRIU cannot migrate the tasks of an ordinary user on a host: the tasker service of the host
+/// is missing or not usable. The text continues "tasks cannot be migrated on HOST: ", and says what
+/// the administrator does.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, Error)]
+pub enum ServiceObstacle {
+    #[error(
+        "the service pvm-taskerd does not run there; the administrator adds it by the package sempa-node and \
+         'systemctl enable --now sempa-taskerd.socket', see docs/ADMIN.md"
+    )]
+    NotRunning,
+    /// The user does not want the service.
+    #[error("{SOCKET_VARIABLE}={NO_SERVICE} excludes the service pvm-taskerd")]
+    Excluded,
+    #[error(
+        "the service pvm-taskerd has version {service} (protocol {service_protocol}) there, and the daemon version \
+         {daemon} (protocol {daemon_protocol}); the administrator installs the same version of both"
+    )]
+    OtherVersion {
+        service: String,
+        service_protocol: u32,
+        daemon: String,
+        daemon_protocol: u32,
+    },
+    /// The service gives this user no tasker, for the reason in the text.
+    #[error(
+        "the service pvm-taskerd cannot be used there: {0}; the administrator finds more by 'pvm-admin doctor'"
+    )]
+    Failed(String),
+    /// The service runs without capabilities that it needs, which the text names.
+    #[error(
+        "the service pvm-taskerd runs there without {0}, as in an unprivileged container; the administrator adds \
+         these capabilities"
+    )]
+    Unprivileged(String),
+}
+
+impl From<ServiceRefusal> for ServiceObstacle {
+    fn from(refusal: ServiceRefusal) -> Self {
+        match refusal {
+            ServiceRefusal::OtherVersion {
+                service,
+                service_protocol,
+                daemon,
+                daemon_protocol,
+            } => Self::OtherVersion {
+                service,
+                service_protocol,
+                daemon,
+                daemon_protocol,
+            },
+            other => Self::Failed(other.to_string()),
+        }
+    }
+}
+
 /// The bytes of the other side are no message of the service.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum DecodeError {
@@ -237,6 +292,25 @@ mod tests {
         for text in ["", "1", "x 1", "1 x", "1 2 3", "-1 2"] {
             assert_eq!(text.parse::<SessionRecord>(), Err(InvalidRecord), "{text}");
         }
+    }
+
+    /// A refusal because of the version keeps both versions; any other keeps its text.
+    #[test]
+    fn refusal_becomes_an_obstacle() {
+        let refusal = ServiceRefusal::OtherVersion {
+            service: "2.0.0".into(),
+            service_protocol: 2,
+            daemon: "1.0.0".into(),
+            daemon_protocol: 1,
+        };
+        let text = ServiceObstacle::from(refusal).to_string();
+        assert!(text.contains("2.0.0 (protocol 2)") && text.contains("1.0.0 (protocol 1)"));
+        let refusal = ServiceRefusal::TooMany(7);
+        let text = refusal.to_string();
+        assert_eq!(
+            ServiceObstacle::from(refusal),
+            ServiceObstacle::Failed(text)
+        );
     }
 
     proptest! {

@@ -1,7 +1,7 @@
 //! Reports of this host's state for tasks that ask for them.
 
 use super::Machine;
-use super::io::World;
+use super::io::{ServiceUse, World};
 use super::rpc::ReplyAddress;
 use sempa_proto::Tid;
 use sempa_proto::host::HostReply;
@@ -10,6 +10,7 @@ use sempa_proto::migration::Usage;
 use sempa_proto::owner::GuestAccess;
 use sempa_proto::table::{Departure, HostReport, TASK_FORKED, TASK_SERVICE_FLAGS, TaskInfo};
 use sempa_proto::task::Reply;
+use sempa_proto::tasker_service::ServiceObstacle;
 use std::collections::VecDeque;
 
 /// Requesters that wait for a report until the end of the current event, when [`World`] is
@@ -57,6 +58,21 @@ impl Machine {
             usage: world.host_usage(),
             task_usages: Vec::new(),
             departures: self.departures(world),
+            service_obstacle: self.service_obstacle(),
+        }
+    }
+
+    /// Returns why CRIU migrates no task of this daemon's user here, as far as the tasker service
+    /// is the reason.
+    fn service_obstacle(&self) -> Option<ServiceObstacle> {
+        let is_unprivileged =
+            matches!(self.engine, Some(Err(_))) && !self.missing_capabilities.is_empty();
+        match &self.service_use {
+            ServiceUse::Missing(obstacle) => Some(obstacle.clone()),
+            ServiceUse::ForUser if is_unprivileged => Some(ServiceObstacle::Unprivileged(
+                self.missing_capabilities.join(", "),
+            )),
+            ServiceUse::ForUser | ServiceUse::AsRoot => None,
         }
     }
 

@@ -20,6 +20,7 @@ use sempa_proto::route::RouteMsg;
 use sempa_proto::table::HostUsage;
 use sempa_proto::task::{ResumeToken, ToDaemon, ToTask};
 use sempa_proto::tasker::{DumpReport, FromTasker, ToTasker};
+use sempa_proto::tasker_service::ServiceObstacle;
 use sempa_proto::vm_summary::VmSummary;
 use sempa_proto::{PvmError, Tid};
 use std::collections::BTreeMap;
@@ -35,6 +36,18 @@ pub enum LogLevel {
     Warning,
     Info,
     Debug,
+}
+
+/// How the daemon uses the tasker service of its host.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum ServiceUse {
+    /// The daemon is root's. Its tasks can migrate with and without the service.
+    #[default]
+    AsRoot,
+    /// The service has started the tasker of an ordinary user's daemon.
+    ForUser,
+    /// The daemon of an ordinary user has started its tasker itself.
+    Missing(ServiceObstacle),
 }
 
 /// Subject of a line in the daemon's log.
@@ -223,6 +236,10 @@ pub enum Event {
     /// Result of [`Output::PrepareHosts`]: an order for the hoster, or an error, for each start.
     HostsPrepared {
         orders: Vec<(StartId, Result<HosterOrder, StartError>)>,
+    },
+    /// A tasker has been started; its messages follow.
+    TaskerStarted {
+        service_use: ServiceUse,
     },
     Tasker(FromTasker),
     /// The tasker's process has ended. All tasks that it had started are dead.

@@ -258,6 +258,9 @@ pub struct Machine {
     /// Version of the dump engine, or the reason why no task of this host can be dumped; `None`
     /// until the tasker has reported this.
     engine: Option<Result<String, EngineUnavailable>>,
+    service_use: io::ServiceUse,
+    /// Capabilities that the tasker needs as root and lacks.
+    missing_capabilities: Vec<String>,
     rm_state: rm::RmState,
     service_tasks: service_tasks::ServiceTasks,
     migrations: migrations::LocalMigrations,
@@ -306,6 +309,8 @@ impl Machine {
             tasker_has_ended: false,
             freezer_support: None,
             engine: None,
+            service_use: io::ServiceUse::default(),
+            missing_capabilities: Vec::new(),
             rm_state: rm::RmState::default(),
             service_tasks: service_tasks::ServiceTasks::default(),
             migrations: migrations::LocalMigrations::default(),
@@ -414,6 +419,7 @@ impl Machine {
             Event::HostLost { host, why } => self.handle_host_lost(host, &why),
             Event::HostStarted { start, result } => self.handle_host_started(start, result),
             Event::HostsPrepared { orders } => self.send_starts_to_hoster(orders),
+            Event::TaskerStarted { service_use } => self.service_use = service_use,
             Event::Tasker(message) => self.handle_tasker_message(message),
             Event::TaskerEnded { why } => self.handle_tasker_exit(&why),
             Event::ImagesSent { migration, result } => {
@@ -525,6 +531,7 @@ impl Machine {
                 }
                 self.freezer_support = Some(capabilities.freezer);
                 self.engine = Some(capabilities.engine_version);
+                self.missing_capabilities = capabilities.missing_capabilities;
                 // A slave that has not joined the virtual machine starts its commands when it
                 // joins.
                 if is_new_tasker && !self.table.hosts.is_empty() {

@@ -13,7 +13,8 @@ use super::sys::{OpenFilesLimit, pass_descriptor};
 use super::task_listener::write_frames;
 use super::tasker_handle::{self, TaskerHandle};
 use checkpoint::boot_clock;
-use pvmd_machine::io::Event;
+use nix::unistd::geteuid;
+use pvmd_machine::io::{Event, ServiceUse};
 use sempa_proto::frame::encode_control;
 use sempa_proto::lease;
 use sempa_proto::tasker::{FromTasker, ToTasker};
@@ -61,6 +62,13 @@ pub(crate) enum StartTaskerError {
     },
 }
 
+/// A tasker that has just been started.
+struct StartedTasker {
+    socket: Arc<LocalSocket>,
+    handle: TaskerHandle,
+    service_use: ServiceUse,
+}
+
 struct TaskerConnection {
     outbox: Outbox,
     /// Sends the reason for which the process must be killed; `None` after the kill.
@@ -98,7 +106,11 @@ impl TaskerProcess {
             });
         }
         self.start_times.push(Instant::now());
-        let (socket, handle) = self
+        let StartedTasker {
+            socket,
+            handle,
+            service_use,
+        } = self
             .start_process()
             .map_err(|source| StartTaskerError::Spawn {
                 program: self.program_path.clone(),
@@ -113,6 +125,9 @@ impl TaskerProcess {
         let inputs = self.inputs.clone();
         let (kill_sender, kill_receiver) = oneshot::channel();
         let forward_task = tokio::spawn(async move {
+            let started = Input::Event(Event::TaskerStarted { service_use });
+            // Fails if the daemon ends; the tasker is then told by its socket.
+            let _ = inputs.send(started).await;
             let reason = forward_messages(socket, handle, kill_receiver, &inputs).await;
             let _ = inputs
                 .send(Input::Event(Event::TaskerEnded { why: reason }))
@@ -127,20 +142,25 @@ impl TaskerProcess {
     }
 
     /// Starts the tasker by the service of this host if there is one, otherwise as a child.
-    fn start_process(&self) -> std::io::Result<(Arc<LocalSocket>, TaskerHandle)> {
-        let Some(service_path) = tasker_handle::service_path() else {
-            return self.spawn_process();
-        };
-        match tasker_handle::start_by_service(&service_path) {
-            Ok((socket, handle)) => Ok((Arc::new(LocalSocket::new(socket)?), handle)),
-            Err(why) => {
-                tracing::warn!("{why}; this daemon starts its tasker itself");
-                self.spawn_process()
+    fn start_process(&self) -> std::io::Result<StartedTasker> {
+        let (socket, handle, service_use) = match tasker_handle::start_by_service() {
+            Ok((socket, handle)) => (socket, handle, ServiceUse::ForUser),
+            Err(obstacle) => {
+                let (socket, handle) = self.spawn_process()?;
+                (socket, handle, ServiceUse::Missing(obstacle))
             }
-        }
+        };
+        Ok(StartedTasker {
+            socket: Arc::new(LocalSocket::new(socket)?),
+            handle,
+            service_use: match geteuid().is_root() {
+                true => ServiceUse::AsRoot,
+                false => service_use,
+            },
+        })
     }
 
-    fn spawn_process(&self) -> std::io::Result<(Arc<LocalSocket>, TaskerHandle)> {
+    fn spawn_process(&self) -> std::io::Result<(UnixStream, TaskerHandle)> {
         let (daemon_end, tasker_end) = UnixStream::pair()?;
         let mut command = std::process::Command::new(&self.program_path);
         command.arg(tasker_end.as_raw_fd().to_string());
@@ -155,8 +175,7 @@ impl TaskerProcess {
         self.files_limit.apply_to(&mut command);
         let child = tokio::process::Command::from(command).spawn()?;
         drop(tasker_end);
-        let handle = TaskerHandle::Child(child);
-        Ok((Arc::new(LocalSocket::new(daemon_end)?), handle))
+        Ok((daemon_end, TaskerHandle::Child(child)))
     }
 
     /// Records that the process has ended, and starts another process for new tasks. If the start

@@ -7,8 +7,8 @@ use checkpoint::descendants::kill_descendants;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use sempa_proto::tasker_service::{
-    DecodeError, PROTOCOL_VERSION, SOCKET_VARIABLE, ServiceRefusal, ServiceReply, ServiceRequest,
-    SessionId, socket_path,
+    DecodeError, PROTOCOL_VERSION, SOCKET_VARIABLE, ServiceObstacle, ServiceRefusal, ServiceReply,
+    ServiceRequest, SessionId, socket_path,
 };
 use sempa_socket::{ExchangeError, ask_tasker_service};
 use std::io;
@@ -48,17 +48,43 @@ pub(crate) enum TaskerHandle {
     },
 }
 
-/// Returns the path of the service's socket; `None` if there is no service, or the user wants none.
-pub(crate) fn service_path() -> Option<PathBuf> {
-    socket_path(std::env::var_os(SOCKET_VARIABLE)).filter(|path| path.exists())
+impl ServiceError {
+    /// True if nobody listens at the socket, so that there is no service.
+    fn is_absence(&self) -> bool {
+        let absences = [io::ErrorKind::NotFound, io::ErrorKind::ConnectionRefused];
+        matches!(self, Self::Connect { cause, .. } if absences.contains(&cause.kind()))
+    }
 }
 
-/// Starts a tasker by the service. Returns the connection to the tasker. Blocks for a few seconds
-/// at most.
+impl From<ServiceError> for ServiceObstacle {
+    fn from(error: ServiceError) -> Self {
+        match error {
+            ServiceError::Refused(refusal) => refusal.into(),
+            error if error.is_absence() => Self::NotRunning,
+            other => Self::Failed(other.to_string()),
+        }
+    }
+}
+
+/// Starts a tasker by the service of this host. Returns the connection to the tasker. Blocks for a
+/// few seconds at most.
 ///
 /// # Errors
-/// The service does not answer, or refuses.
-pub(crate) fn start_by_service(path: &Path) -> Result<(UnixStream, TaskerHandle), ServiceError> {
+/// There is no service, the user wants none, or the service does not start a tasker. What an
+/// administrator should know of is logged.
+pub(crate) fn start_by_service() -> Result<(UnixStream, TaskerHandle), ServiceObstacle> {
+    let Some(path) = socket_path(std::env::var_os(SOCKET_VARIABLE)) else {
+        return Err(ServiceObstacle::Excluded);
+    };
+    start_by_service_at(&path).map_err(|why| {
+        if !why.is_absence() {
+            tracing::warn!("{why}; this daemon starts its tasker itself");
+        }
+        why.into()
+    })
+}
+
+fn start_by_service_at(path: &Path) -> Result<(UnixStream, TaskerHandle), ServiceError> {
     let request = ServiceRequest::Start {
         protocol: PROTOCOL_VERSION,
         version: env!("CARGO_PKG_VERSION").into(),

@@ -127,6 +127,7 @@ impl Tasker {
             pid_namespaces: false,
             engine_version: Err(EngineUnavailable(String::new())),
             freezer: Err(FreezerUnavailable(String::new())),
+            missing_capabilities: Vec::new(),
         };
         let mut tasker = Self {
             child,

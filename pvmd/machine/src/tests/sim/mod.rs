@@ -280,6 +280,7 @@ impl Sim {
             pid_namespaces: true,
             engine_version: Ok("fake".into()),
             freezer: Ok(()),
+            missing_capabilities: Vec::new(),
         });
         self.send_from_tasker(id, ready_message);
     }

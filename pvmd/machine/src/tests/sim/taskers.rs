@@ -57,6 +57,7 @@ impl Sim {
             pid_namespaces: true,
             engine_version: Ok("fake".into()),
             freezer: Ok(()),
+            missing_capabilities: Vec::new(),
         });
         self.send_from_tasker(host_id, ready_message);
     }
