@@ -3,6 +3,7 @@
 
 use crate::migrations::NO_NAMESPACES;
 use crate::supervisor::Supervisor;
+use crate::target::claim_failure;
 use crate::workers::WorkerResult;
 use checkpoint::engine::CancelHandle;
 use checkpoint::facts::{self, TaskProcesses, ThisHost};
@@ -154,12 +155,19 @@ impl Supervisor {
     /// prepares a namespace for it.
     pub(crate) fn on_verdict(&mut self, requester: Requester, mut verdict: Verdict) {
         let reply = match requester {
-            Requester::Query(query) => FromTasker::QueryVerdict { query, verdict },
+            Requester::Query(query) => {
+                if verdict.is_empty()
+                    && let Err(error) = self.check_arrival()
+                {
+                    verdict = refusals(claim_failure(error));
+                }
+                FromTasker::QueryVerdict { query, verdict }
+            }
             Requester::Migration { migration, tid } => {
                 if verdict.is_empty()
                     && let Err(why) = self.prepare_target(migration, tid)
                 {
-                    verdict.push(check_failed_refusal(&why));
+                    verdict = refusals(why);
                 }
                 self.migrations
                     .reservations
@@ -184,6 +192,14 @@ impl Supervisor {
     ) -> Result<u64, Failure> {
         let cancel = CancelHandle::new().map_err(|e| Failure::Io(format!("no descriptor: {e}")))?;
         self.migrations.workers.start_worker(&cancel, None, work)
+    }
+}
+
+/// Returns the refusals that a failure consists of, or the failure as a refusal.
+fn refusals(failure: Failure) -> Verdict {
+    match failure {
+        Failure::Refused(verdict) => verdict,
+        failure => vec![check_failed_refusal(&failure)],
     }
 }
 

@@ -10,14 +10,16 @@
 //! forever. In version 2 frozen processes can be killed like others.
 
 use crate::clone_vfork;
+use crate::host_account::HostAccount;
 use crate::locked_dir;
 use crate::namespace_init;
 use crate::sys::{self, Child};
-use crate::task_user::with_own_file_rights;
+use crate::task_user::{TaskUser, with_own_file_rights};
 use nix::fcntl::Flock;
 use nix::sched::{CloneFlags, unshare};
 use rustix::mount::{FsMountFlags, FsOpenFlags, MountAttrFlags, fsconfig_create, fsmount, fsopen};
 use sempa_proto::cgroup;
+use sempa_service_settings::LimitKind;
 use std::cell::{Cell, RefCell};
 use std::fs::{self, File};
 use std::io;
@@ -29,8 +31,14 @@ use std::time::{Duration, Instant};
 use thiserror::Error;
 
 /// Prefix of the name of the directory for the groups of one tasker's tasks. The tasker creates the
-/// directory below its own control group.
+/// directory below its own control group, or in that of its user.
 const CGROUP_DIR_PREFIX: &str = "sempa-";
+/// Prefix of the name of the group of an ordinary user, which contains the directories of all
+/// taskers that run tasks of this user. The UID follows.
+const USER_GROUP_PREFIX: &str = "sempa-user-";
+/// Maximum number of attempts to create a directory in the group of a user. The last tasker of the
+/// user may remove the group at the same time.
+const CREATE_ATTEMPTS_MAX: usize = 10;
 /// Environment variable that disables control groups if its value is `off`.
 const FREEZER_VARIABLE: &str = "SEMPA_FREEZER";
 /// File of a control group that lists its processes.
@@ -51,12 +59,14 @@ pub(crate) struct Freezer {
     /// are not locked.
     _dir_lock: Flock<File>,
     dir: PathBuf,
+    /// The group of the user that contains `dir`; `None` for root's tasks.
+    user_dir: Option<PathBuf>,
     /// A private mount of version 2, if one was necessary. `dir` is then a path below this mount.
     _mount: Option<OwnedFd>,
     /// Number of groups that were created so far. The number is also the name of the newest group.
     created_group_count: u64,
-    /// Maximum number of groups.
-    groups_max: u64,
+    /// Where groups are claimed; `None` if their number is not limited.
+    account: Option<HostAccount>,
     /// Paths of dropped groups that still contained processes and could not be removed yet.
     unremoved_groups: Rc<RefCell<Vec<PathBuf>>>,
     reserve: Rc<DescriptorReserve>,
@@ -121,17 +131,81 @@ pub(crate) enum FreezerUnavailable {
     ProbeFailed { own: PathBuf, source: io::Error },
 }
 
+/// The control group of an ordinary user. An administrator sees and limits all tasks of the user
+/// there.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct UserGroup {
+    uid: u32,
+    /// Maximum memory in bytes.
+    memory_bytes_max: Option<u64>,
+}
+
+impl UserGroup {
+    pub(crate) fn new(user: &TaskUser) -> Self {
+        let memory_bytes_max = user.service_limit(LimitKind::Memory);
+        Self {
+            uid: user.uid(),
+            memory_bytes_max: (memory_bytes_max != u64::MAX).then_some(memory_bytes_max),
+        }
+    }
+
+    /// Creates a tasker's directory in the group of this user, which is created if there is none.
+    /// Returns the group, the directory and its lock.
+    fn create_dir(self, own_group: &Path) -> io::Result<(PathBuf, PathBuf, Flock<File>)> {
+        let group = own_group.join(format!("{USER_GROUP_PREFIX}{}", self.uid));
+        for _ in 0..CREATE_ATTEMPTS_MAX {
+            match fs::create_dir(&group) {
+                Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
+                _ => {}
+            }
+            match locked_dir::create(&group, CGROUP_DIR_PREFIX) {
+                Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+                result => {
+                    let (dir, lock) = result?;
+                    self.limit_memory(own_group, &group);
+                    return Ok((group, dir, lock));
+                }
+            }
+        }
+        Err(io::ErrorKind::WouldBlock.into())
+    }
+
+    /// Makes the kernel limit the memory of the user's tasks, where it can: a group below one that
+    /// contains processes has no memory controller, unless the latter is the outermost group. The
+    /// tasker measures the memory in any case.
+    fn limit_memory(self, own_group: &Path, group: &Path) {
+        let limit_file = group.join("memory.max");
+        if self.memory_bytes_max.is_some() && !limit_file.exists() {
+            let _ = fs::write(own_group.join("cgroup.subtree_control"), "+memory");
+        }
+        if limit_file.exists() {
+            let limit = self.memory_bytes_max;
+            let text = limit.map_or_else(|| "max".into(), |bytes| bytes.to_string());
+            if let Err(error) = fs::write(&limit_file, text) {
+                tracing::warn!("{}: {error}", limit_file.display());
+            }
+        }
+    }
+}
+
 impl Freezer {
     /// Creates the tasker's directory, and probes that a process which is created in a group can be
     /// frozen and killed.
     ///
     /// # Errors
     /// Freezing is not possible on this host.
-    pub(crate) fn new() -> Result<Self, FreezerUnavailable> {
-        with_own_file_rights(Self::create)
+    pub(crate) fn new(
+        user_group: Option<UserGroup>,
+        account: Option<HostAccount>,
+    ) -> Result<Self, FreezerUnavailable> {
+        with_own_file_rights(|| {
+            let mut freezer = Self::create(user_group)?;
+            freezer.account = account;
+            Ok(freezer)
+        })
     }
 
-    fn create() -> Result<Self, FreezerUnavailable> {
+    fn create(user_group: Option<UserGroup>) -> Result<Self, FreezerUnavailable> {
         if std::env::var_os(FREEZER_VARIABLE).is_some_and(|value| value == "off") {
             return Err(FreezerUnavailable::Disabled);
         }
@@ -145,32 +219,40 @@ impl Freezer {
             // An existing mount is used with the administrator's configuration.
             let own_group = cgroup::group_dir(&mounts, &read_own_proc_file("cgroup"), None)
                 .ok_or(FreezerUnavailable::OwnGroupNotVisible)?;
-            return Self::create_in(&own_group, None);
+            return Self::create_in(&own_group, None, user_group);
         }
         let mount = mount_own_group().map_err(FreezerUnavailable::MountFailed)?;
         let own_group = Path::new("/proc/self/fd").join(mount.as_raw_fd().to_string());
-        Self::create_in(&own_group, Some(mount))
+        Self::create_in(&own_group, Some(mount), user_group)
     }
 
     /// Creates the tasker's directory in the control group `own_group`, and probes freezing.
     /// `mount` is the private mount that contains `own_group`, if any.
-    fn create_in(own_group: &Path, mount: Option<OwnedFd>) -> Result<Self, FreezerUnavailable> {
-        // The tasks of killed taskers were killed with the taskers. Groups that still contain
-        // ending processes are removed by the next tasker.
-        locked_dir::remove_stale(own_group, CGROUP_DIR_PREFIX, remove_groups);
-        let (path, dir_lock) =
-            locked_dir::create(own_group, CGROUP_DIR_PREFIX).map_err(|source| {
-                FreezerUnavailable::CreateGroupFailed {
-                    own: own_group.into(),
-                    source,
-                }
+    fn create_in(
+        own_group: &Path,
+        mount: Option<OwnedFd>,
+        user_group: Option<UserGroup>,
+    ) -> Result<Self, FreezerUnavailable> {
+        remove_stale_groups(own_group);
+        let create_result = match user_group {
+            Some(user_group) => user_group
+                .create_dir(own_group)
+                .map(|(user_dir, dir, lock)| (Some(user_dir), dir, lock)),
+            None => locked_dir::create(own_group, CGROUP_DIR_PREFIX)
+                .map(|(dir, lock)| (None, dir, lock)),
+        };
+        let (user_dir, dir, dir_lock) =
+            create_result.map_err(|source| FreezerUnavailable::CreateGroupFailed {
+                own: own_group.into(),
+                source,
             })?;
         let mut freezer = Self {
             _dir_lock: dir_lock,
-            dir: path,
+            dir,
+            user_dir,
             _mount: mount,
             created_group_count: 0,
-            groups_max: u64::MAX,
+            account: None,
             unremoved_groups: Rc::default(),
             reserve: Rc::new(DescriptorReserve::new()),
         };
@@ -183,9 +265,10 @@ impl Freezer {
         Ok(freezer)
     }
 
-    /// Limits the number of groups.
-    pub(crate) fn limit_groups(&mut self, groups_max: u64) {
-        self.groups_max = groups_max;
+    /// Returns the number of groups that exist.
+    pub(crate) fn group_count(&self) -> u64 {
+        let group_count = Rc::strong_count(&self.unremoved_groups) - 1;
+        (group_count + self.unremoved_groups.borrow().len()) as u64
     }
 
     /// Creates an empty control group.
@@ -199,8 +282,9 @@ impl Freezer {
                 .borrow_mut()
                 .retain(|path| remove_group(path).is_err());
         });
-        let group_count = Rc::strong_count(&self.unremoved_groups) - 1;
-        if (group_count + self.unremoved_groups.borrow().len()) as u64 >= self.groups_max {
+        let group_count = self.group_count() + 1;
+        let account = self.account.as_ref();
+        if account.is_some_and(|account| !account.claim_control_groups(group_count)) {
             return Err(io::Error::from_raw_os_error(libc::EDQUOT));
         }
         self.created_group_count += 1;
@@ -236,7 +320,13 @@ fn kill_and_reap(process: &Child) {
 
 impl Drop for Freezer {
     fn drop(&mut self) {
-        with_own_file_rights(|| remove_groups(&self.dir));
+        with_own_file_rights(|| {
+            remove_groups(&self.dir);
+            if let Some(user_dir) = &self.user_dir {
+                // Fails while another tasker of the user runs.
+                let _ = fs::remove_dir(user_dir);
+            }
+        });
     }
 }
 
@@ -384,6 +474,28 @@ fn mount_own_group() -> io::Result<OwnedFd> {
     })
 }
 
+/// Removes the directories of killed taskers, and the groups of users that have become empty. The
+/// tasks of killed taskers were killed with the taskers. Groups that still contain ending processes
+/// are removed by the next tasker.
+fn remove_stale_groups(own_group: &Path) {
+    let is_user_group = |dir: &Path| {
+        let name = dir.file_name().map(|name| name.to_string_lossy());
+        name.is_some_and(|name| name.starts_with(USER_GROUP_PREFIX))
+    };
+    for entry in fs::read_dir(own_group).into_iter().flatten().flatten() {
+        let dir = entry.path();
+        if is_user_group(&dir) {
+            locked_dir::remove_stale(&dir, CGROUP_DIR_PREFIX, remove_groups);
+            let _ = fs::remove_dir(&dir);
+        }
+    }
+    locked_dir::remove_stale(own_group, CGROUP_DIR_PREFIX, |dir| {
+        if !is_user_group(dir) {
+            remove_groups(dir);
+        }
+    });
+}
+
 /// Removes the directory `dir` of a tasker with its control groups.
 fn remove_groups(dir: &Path) {
     let is_dir = |entry: &fs::DirEntry| entry.file_type().is_ok_and(|kind| kind.is_dir());
@@ -451,20 +563,78 @@ mod tests {
         assert_eq!(nested_groups(dir.path()).len(), NESTED_GROUPS_MAX);
     }
 
+    fn freezer_in(parent: &Path, account: Option<HostAccount>) -> Freezer {
+        let (dir, lock) = locked_dir::create(parent, CGROUP_DIR_PREFIX).expect("unlocked");
+        Freezer {
+            _dir_lock: lock,
+            dir,
+            user_dir: None,
+            _mount: None,
+            created_group_count: 0,
+            account,
+            unremoved_groups: Rc::default(),
+            reserve: Rc::new(DescriptorReserve::new()),
+        }
+    }
+
+    /// The directory of a tasker is in the group of its user, which ends with the last tasker.
+    #[test]
+    fn user_group_ends_with_its_last_tasker() {
+        let own_group = tempfile::tempdir().expect("a directory");
+        let user_group = UserGroup {
+            uid: 1000,
+            memory_bytes_max: Some(5),
+        };
+        let create = || {
+            let (group, dir, lock) = user_group.create_dir(own_group.path()).expect("created");
+            assert!(dir.starts_with(&group) && group.ends_with("sempa-user-1000"));
+            let mut freezer = freezer_in(&group, None);
+            let _ = fs::remove_dir(std::mem::replace(&mut freezer.dir, dir));
+            freezer.user_dir = Some(group);
+            (freezer, lock)
+        };
+        let (first, second) = (create(), create());
+        let group = own_group.path().join("sempa-user-1000");
+        drop(first);
+        remove_stale_groups(own_group.path());
+        assert!(second.0.dir.exists());
+        drop(second);
+        assert!(!group.exists());
+        fs::create_dir_all(group.join("sempa-killed/1")).expect("the test's own directory");
+        remove_stale_groups(own_group.path());
+        assert!(!group.exists());
+    }
+
+    /// The kernel limits the memory of a user where the group has the controller.
+    #[test]
+    fn memory_is_limited_where_possible() {
+        let own_group = tempfile::tempdir().expect("a directory");
+        let group = own_group.path().join("sempa-user-1000");
+        fs::create_dir(&group).expect("the test's own directory");
+        let limit_file = group.join("memory.max");
+        let limit_memory = |memory_bytes_max| {
+            let user_group = UserGroup {
+                uid: 1000,
+                memory_bytes_max,
+            };
+            user_group.limit_memory(own_group.path(), &group);
+        };
+        limit_memory(Some(4096));
+        assert!(!limit_file.exists());
+        for (limit, text) in [(Some(4096), "4096"), (None, "max")] {
+            fs::write(&limit_file, "").expect("the test's own directory");
+            limit_memory(limit);
+            assert_eq!(fs::read_to_string(&limit_file).expect("written"), text);
+        }
+    }
+
     /// A group that could not be removed at its end counts until it can be removed.
     #[test]
     fn removable_groups_do_not_count() {
         let parent = tempfile::tempdir().expect("a directory");
-        let (dir, lock) = locked_dir::create(parent.path(), CGROUP_DIR_PREFIX).expect("unlocked");
-        let mut freezer = Freezer {
-            _dir_lock: lock,
-            dir,
-            _mount: None,
-            created_group_count: 0,
-            groups_max: 1,
-            unremoved_groups: Rc::default(),
-            reserve: Rc::new(DescriptorReserve::new()),
-        };
+        let account_dir = tempfile::tempdir().expect("a directory");
+        let account = HostAccount::with_group_limit(account_dir.path(), 1);
+        let mut freezer = freezer_in(parent.path(), Some(account));
         let is_refused = |freezer: &mut Freezer| {
             let error = freezer.create_group().err();
             error.is_some_and(|error| error.raw_os_error() == Some(libc::EDQUOT))

@@ -5,9 +5,11 @@
 //! file in the image directory of the daemon. The tasker of the target opens the seal into a
 //! directory of its own.
 
+use crate::host_account::HostAccount;
 use crate::image_manifest::{ImageManifest, prepare_image_dir};
 use crate::locked_dir;
 use crate::namespace::Namespace;
+use crate::target::claim_failure;
 use crate::task_user::{TaskUser, with_own_file_rights};
 use checkpoint::criu::image_policy::{
     RestoreLimits, RestorePolicy, UserIdentity, check_access_as_user, verify_images,
@@ -20,7 +22,6 @@ use checkpoint::seal::{
 use nix::fcntl::Flock;
 use sempa_proto::Tid;
 use sempa_proto::migration::Failure;
-use sempa_service_settings::LimitKind;
 use std::collections::BTreeSet;
 use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io::{self, BufWriter, Write};
@@ -47,6 +48,7 @@ pub(crate) struct ImageVault {
     /// Other taskers remove directories that are not locked.
     _lock: Flock<File>,
     user: TaskUser,
+    account: HostAccount,
     /// The site keys, or the reason why there are none: without keys no task migrates.
     keys: Result<Arc<SiteKeys>, String>,
     created_dirs: AtomicU64,
@@ -58,7 +60,7 @@ impl ImageVault {
     ///
     /// # Errors
     /// The directory cannot be created.
-    pub(crate) fn create(user: &TaskUser) -> io::Result<Self> {
+    pub(crate) fn create(user: &TaskUser, account: HostAccount) -> io::Result<Self> {
         with_own_file_rights(|| {
             let service_dir = Path::new(SERVICE_DIR);
             DirBuilder::new()
@@ -74,6 +76,7 @@ impl ImageVault {
                 dir,
                 _lock: lock,
                 user: user.clone(),
+                account,
                 keys: load_keys(),
                 created_dirs: AtomicU64::new(0),
             })
@@ -119,7 +122,8 @@ impl ImageVault {
             keys,
             context,
             policy: restore_policy(&self.user),
-            bytes_max: self.user.service_limit(LimitKind::ImageBytes),
+            account: self.account.clone(),
+            claimed_bytes: AtomicU64::new(0),
         })))
     }
 
@@ -174,8 +178,9 @@ pub(crate) struct PrivateDir {
     context: SealContext,
     /// What the images may contain.
     policy: RestorePolicy,
-    /// Maximum number of bytes of the images.
-    bytes_max: u64,
+    account: HostAccount,
+    /// Size of the images in the account.
+    claimed_bytes: AtomicU64,
 }
 
 impl ImageDir {
@@ -250,13 +255,10 @@ impl ImageDir {
         let size =
             with_own_file_rights(|| seal_images(&dir.path, &mut output, &dir.keys, &dir.context))?;
         output.flush().map_err(write_failure)?;
-        if size.image_bytes > dir.bytes_max {
+        if let Err(failure) = dir.claim(size.image_bytes) {
             // No caller could handle the error; the daemon removes the directory.
             let _ = fs::remove_file(&path);
-            return Err(Failure::Io(format!(
-                "its images have {} bytes, and the administrator permits {} (image_bytes)",
-                size.image_bytes, dir.bytes_max
-            )));
+            return Err(failure);
         }
         Ok(Some(size.sealed_bytes))
     }
@@ -286,8 +288,10 @@ impl ImageDir {
                 dir.context.user_name
             )));
         }
+        // The sealed images are larger than the images in them.
+        dir.claim(metadata.len())?;
         let mut limits = UnsealLimits::default();
-        limits.image_bytes_max = limits.image_bytes_max.min(dir.bytes_max);
+        limits.image_bytes_max = limits.image_bytes_max.min(metadata.len());
         with_own_file_rights(|| {
             unseal_images(file, &dir.path, &dir.keys, &dir.context, &limits)?;
             dir.verify_images()
@@ -296,6 +300,20 @@ impl ImageDir {
 }
 
 impl PrivateDir {
+    /// Adds the images of this directory to the account. The directory may have been claimed for
+    /// an earlier attempt.
+    fn claim(&self, bytes: u64) -> Result<(), Failure> {
+        self.release();
+        self.account.claim_images(bytes).map_err(claim_failure)?;
+        self.claimed_bytes.store(bytes, Ordering::Relaxed);
+        Ok(())
+    }
+
+    fn release(&self) {
+        let bytes = self.claimed_bytes.swap(0, Ordering::Relaxed);
+        self.account.release_images(bytes);
+    }
+
     /// Checks the images of this directory.
     fn verify_images(&self) -> Result<(), Failure> {
         let manifest = ImageManifest::read(&self.path)?;
@@ -343,6 +361,7 @@ impl Drop for PrivateDir {
     fn drop(&mut self) {
         // No caller could handle the error. The directory of the tasker is removed at its end.
         let _ = with_own_file_rights(|| fs::remove_dir_all(&self.path));
+        self.release();
     }
 }
 

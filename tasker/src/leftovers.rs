@@ -426,6 +426,30 @@ impl Leftovers {
         self.items.len()
     }
 
+    /// Returns the number of ended tasks that have left processes which were not killed.
+    pub(crate) fn ended_task_count(&self) -> usize {
+        self.counted().count()
+    }
+
+    /// Returns the ended tasks that have left processes which were not killed, with the PIDs of
+    /// these processes.
+    pub(crate) fn living_pids_of_ended(
+        &self,
+        census: &Census,
+    ) -> impl Iterator<Item = (Tid, Vec<i32>)> {
+        self.counted().map(|item| {
+            // Processes that cannot be read count when they can be read again.
+            let pids = item.remains.living_pids(census).unwrap_or_default();
+            (item.tid, pids)
+        })
+    }
+
+    fn counted(&self) -> impl Iterator<Item = &Leftover> {
+        self.items
+            .iter()
+            .filter(|item| item.is_counted() && !matches!(item.permission, RunPermission::Killed))
+    }
+
     /// Records that a child of the tasker has ended.
     pub(crate) fn record_child_end(&mut self) {
         self.tree_may_have_ended = true;

@@ -17,6 +17,7 @@ mod engine_probe;
 mod feasibility;
 mod file_transfer;
 mod freezer;
+mod host_account;
 mod idle_engines;
 mod image_manifest;
 mod image_vault;

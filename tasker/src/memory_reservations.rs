@@ -76,6 +76,12 @@ impl MemoryReservations {
         }
     }
 
+    /// Returns the memory in bytes that this task had at its last check.
+    pub(crate) fn checked_bytes(&self, migration: MigrationId) -> u64 {
+        let reservation = self.0.get(&migration);
+        reservation.map_or(0, |reservation| reservation.checked_bytes)
+    }
+
     /// Returns the number of bytes that are reserved for this task and have not arrived yet.
     pub(crate) fn bytes_reserved_for(&self, migration: MigrationId) -> u64 {
         self.0.get(&migration).map_or(0, Reservation::missing_bytes)

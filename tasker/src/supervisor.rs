@@ -6,7 +6,8 @@
 
 use crate::census::Census;
 use crate::daemon_socket::DaemonSocket;
-use crate::freezer::{Freezer, FreezerUnavailable};
+use crate::freezer::{Freezer, FreezerUnavailable, UserGroup};
+use crate::host_account::{self, HostAccount, MemoryWatch};
 use crate::image_vault::ImageVault;
 use crate::lease::Lease;
 use crate::leftovers::Leftovers;
@@ -29,7 +30,6 @@ use sempa_proto::engine::{AskMethod, Engine};
 use sempa_proto::migration::Refusal;
 use sempa_proto::tasker::{self, FromTasker, TaskStart, TaskerCapabilities, ToTasker};
 use sempa_proto::{MigrationId, Tid};
-use sempa_service_settings::LimitKind;
 use std::collections::BTreeMap;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -86,6 +86,10 @@ pub(crate) struct Supervisor {
     pub(crate) leftovers: Leftovers,
     /// Time of the first or next probe of the engine; `None` if no probe is planned.
     pub(crate) probe_at: Option<Instant>,
+    /// What this tasker uses, in the account of the host; `None` for a tasker without the rights of
+    /// root.
+    pub(crate) account: Option<HostAccount>,
+    pub(crate) memory_watch: MemoryWatch,
     /// Time at which freed memory is returned to the kernel.
     heap_trim_at: Option<Instant>,
     signals: SignalFd,
@@ -136,10 +140,12 @@ impl Supervisor {
             Some(_) => NamespaceKind::PidAndMount,
             None => NamespaceKind::Pid,
         };
-        let control_groups_max = user.as_ref().map_or(u64::MAX, |user| {
-            user.service_limit(LimitKind::ControlGroups)
-        });
-        let image_vault = user.as_ref().map(ImageVault::create).transpose()?;
+        let account = host_account::open_account(user.as_ref())?;
+        let image_vault = match (&user, &account) {
+            (Some(user), Some(account)) => Some(ImageVault::create(user, account.clone())?),
+            _ => None,
+        };
+        let user_group = user.as_ref().map(UserGroup::new);
         let pid_numbering = Namespace::probe(namespace_kind);
         let uses_namespaces = pid_numbering.is_some();
         Ok(Self {
@@ -156,14 +162,13 @@ impl Supervisor {
             must_check_pauses: false,
             leftovers: Leftovers::default(),
             probe_at: Some(Instant::now() + PROBE_DELAY),
+            account: account.clone(),
+            memory_watch: MemoryWatch::default(),
             heap_trim_at: None,
             signals,
             termination_requested: false,
             freezer: match uses_namespaces {
-                true => Freezer::new().map(|mut freezer| {
-                    freezer.limit_groups(control_groups_max);
-                    freezer
-                }),
+                true => Freezer::new(user_group, account),
                 false => Err(FreezerUnavailable::NoPrivileges),
             },
         })
@@ -259,6 +264,8 @@ impl Supervisor {
             self.check_leftovers();
             self.report_stopped_tasks();
             self.check_pauses();
+            self.check_memory_limit();
+            self.record_usage();
             self.handle_urgent_orders()?;
         }
         Ok(())
@@ -391,6 +398,9 @@ impl Supervisor {
             heap_trim_delay,
             idle_engine_delay,
             pause_check_delay,
+            self.memory_watch
+                .delay()
+                .map(|delay| delay + POLL_GRANULARITY),
             self.leftovers
                 .check_delay()
                 .map(|delay| delay + POLL_GRANULARITY),
@@ -459,9 +469,11 @@ impl Supervisor {
         let start_result = if self.tasks.contains_key(&tid) {
             Err(StartTaskError::new(order, StartTaskFailure::TidExists(tid)))
         } else if let Some(failure) =
-            task_limit_failure(self.tasks.len(), self.leftovers.len(), self.tasks_max())
+            task_limit_failure(self.tasks.len(), self.leftovers.len(), TASKS_MAX)
         {
             Err(StartTaskError::new(order, failure))
+        } else if let Err(error) = self.claim_start(order.pinned) {
+            Err(StartTaskError::new(order, StartTaskFailure::Claim(error)))
         } else if self.lease.is_frozen() {
             Err(StartTaskError::new(
                 order,
@@ -487,13 +499,6 @@ impl Supervisor {
                 reason: why.to_string(),
             }),
         }
-    }
-
-    /// Returns the maximum number of tasks on this host.
-    pub(crate) fn tasks_max(&self) -> usize {
-        let user = self.task_start_state.user();
-        let service_limit = user.map_or(u64::MAX, |user| user.service_limit(LimitKind::Tasks));
-        usize::try_from(service_limit).map_or(TASKS_MAX, |max| max.min(TASKS_MAX))
     }
 
     fn start_task(&mut self, order: &TaskStart) -> Result<Task, StartTaskError> {
@@ -587,7 +592,7 @@ impl Supervisor {
         }
     }
 
-    fn kill_task(&mut self, tid: Tid) {
+    pub(crate) fn kill_task(&mut self, tid: Tid) {
         if let Some(task) = self.tasks.get(&tid) {
             task.kill_processes(&Census::default());
         }

@@ -3,6 +3,7 @@
 
 use crate::census::{Census, ProcessTree};
 use crate::file_transfer::PlacedFiles;
+use crate::host_account::ClaimError;
 use crate::idle_engines::{self, EnginePlace, IdleRestoreWithOutput};
 use crate::image_manifest::ImageManifest;
 use crate::image_vault::ImageDir;
@@ -10,7 +11,7 @@ use crate::migrations::{NO_NAMESPACES, engine_limits, write_redirect};
 use crate::namespace::Namespace;
 use crate::pause::Pause;
 use crate::process_settings;
-use crate::supervisor::Supervisor;
+use crate::supervisor::{Supervisor, TASKS_MAX};
 use crate::sys::{self, Child};
 use crate::task::{self, Output, Task, TaskPhase};
 use crate::task_user::{TaskUser, with_own_file_rights};
@@ -132,12 +133,12 @@ impl Supervisor {
         if self.tasks.contains_key(&tid) {
             return Err(Failure::Engine(format!("{tid} runs here already")));
         }
-        if self.tasks.len() + self.migrations.incoming_tasks.len() >= self.tasks_max() {
+        if self.tasks.len() + self.migrations.incoming_tasks.len() >= TASKS_MAX {
             return Err(Failure::Engine(format!(
-                "this host has {} tasks of this user, the limit",
-                self.tasks_max()
+                "this host has {TASKS_MAX} tasks of one virtual machine, the limit"
             )));
         }
+        self.claim_arrival(migration).map_err(claim_failure)?;
         let namespace = match self.uses_namespaces() {
             true => {
                 let namespace_result = self
@@ -708,6 +709,7 @@ impl Supervisor {
             namespace,
             tree,
             output,
+            is_pinned: false,
             usage_on_other_hosts: usage,
             phase: TaskPhase::Running,
             pause: if stays_stopped {
@@ -785,6 +787,14 @@ impl Supervisor {
             // died may not be reaped yet.
             self.reap_unowned();
         }
+    }
+}
+
+/// Returns the failure of a migration that a limit of this host excludes.
+pub(crate) fn claim_failure(error: ClaimError) -> Failure {
+    match error {
+        ClaimError::Limit(limit) => Failure::Refused(vec![Refusal::HostLimit(limit)]),
+        error @ ClaimError::Account(_) => Failure::Io(error.to_string()),
     }
 }
 

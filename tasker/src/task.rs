@@ -3,6 +3,7 @@
 use crate::census::{Census, ProcessTree};
 use crate::dump_attempt::DumpAttempt;
 use crate::freezer::ControlGroup;
+use crate::host_account::ClaimError;
 use crate::namespace::Namespace;
 use crate::pause::Pause;
 use crate::pid_numbering::FirstPid;
@@ -94,6 +95,8 @@ pub(crate) struct Task {
     /// Describes the processes of the task if it has no namespace.
     pub(crate) tree: ProcessTree,
     pub(crate) output: Output,
+    /// True if the task is a service of the virtual machine, by what its daemon says.
+    pub(crate) is_pinned: bool,
     /// Resources that the task has used on other hosts.
     pub(crate) usage_on_other_hosts: Usage,
     pub(crate) phase: TaskPhase,
@@ -358,6 +361,7 @@ pub(crate) fn start_task_process(
         process,
         namespace,
         output,
+        is_pinned: order.pinned,
         usage_on_other_hosts: Usage::default(),
         phase: TaskPhase::Running,
         pause: Pause::NotPaused,
@@ -456,6 +460,8 @@ pub(crate) enum StartTaskFailure {
         leftovers: usize,
         limit: usize,
     },
+    #[error(transparent)]
+    Claim(ClaimError),
     #[error("the daemon has not renewed its lease, so no task may run on this host")]
     LeaseNotRenewed,
     #[error("no process-id namespace: {0}")]

@@ -92,9 +92,6 @@ impl TaskUser {
             .filter_map(|gid| Some(Group::from_gid(*gid).ok()??.name))
             .collect();
         let service_limits = settings.of_user(&account.name, &group_names);
-        if let Limit::AtMost(bytes) = service_limits.get(LimitKind::Memory) {
-            tracing::warn!(bytes, user = %account.name, "the limit of memory is not enforced");
-        }
         Ok(Self {
             name: account.name,
             uid,

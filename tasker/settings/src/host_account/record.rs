@@ -23,9 +23,12 @@ pub struct HostUse {
     pub largest_task_bytes: u64,
 }
 
+/// Returns one of the numbers.
+type Field = fn(&mut HostUse) -> &mut u64;
+
 impl HostUse {
     /// Each number with its name in records.
-    const FIELDS: [(&'static str, fn(&mut Self) -> &mut u64); 6] = [
+    const FIELDS: [(&'static str, Field); 6] = [
         ("guests", |usage| &mut usage.guests),
         ("services", |usage| &mut usage.services),
         ("control_groups", |usage| &mut usage.control_groups),
