@@ -197,6 +197,10 @@ impl FileWatcher {
         watcher
     }
 
+    pub fn path_count(&self) -> usize {
+        self.paths.len()
+    }
+
     pub fn path(&self, index: usize) -> &Path {
         &self.paths[index].path
     }

@@ -11,9 +11,10 @@ use crate::policy::{LeaveAfter, Policy};
 use sempa_proto::Micros;
 use sempa_proto::load::{FREE_BYTES_PER_TASK_MIN, GuestLimits, OwnerVerdict};
 use sempa_proto::owner::GuestAccess;
+use serde::{Deserialize, Serialize};
 
 /// The decision whether guests may run.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GuestDecision {
     pub access: GuestAccess,
     /// The reason why guests must stop, in one sentence; empty if they may run.

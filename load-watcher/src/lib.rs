@@ -13,10 +13,11 @@
 //! - Policy: [`policy`] and [`hours`] parse policy files (pure). [`owner_override`] and
 //!   [`published_policy`] read and write owners' overrides and policies. [`host_policy`] merges all
 //!   sources. [`guests`] decides whether guests may run (pure), [`eviction`] whether they can leave
-//!   (pure).
+//!   (pure). [`shared_limit`] shares a limit of guests among virtual machines (pure).
 //! - Enforcement: [`cpu_confinement`] confines guests to the processors that the owner allows.
 //! - Communication: [`file_watcher`] reports changes of files. [`report`] decides when to sample
-//!   and to send a report (pure). [`status`] answers queries of users of this host;
+//!   and to send a report (pure). [`machine_link`] connects the load watcher of a machine with those
+//!   of its virtual machines. [`status`] answers queries of users of this host;
 //!   [`host_daemons`] finds daemons of this host without a load watcher that answers.
 //! - [`user_files`]: files of users in a directory that all users share. `file_users` selects the
 //!   users if there are too many; `accounts` looks up accounts without waiting.
@@ -35,6 +36,7 @@ pub mod host_policy;
 pub mod hours;
 pub mod load_attribution;
 pub mod logind;
+pub mod machine_link;
 pub mod owner;
 pub mod owner_override;
 pub mod policy;
@@ -44,6 +46,7 @@ pub mod published_policy;
 pub mod report;
 pub mod sampler;
 pub mod sessions;
+pub mod shared_limit;
 pub mod status;
 pub mod system;
 pub mod user_files;

@@ -3,12 +3,18 @@
 
 mod directive;
 mod guest_status;
+mod machine;
+mod machine_client;
+mod own_sense;
+mod owner_view;
 mod rm_link;
+mod sensors;
 mod status_report;
 mod watcher;
 
 use clap::Parser;
 use libpvm::Vm;
+use machine::MachineWatcher;
 use pvm_load_watcher::policy::{Policy, PolicyError};
 use rm_link::RmSubscription;
 use sempa_proto::Tid;
@@ -17,7 +23,7 @@ use std::process::ExitCode;
 use thiserror::Error;
 use watcher::Watcher;
 
-/// Watches one host of a Sempa virtual machine: samples its load, detects its owner, and has guests
+/// Watches one host of a Sempa virtual machine, or a whole machine: samples its load, detects its owner, and has guests
 /// stopped while the owner needs the machine.
 ///
 /// The daemon of each host starts one load watcher; if one dies, the daemon starts another. A
@@ -37,6 +43,24 @@ struct Args {
     /// Message tag of the reports.
     #[arg(long, default_value_t = 5)]
     tag: i32,
+    /// Serves all virtual machines of this machine, on a socket in this folder, instead of one. The
+    /// tasker service starts such a load watcher as root; standard input is a connection to it.
+    #[arg(long, value_name = "DIR", conflicts_with_all = ["report_to", "owner_policy"])]
+    machine: Option<PathBuf>,
+    #[command(flatten)]
+    sources: SourceArgs,
+    /// Policy of the user of the virtual machine [default: the user's ~/.config/sempa/owner.toml].
+    #[arg(long, env = "SEMPA_OWNER_POLICY", value_name = "FILE")]
+    owner_policy: Option<PathBuf>,
+    /// Settings that the user of the virtual machine asks for where owner and administrator set
+    /// nothing, in the format of a policy file, as 'leave_after = 30'.
+    #[arg(long, env = "SEMPA_GUEST_DEFAULTS", value_name = "SETTINGS", value_parser = parse_guest_defaults, default_value = "")]
+    guest_defaults: GuestDefaults,
+}
+
+/// The files and folders in which the load watcher looks for an owner.
+#[derive(Clone, Debug, clap::Args)]
+struct SourceArgs {
     /// File with the login records [default: /run/utmp, then /var/run/utmp].
     #[arg(long, env = "SEMPA_UTMP", value_name = "FILE")]
     utmp: Option<PathBuf>,
@@ -55,9 +79,6 @@ struct Args {
     /// File with the available memory, in the format of /proc/meminfo.
     #[arg(long, env = "SEMPA_MEMINFO", value_name = "FILE")]
     meminfo: Option<PathBuf>,
-    /// Policy of the user of the virtual machine [default: the user's ~/.config/sempa/owner.toml].
-    #[arg(long, env = "SEMPA_OWNER_POLICY", value_name = "FILE")]
-    owner_policy: Option<PathBuf>,
     /// Policy of the administrator; it must belong to root unless the load watcher runs as root.
     #[arg(long, env = "SEMPA_ADMIN_POLICY", value_name = "FILE", default_value = pvm_load_watcher::host_policy::ADMIN_FILE)]
     admin_policy: PathBuf,
@@ -65,10 +86,14 @@ struct Args {
     /// runs as root.
     #[arg(long, env = "SEMPA_OWNER_WORDS", value_name = "DIR", default_value = pvm_load_watcher::owner_override::OVERRIDES_DIR)]
     owner_words: PathBuf,
-    /// Settings that the user of the virtual machine asks for where owner and administrator set
-    /// nothing, in the format of a policy file, as 'leave_after = 30'.
-    #[arg(long, env = "SEMPA_GUEST_DEFAULTS", value_name = "SETTINGS", value_parser = parse_policy_settings, default_value = "")]
-    guest_defaults: Policy,
+}
+
+/// Settings that the user of the virtual machine asks for.
+#[derive(Clone, Debug)]
+struct GuestDefaults {
+    /// In the format of a policy file.
+    text: String,
+    policy: Policy,
 }
 
 /// The contained argument is not the tid of a task. The load watcher does not start.
@@ -85,12 +110,17 @@ fn parse_tid(text: &str) -> Result<Tid, TidError> {
     tid.ok_or_else(|| TidError(text.to_string()))
 }
 
-fn parse_policy_settings(text: &str) -> Result<Policy, PolicyError> {
-    Policy::parse_without_owners("settings", text)
+fn parse_guest_defaults(text: &str) -> Result<GuestDefaults, PolicyError> {
+    let policy = Policy::parse_without_owners("settings", text)?;
+    let text = text.to_string();
+    Ok(GuestDefaults { text, policy })
 }
 
 fn run(args: Args) -> anyhow::Result<()> {
     sempa_socket::request_short_slice();
+    if let Some(dir) = &args.machine {
+        return MachineWatcher::open(dir, &args.sources)?.run_main_loop();
+    }
     let vm = Vm::enroll()?;
     vm.set_automatic_routes(false);
     let rm_subscription = RmSubscription::start_tracking(&vm, args.report_to)?;

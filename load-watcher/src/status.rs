@@ -127,6 +127,10 @@ pub struct WatcherStatus {
     /// The time of the answer by the clock to which the owner's hours refer, with its time zone.
     #[serde(default)]
     pub clock: String,
+    /// True if the load watcher of the whole machine has found out what this answer says of the
+    /// owner.
+    #[serde(default)]
+    pub machine_sense: bool,
     /// Process id of the load watcher as the client sees it; 0 in the answer itself.
     #[serde(default)]
     pub pid: i32,

@@ -2,10 +2,8 @@
 
 use crate::guest_status::{guest_statuses, stop_mechanism};
 use pvm_load_watcher::eviction::{EngineState, EvictionMeans};
-use pvm_load_watcher::guests::GuestDecision;
-use pvm_load_watcher::host_policy::HostPolicy;
-use pvm_load_watcher::owner::OwnerAssessment;
-use pvm_load_watcher::status::{PolicySetting, WatcherStatus};
+use pvm_load_watcher::machine_link::HostState;
+use pvm_load_watcher::status::WatcherStatus;
 use pvm_load_watcher::system::describe_clock;
 use sempa_proto::load::OwnerVerdict;
 use sempa_proto::owner::GuestAccess;
@@ -23,9 +21,9 @@ pub(crate) struct StatusInputs<'a> {
     pub(crate) host: HostId,
     pub(crate) hosts: &'a HostTable,
     pub(crate) has_rm: bool,
-    pub(crate) assessment: &'a OwnerAssessment,
-    pub(crate) decision: &'a GuestDecision,
-    pub(crate) host_policy: &'a HostPolicy,
+    pub(crate) state: &'a HostState,
+    /// True if the load watcher of the whole machine has observed the state.
+    pub(crate) serves_machine: bool,
     /// The reason why the daemon has refused the last directive.
     pub(crate) directive_refusal: Option<&'a str>,
     /// The tasks of this host.
@@ -48,14 +46,20 @@ fn engine_state(reply: Reply) -> EngineState {
 
 impl StatusInputs<'_> {
     pub(crate) fn into_status(self) -> WatcherStatus {
-        let access = self.decision.access;
+        let HostState {
+            assessment,
+            decision,
+            policy,
+            ..
+        } = self.state;
+        let access = decision.access;
         let (guests_text, leave_at_us, eviction_mode) = match access {
             GuestAccess::Welcome => ("welcome", None, None),
             GuestAccess::Paused { evict_at, eviction } => {
                 ("stopped", evict_at.map(|at| at.0), Some(eviction))
             }
         };
-        let presence_text = match self.assessment.verdict {
+        let presence_text = match assessment.verdict {
             OwnerVerdict::Absent { .. } => "absent",
             OwnerVerdict::Uncertain { .. } => "maybe",
             OwnerVerdict::Present { .. } => "present",
@@ -65,19 +69,9 @@ impl StatusInputs<'_> {
             has_other_hosts: self.hosts.hosts.iter().any(|entry| entry.id != self.host),
             engine: engine_state(self.engine),
         };
-        let policy_setting = |(name, value, origin): &(&str, String, String)| PolicySetting {
-            name: name.to_string(),
-            value: value.clone(),
-            from: origin.clone(),
-        };
-        let settings = &self.host_policy.merged_policy().settings;
         let refusal_line = self
             .directive_refusal
             .map(|error| format!("the daemon has refused the directive about guests: {error}"));
-        let sources = &self.assessment.sources;
-        let sources = sources
-            .iter()
-            .map(|(name, text)| (name.to_string(), text.clone()));
         let (stopped_by, stopped_by_why) = stop_mechanism(self.freezer);
         WatcherStatus {
             vm: self.vm.into(),
@@ -88,11 +82,11 @@ impl StatusInputs<'_> {
                 .map(|entry| entry.name.clone())
                 .unwrap_or_default(),
             owner: presence_text.into(),
-            confidence: self.assessment.confidence,
-            why: self.assessment.reason.clone(),
-            sources: sources.collect(),
+            confidence: assessment.confidence,
+            why: assessment.reason.clone(),
+            sources: assessment.sources.clone(),
             guests: guests_text.into(),
-            guests_why: self.decision.reason.clone(),
+            guests_why: decision.reason.clone(),
             leave_at_us,
             then: eviction_mode.map(|mode| mode.to_string()),
             cannot_leave: means
@@ -101,22 +95,14 @@ impl StatusInputs<'_> {
                 .unwrap_or_default(),
             stopped_by: stopped_by.into(),
             stopped_by_why,
-            policy: settings.iter().map(policy_setting).collect(),
-            wrong: self
-                .host_policy
-                .errors()
-                .into_iter()
-                .chain(refusal_line)
-                .collect(),
+            policy: policy.settings.clone(),
+            wrong: policy.errors.iter().cloned().chain(refusal_line).collect(),
             directive_error: self.directive_refusal.unwrap_or_default().into(),
             tasks: guest_statuses(self.tasks),
-            read_files: self.host_policy.read_files().to_vec(),
-            switched_off_by: self
-                .host_policy
-                .switched_off_by()
-                .unwrap_or_default()
-                .into(),
+            read_files: policy.read_files.clone(),
+            switched_off_by: policy.switched_off_by.clone().unwrap_or_default(),
             clock: describe_clock(self.now.0 / 1_000_000),
+            machine_sense: self.serves_machine,
             pid: 0,
         }
     }

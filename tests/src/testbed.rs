@@ -748,8 +748,7 @@ pub fn wait_until_no_process(host: &Host, pattern: &str, timeout: Duration) -> R
         let remaining_lines: Vec<String> = host
             .processes()
             .into_iter()
-            // The tasker service belongs to the host, and not to a virtual machine.
-            .filter(|(_, line)| line.contains(pattern) && !line.ends_with("pvm-taskerd"))
+            .filter(|(_, line)| line.contains(pattern) && !is_of_service(line))
             .map(|(pid, line)| format!("{pid} {line}"))
             .collect();
         if remaining_lines.is_empty() {
@@ -762,4 +761,10 @@ pub fn wait_until_no_process(host: &Host, pattern: &str, timeout: Duration) -> R
             ))
         }
     })
+}
+
+/// True for the command line of the tasker service or of its load watcher, which belong to the host
+/// and not to a virtual machine.
+fn is_of_service(line: &str) -> bool {
+    line.ends_with("pvm-taskerd") || line.contains("pvm-load-watcher --machine")
 }

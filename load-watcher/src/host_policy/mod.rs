@@ -27,11 +27,13 @@ use crate::owner::UserOverride;
 use crate::owner_override::{self, Drain, OVERRIDE_SUFFIX, ReadOverrides};
 use crate::policy::{BlockedUser, MergedPolicy, Policy, PolicyError};
 use crate::published_policy::{self, POLICY_SUFFIX, PublishedPolicyError};
+use crate::status::PolicySetting;
 use crate::user_files::{self, FILE_USERS_MAX, FileContent, ReadFile};
 use nix::errno::Errno;
 use nix::unistd::{Uid, User};
 use sempa_proto::load::Login;
 use sempa_proto::text::truncate;
+use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::os::fd::BorrowedFd;
@@ -51,7 +53,7 @@ const UNKNOWN_NAME_BYTES_MAX: usize = 64;
 #[derive(Clone, Debug)]
 pub struct PolicyPaths {
     /// Policy file of the user of the virtual machine.
-    pub user: PathBuf,
+    pub user: UserPolicySource,
     pub admin: PathBuf,
     /// Directory that contains the owners' overrides and published policies.
     pub overrides: PathBuf,
@@ -64,6 +66,23 @@ pub struct VmUser {
     /// Settings from the environment variable `SEMPA_GUEST_DEFAULTS`. They apply where no policy
     /// file, published policy or override has a value.
     pub defaults: Policy,
+}
+
+/// The merged policy as other processes need it: what guests may use, and what users of the host
+/// are told.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PolicySummary {
+    /// Nice level of guests.
+    pub nice: Option<u8>,
+    /// Number of processors of guests.
+    pub cores: Option<u32>,
+    pub settings: Vec<PolicySetting>,
+    /// As [`HostPolicy::errors`].
+    pub errors: Vec<String>,
+    /// As [`HostPolicy::read_files`].
+    pub read_files: Vec<ReadFile>,
+    /// As [`HostPolicy::switched_off_by`].
+    pub switched_off_by: Option<String>,
 }
 
 /// The sources of the policy, and the result of merging them.
@@ -264,10 +283,17 @@ impl HostPolicy {
     /// Reads the file of the user of the virtual machine again. Returns an error in the file as a
     /// sentence.
     pub fn read_user_policy(&mut self) -> Option<String> {
-        let load_result = load_policy(&self.paths.user, Policy::parse_without_owners);
+        let load_result = self.paths.user.load();
         self.apply_load_result("own", load_result, |host_policy| {
             &mut host_policy.user_policy
         })
+    }
+
+    /// Replaces the content of the file of the user of the virtual machine. Returns an error in the
+    /// file as a sentence.
+    pub fn set_user_policy(&mut self, file: ReceivedFile) -> Option<String> {
+        self.paths.user = UserPolicySource::Received(file);
+        self.read_user_policy()
     }
 
     /// Reads the administrator's file again. Returns an error in the file as a sentence.
@@ -470,8 +496,8 @@ impl HostPolicy {
             .published_policies
             .get(&uid)
             .map(|policy| (published_source, policy));
-        let user_file_source = (uid == self.vm_user.uid)
-            .then(|| (self.paths.user.display().to_string(), &self.user_policy));
+        let user_file_source =
+            (uid == self.vm_user.uid).then(|| (self.paths.user.name(), &self.user_policy));
         MergedPolicy::from_priority_list(
             override_source
                 .into_iter()
@@ -629,12 +655,34 @@ impl HostPolicy {
             .collect()
     }
 
+    /// Returns the part of the policy that other processes need.
+    pub fn summary(&self) -> PolicySummary {
+        let setting = |(name, value, origin): &(&str, String, String)| PolicySetting {
+            name: name.to_string(),
+            value: value.clone(),
+            from: origin.clone(),
+        };
+        let MergedPolicy { policy, settings } = &self.merged_policy;
+        PolicySummary {
+            nice: policy.nice,
+            cores: policy.cores,
+            settings: settings.iter().map(setting).collect(),
+            errors: self.errors(),
+            read_files: self.read_files.clone(),
+            switched_off_by: self.switched_off_by.clone(),
+        }
+    }
+
     /// True if the decision about guests depends on the time of day.
     pub fn depends_on_clock(&self) -> bool {
         self.merged_policy.policy.forbidden_hours.is_some()
             || self.merged_policy.policy.allowed_hours.is_some()
     }
 }
+
+mod user_policy;
+
+pub use user_policy::{ReceivedContent, ReceivedFile, UserPolicySource};
 
 #[cfg(test)]
 mod tests;

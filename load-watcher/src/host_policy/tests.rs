@@ -12,7 +12,7 @@ const OLGA_UID: u32 = 21_002;
 /// `user_defaults` is the text of Alice's default settings.
 fn read_policy(dir: &Path, user_defaults: &str) -> HostPolicy {
     let paths = PolicyPaths {
-        user: dir.join("own"),
+        user: dir.join("own").into(),
         admin: dir.join("admin"),
         overrides: dir.join("words"),
     };
@@ -247,7 +247,7 @@ fn root_is_always_an_owner() {
     write_file(dir.path(), "admin", "cores = 3\nowners = [\"olga\"]\n");
     write_file(dir.path(), "own", "cores = 8\n");
     let paths = PolicyPaths {
-        user: dir.path().join("own"),
+        user: dir.path().join("own").into(),
         admin: dir.path().join("admin"),
         overrides: dir.path().join("w"),
     };

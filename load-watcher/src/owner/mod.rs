@@ -24,6 +24,7 @@ use crate::owner_override::{DeclaredPresence, OwnerOverride, Presence};
 use crate::sessions::{ScreenUse, Session, merge_logins};
 use sempa_proto::Micros;
 use sempa_proto::load::{Login, OwnerVerdict};
+use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
@@ -104,7 +105,7 @@ pub struct OwnerSigns<'a> {
 }
 
 /// The owner verdict with its confidence, its reason and the state of its sources.
-#[derive(Clone, Debug, Default, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct OwnerAssessment {
     pub verdict: OwnerVerdict,
     /// Confidence in the verdict, in percent.
@@ -114,7 +115,7 @@ pub struct OwnerAssessment {
     /// The logins on which the verdict is based.
     pub logins: Vec<Login>,
     /// Name of each source, and a description of its state.
-    pub sources: Vec<(&'static str, String)>,
+    pub sources: Vec<(String, String)>,
 }
 
 /// Derives owner verdicts. Records since when the owner is present or possibly present, and when
@@ -431,6 +432,10 @@ impl OwnerDetector {
         let finding = self.derive_finding(now, signs, &logins, &valid_overrides);
         let (owner_verdict, confidence, verdict_reason) = self.apply_finding(now, finding);
         let sources = signs.describe_sources(now, &logins);
+        let sources = sources
+            .into_iter()
+            .map(|(name, text)| (name.to_string(), text))
+            .collect();
         OwnerAssessment {
             verdict: owner_verdict,
             confidence,

@@ -272,7 +272,7 @@ fn idle_desktop_reports_start_of_idle_time() {
     assert!(
         idle_assessment
             .sources
-            .contains(&("screens", "tty2 without input 900 s".into())),
+            .contains(&("screens".into(), "tty2 without input 900 s".into())),
         "{:?}",
         idle_assessment.sources
     );
@@ -635,7 +635,11 @@ fn away_hides_own_logins_unless_named_owner() {
 #[test]
 fn every_source_is_described() {
     let assessment = SignsFixture::with_logins(vec![login("olga", "pts/3", 1000)]).verdict_at(2000);
-    let names: Vec<&str> = assessment.sources.iter().map(|(name, _)| *name).collect();
+    let names: Vec<&str> = assessment
+        .sources
+        .iter()
+        .map(|(name, _)| name.as_str())
+        .collect();
     assert_eq!(
         names,
         [

@@ -9,6 +9,7 @@
 //! recorded in a directory that only root can change.
 
 mod listener;
+mod machine_watcher;
 mod pending;
 mod registry;
 mod service;

@@ -1,5 +1,6 @@
 //! The main loop of the service.
 
+use crate::machine_watcher::MachineWatcher;
 use crate::pending::{PendingConnection, PendingConnections};
 use crate::registry::SessionRegistry;
 use anyhow::Context;
@@ -17,6 +18,7 @@ use sempa_proto::tasker_service::{
     SessionId, encode,
 };
 use sempa_service_settings::SETTINGS_VARIABLE;
+use sempa_service_settings::host_account::{ACCOUNT_DIR_VARIABLE, account_dir};
 use std::io::{self, ErrorKind, Read, Write};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -39,6 +41,8 @@ const PASSED_VARIABLES: [&str; 6] = [
 ];
 /// Name of the tasker's program.
 const TASKER_PROGRAM: &str = "pvm-tasker";
+/// Name of the load watcher's program.
+const WATCHER_PROGRAM: &str = "pvm-load-watcher";
 
 #[derive(Debug)]
 pub(crate) struct Service {
@@ -47,6 +51,7 @@ pub(crate) struct Service {
     pending: PendingConnections<UnixStream>,
     registry: SessionRegistry,
     tasker_path: PathBuf,
+    machine_watcher: MachineWatcher,
 }
 
 impl Service {
@@ -62,12 +67,20 @@ impl Service {
         handled_signals.thread_block().context("signals")?;
         let flags = SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK;
         let own_path = std::env::current_exe().context("the path of this program")?;
+        let socket_address = listener.local_addr().context("the socket")?;
+        let socket_dir = socket_address.as_pathname().and_then(Path::parent);
+        let machine_watcher = MachineWatcher::new(
+            program_path(&own_path, WATCHER_PROGRAM),
+            socket_dir.context("the socket has no path")?.to_path_buf(),
+            account_dir(std::env::var_os(ACCOUNT_DIR_VARIABLE)),
+        );
         Ok(Self {
             listener,
             signals: SignalFd::with_flags(&handled_signals, flags).context("signals")?,
             pending: PendingConnections::default(),
             registry,
-            tasker_path: tasker_path(&own_path),
+            tasker_path: program_path(&own_path, TASKER_PROGRAM),
+            machine_watcher,
         })
     }
 
@@ -78,11 +91,16 @@ impl Service {
     pub(crate) fn run(mut self) -> anyhow::Result<()> {
         tracing::info!("serving the daemons of all users of this host");
         loop {
+            self.machine_watcher.check(Instant::now());
             let ready = self.wait_for_events()?;
             if ready.signal && self.handle_signals() {
+                self.machine_watcher.end();
                 return Ok(());
             }
             let now = Instant::now();
+            if ready.machine_watcher {
+                self.machine_watcher.read(now);
+            }
             let ready_connections = self.pending.take_ready(|index| ready.pending[index]);
             for connection in ready_connections {
                 self.read_request(connection);
@@ -101,10 +119,17 @@ impl Service {
         ];
         let pending_fds = self.pending.sockets();
         fds.extend(pending_fds.map(|socket| PollFd::new(socket.as_fd(), PollFlags::POLLIN)));
-        let timeout = self.pending.next_timeout(Instant::now());
-        let timeout = timeout.map_or(PollTimeout::NONE, |timeout| {
-            PollTimeout::try_from(timeout.as_millis() + 1).unwrap_or(PollTimeout::MAX)
-        });
+        let pending_end = fds.len();
+        fds.extend(
+            self.machine_watcher
+                .fd()
+                .map(|fd| PollFd::new(fd, PollFlags::POLLIN)),
+        );
+        let now = Instant::now();
+        let watcher_timeout = self.machine_watcher.next_timeout(now);
+        let timeout = self.pending.next_timeout(now);
+        let timeout = timeout.map_or(watcher_timeout, |timeout| timeout.min(watcher_timeout));
+        let timeout = PollTimeout::try_from(timeout.as_millis() + 1).unwrap_or(PollTimeout::MAX);
         match poll(&mut fds, timeout) {
             Ok(_) | Err(Errno::EINTR) => {}
             Err(error) => return Err(error.into()),
@@ -113,7 +138,8 @@ impl Service {
         Ok(ReadySources {
             signal: is_ready(&fds[0]),
             listener: is_ready(&fds[1]),
-            pending: fds[2..].iter().map(is_ready).collect(),
+            pending: fds[2..pending_end].iter().map(is_ready).collect(),
+            machine_watcher: fds.get(pending_end).is_some_and(is_ready),
         })
     }
 
@@ -125,6 +151,8 @@ impl Service {
         }
         loop {
             match waitpid(None, Some(WaitPidFlag::WNOHANG)) {
+                Ok(WaitStatus::Exited(pid, _) | WaitStatus::Signaled(pid, ..))
+                    if self.machine_watcher.handle_end(pid, Instant::now()) => {}
                 Ok(WaitStatus::Exited(pid, _) | WaitStatus::Signaled(pid, ..)) => {
                     self.registry.remove(SessionId(pid.as_raw()));
                 }
@@ -260,14 +288,14 @@ impl Service {
     }
 }
 
-/// Returns the path of the tasker's program: in the directory of this program, or in `bin` of the
-/// same prefix.
-fn tasker_path(own_path: &Path) -> PathBuf {
-    let beside = own_path.with_file_name(TASKER_PROGRAM);
+/// Returns the path of another program: in the directory of this program, or in `bin` of the same
+/// prefix.
+fn program_path(own_path: &Path, program: &str) -> PathBuf {
+    let beside = own_path.with_file_name(program);
     let in_bin = own_path
         .parent()
         .and_then(Path::parent)
-        .map(|prefix| prefix.join("bin").join(TASKER_PROGRAM));
+        .map(|prefix| prefix.join("bin").join(program));
     match in_bin {
         Some(in_bin) if !beside.exists() => in_bin,
         _ => beside,
@@ -303,4 +331,5 @@ struct ReadySources {
     listener: bool,
     /// One element for each pending connection, in their order.
     pending: Vec<bool>,
+    machine_watcher: bool,
 }
