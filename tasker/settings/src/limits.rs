@@ -8,12 +8,13 @@ const KIND_COUNT: usize = LimitKind::ALL.len();
 /// Word for the absence of a limit.
 const UNLIMITED_WORD: &str = "unlimited";
 
-/// What a limit counts. All limits count what a user has on this host in one virtual machine.
+/// What a limit counts. All limits except that of descriptors count what a user has on this host in
+/// all virtual machines together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LimitKind {
-    /// Tasks that run or arrive.
+    /// Tasks that run or arrive, and ended tasks that have left processes.
     Tasks,
-    /// Memory of all tasks, in bytes. This limit is not enforced.
+    /// Anonymous and shared memory of all tasks, in bytes.
     Memory,
     /// Open descriptors of each process.
     Descriptors,

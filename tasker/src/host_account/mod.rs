@@ -169,6 +169,11 @@ impl HostAccount {
         })
     }
 
+    /// Returns the limit of the user's images in bytes; the greatest number without a limit.
+    pub(crate) fn image_bytes_max(&self) -> u64 {
+        self.account().user.image_bytes_max
+    }
+
     pub(crate) fn release_images(&self, bytes: u64) {
         let mut account = self.account();
         let mut usage = account.record.usage;

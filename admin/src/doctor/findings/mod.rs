@@ -249,7 +249,7 @@ fn find_control_groups(host: &HostFacts, report: &mut Report) {
         report.warning(
             SUBJECT,
             "version 2 is not mounted: a tasker mounts its own part, and without the right to do so it stops \
-             tasks by signals, which programs can notice; limits of memory are not enforced",
+             tasks by signals, which programs can notice",
             "mount version 2 at /sys/fs/cgroup (the default of systemd)",
         );
         return;
