@@ -32,6 +32,8 @@ pub const REQUEST_BYTES_MAX: usize = 192 << 10;
 pub const STATE_BYTES_MAX: usize = 1 << 20;
 /// Length in bytes of the field before the body of a message.
 const HEAD_BYTES: usize = 4;
+/// Maximum number of reads of a connection before other connections are served.
+const READS_MAX: usize = 16;
 
 /// What the machine's load watcher must know of a virtual machine.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -116,29 +118,35 @@ impl<T: DeserializeOwned> MessageReader<T> {
         }
     }
 
-    /// Reads what has arrived on a non-blocking connection, at most one message's length and a
-    /// buffer more. Returns the complete messages.
+    /// Reads what has arrived on a non-blocking connection, at most [`READS_MAX`] buffers. Returns
+    /// the complete messages.
     ///
     /// # Errors
     /// The connection has ended, or a message is too long or malformed.
     pub fn read(&mut self, mut stream: &UnixStream) -> io::Result<Vec<T>> {
         let mut buffer = [0; 16 << 10];
         let mut messages = Vec::new();
-        while self.bytes.len() <= HEAD_BYTES + self.body_bytes_max {
+        for _ in 0..READS_MAX {
             match stream.read(&mut buffer) {
+                // The end is reported after the messages before it.
+                Ok(0) if !messages.is_empty() => break,
                 Ok(0) => return Err(ErrorKind::UnexpectedEof.into()),
-                Ok(count) => self.bytes.extend_from_slice(&buffer[..count]),
+                Ok(count) => messages.extend(self.push(&buffer[..count])?),
                 Err(e) if e.kind() == ErrorKind::WouldBlock => break,
                 Err(e) if e.kind() == ErrorKind::Interrupted => continue,
                 Err(e) => return Err(e),
             }
-            self.take_messages(&mut messages)?;
         }
         Ok(messages)
     }
 
-    fn take_messages(&mut self, messages: &mut Vec<T>) -> io::Result<()> {
-        let mut start = 0;
+    /// Adds bytes that have arrived. Returns the messages that are complete now.
+    ///
+    /// # Errors
+    /// A message is too long or malformed.
+    pub fn push(&mut self, bytes: &[u8]) -> io::Result<Vec<T>> {
+        self.bytes.extend_from_slice(bytes);
+        let (mut messages, mut start) = (Vec::new(), 0);
         while let Some((head, rest)) = self.bytes[start..].split_first_chunk::<HEAD_BYTES>() {
             let length = u32::from_le_bytes(*head) as usize;
             if length > self.body_bytes_max {
@@ -154,7 +162,7 @@ impl<T: DeserializeOwned> MessageReader<T> {
             start += HEAD_BYTES + length;
         }
         self.bytes.drain(..start);
-        Ok(())
+        Ok(messages)
     }
 }
 
@@ -200,7 +208,9 @@ mod tests {
             received.extend(reader.read(&near).expect("valid"));
         }
         assert_eq!(received, sent);
+        far.write_all(&bytes).expect("room");
         drop(far);
+        assert_eq!(reader.read(&near).expect("valid"), sent);
         assert!(reader.read(&near).is_err(), "it has ended");
     }
 

@@ -45,7 +45,7 @@ use supervisor::Supervisor;
 /// Interval at which the load of other programs is measured.
 const EXTERNAL_LOAD_INTERVAL: Micros = Micros::from_secs(10);
 /// Maximum time between two signs of life for the tasker service.
-const LIFE_SIGN_INTERVAL: Micros = Micros::from_secs(5);
+const LIFE_SIGN_INTERVAL: Micros = Micros::from_secs(3);
 /// Maximum number of connections that are accepted before other events are handled.
 const ACCEPTS_PER_ROUND_MAX: usize = 64;
 /// Number of microseconds in a minute.
@@ -96,6 +96,20 @@ impl MachineWatcher {
         let paths = CommonPaths::from_args(args);
         supervisor::drop_privileges().context("giving up the privileges of root")?;
         let account_dir = account_dir(std::env::var_os(ACCOUNT_DIR_VARIABLE));
+        Self::new(listener, supervisor, paths, account_dir, args)
+    }
+
+    /// Opens all sources.
+    ///
+    /// # Errors
+    /// A system call failed, or the load of this host cannot be sampled.
+    fn new(
+        listener: UnixListener,
+        supervisor: Supervisor,
+        paths: CommonPaths,
+        account_dir: PathBuf,
+        args: &SourceArgs,
+    ) -> anyhow::Result<Self> {
         let sensors = Sensors::open(args, &paths, OtherPath::Account(account_dir.clone()))?;
         let epoll = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC)?;
         let nobody = VmUser {
@@ -144,31 +158,36 @@ impl MachineWatcher {
     /// The load of this host cannot be sampled.
     pub(crate) fn run_main_loop(mut self) -> anyhow::Result<()> {
         tracing::info!("observing this machine for all virtual machines");
-        loop {
-            let now = self.now();
-            if now >= self.life_sign_due {
-                self.report_life();
-                self.life_sign_due = now + LIFE_SIGN_INTERVAL;
-            }
-            let due = match self.connections.is_empty() {
-                true => self.life_sign_due,
-                false => self.life_sign_due.min(self.next_sample_at),
-            };
-            let timeout = Duration::from_micros(due.since(now).0);
-            let wake_reasons = self.sensors.wait(timeout, self.wake_epoll.0.as_fd());
-            if wake_reasons.any_change() {
-                self.read_changes(wake_reasons);
-            }
-            if wake_reasons.additional_fd_ready {
-                if self.supervisor.has_ended() {
-                    return Ok(());
-                }
-                self.handle_events();
-            }
-            if !self.connections.is_empty() && self.now() >= self.next_sample_at {
-                self.take_sample()?;
-            }
+        while self.run_once()? {}
+        Ok(())
+    }
+
+    /// Waits for one event and handles the event. Returns false if the tasker service has ended.
+    fn run_once(&mut self) -> anyhow::Result<bool> {
+        let now = self.now();
+        if now >= self.life_sign_due {
+            self.report_life();
+            self.life_sign_due = now + LIFE_SIGN_INTERVAL;
         }
+        let due = match self.connections.is_empty() {
+            true => self.life_sign_due,
+            false => self.life_sign_due.min(self.next_sample_at),
+        };
+        let timeout = Duration::from_micros(due.since(now).0);
+        let wake_reasons = self.sensors.wait(timeout, self.wake_epoll.0.as_fd());
+        if wake_reasons.any_change() {
+            self.read_changes(wake_reasons);
+        }
+        if wake_reasons.additional_fd_ready {
+            if self.supervisor.has_ended() {
+                return Ok(false);
+            }
+            self.handle_events();
+        }
+        if !self.connections.is_empty() && self.now() >= self.next_sample_at {
+            self.take_sample()?;
+        }
+        Ok(true)
     }
 
     fn read_changes(&mut self, wake_reasons: WakeReasons) {
@@ -496,3 +515,6 @@ fn open_listener(path: &Path) -> anyhow::Result<UnixListener> {
     listener.set_nonblocking(true)?;
     Ok(listener)
 }
+
+#[cfg(test)]
+mod tests;

@@ -5,9 +5,9 @@ use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use nix::unistd::{Gid, Uid, User, setgid, setgroups, setuid};
 use std::fs::File;
 use std::io::{self, ErrorKind, Read, Write};
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
-/// Account of the load watcher of a machine. The packages create it.
+/// Account of the load watcher of a machine, if the administrator has created it.
 const ACCOUNT: &str = "_sempa";
 /// Account that is used if [`ACCOUNT`] does not exist.
 const FALLBACK_ACCOUNT: &str = "nobody";
@@ -15,6 +15,13 @@ const FALLBACK_ACCOUNT: &str = "nobody";
 /// Standard input: a socket of the tasker service.
 #[derive(Debug)]
 pub(crate) struct Supervisor(File);
+
+impl From<OwnedFd> for Supervisor {
+    /// Uses a non-blocking socket.
+    fn from(socket: OwnedFd) -> Self {
+        Self(socket.into())
+    }
+}
 
 impl Supervisor {
     /// # Errors

@@ -27,9 +27,9 @@ const PASSED_VARIABLES: [&str; 11] = [
     "SEMPA_OWNER_WORDS",
     "SEMPA_HOST_ACCOUNT",
 ];
-/// Time without a sign of life after which the load watcher is replaced. It gives one every five
+/// Time without a sign of life after which the load watcher is replaced. It gives one every three
 /// seconds.
-const SILENCE_MAX: Duration = Duration::from_secs(15);
+const SILENCE_MAX: Duration = Duration::from_secs(9);
 /// Time until a load watcher that has ended is started again: the first time, and at most. Each
 /// failure doubles the time.
 const RESTART_DELAY_MIN: Duration = Duration::from_secs(1);

@@ -12,6 +12,9 @@
 pub mod images;
 
 use bytes::Bytes;
+use pvm_load_watcher::machine_link::{
+    self, FromMachine, MessageReader, REQUEST_BYTES_MAX, STATE_BYTES_MAX, ToMachine,
+};
 use sempa_proto::frame::FrameDecoder;
 use sempa_proto::link::{LinkFrame, SHORT_HEAD_BYTES, decode_short_head};
 use sempa_proto::sm;
@@ -56,6 +59,7 @@ pub fn read_input(data: &[u8]) {
     };
     read_documented_messages(body);
     read_service_messages(body);
+    read_load_watcher_messages(body);
     read_frames(body);
     access_hostile_ring(*order, body);
     request_pool_leases(body);
@@ -69,6 +73,14 @@ fn read_service_messages(body: &[u8]) {
     for bytes in [body, &message] {
         let _ = tasker_service::decode::<ServiceRequest>(bytes);
         let _ = tasker_service::decode::<ServiceReply>(bytes);
+    }
+}
+
+/// Reads the body as messages between load watchers: as a stream, and as one message.
+fn read_load_watcher_messages(body: &[u8]) {
+    for bytes in [body, &machine_link::encode(&body).unwrap_or_default()] {
+        let _ = MessageReader::<ToMachine>::new(REQUEST_BYTES_MAX).push(bytes);
+        let _ = MessageReader::<FromMachine>::new(STATE_BYTES_MAX).push(bytes);
     }
 }
 

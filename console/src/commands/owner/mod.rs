@@ -6,6 +6,7 @@
 //! queries of any user.
 
 mod confirmation;
+mod machine_picture;
 mod status;
 
 use self::confirmation::Confirmation;

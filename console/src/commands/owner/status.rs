@@ -1,5 +1,6 @@
 //! `owner status`: who uses this machine, and what its guests may do.
 
+use super::machine_picture::{MachinePicture, OwnerLines};
 use super::{describe_override, override_json};
 use crate::clock::unix_micros;
 use crate::outcome::Outcome;
@@ -40,9 +41,12 @@ pub(super) fn status_outcome(dir: &Path, uid: u32) -> Outcome {
         ));
     }
     let now = unix_micros();
+    let picture = MachinePicture::of(&statuses);
+    text.extend(picture.iter().map(MachinePicture::text));
+    let common = picture.as_ref().map(|picture| &picture.lines);
     statuses
         .iter()
-        .for_each(|status| text.push_str(&status_text(status, now)));
+        .for_each(|status| text.push_str(&status_text(status, common, now)));
     daemons
         .iter()
         .for_each(|daemon| text.push_str(&unwatched_text(daemon)));
@@ -58,6 +62,7 @@ pub(super) fn status_outcome(dir: &Path, uid: u32) -> Outcome {
     let unwatched: Vec<serde_json::Value> = daemons.iter().map(unwatched_json).collect();
     let json = json!({
         "you": override_json(&user_override),
+        "machine": picture.as_ref().map(MachinePicture::to_json),
         "virtual_machines": statuses,
         "without_load_watcher": unwatched,
     });
@@ -68,7 +73,7 @@ pub(super) fn status_outcome(dir: &Path, uid: u32) -> Outcome {
 }
 
 /// Formats an amount of memory, such as "1.2 GiB".
-fn memory_text(bytes: u64) -> String {
+pub(super) fn memory_text(bytes: u64) -> String {
     let mib = bytes as f64 / f64::from(1 << 20);
     if mib >= 1024.0 {
         format!("{:.1} GiB", mib / 1024.0)
@@ -115,51 +120,18 @@ fn unwatched_text(daemon: &HostDaemon) -> String {
     out
 }
 
-/// Formats the report of one load watcher.
-fn status_text(status: &WatcherStatus, now: Micros) -> String {
-    let WatcherStatus {
-        vm,
-        user,
-        host,
-        owner,
-        confidence,
-        why,
-        ..
-    } = status;
+/// Formats the report of one load watcher, without what the machine has in common.
+fn status_text(status: &WatcherStatus, common: Option<&OwnerLines>, now: Micros) -> String {
+    let WatcherStatus { vm, user, host, .. } = status;
+    let (owner_lines, policy_lines) = OwnerLines::of(status).without_common(common);
     let mut out = format!("virtual machine {vm} of {user} ({host})\n");
-    out.push_str(&format!(
-        "  owner     {owner}, {confidence} % sure: {why}\n"
-    ));
+    out.push_str(&owner_lines);
     out.push_str(&guests_text(status, now));
     out.extend(status.tasks.iter().map(task_line));
     if status.tasks.is_empty() {
         out.push_str("  tasks     none\n");
     }
-    let policy_lines = status.policy.iter();
-    out.extend(
-        policy_lines.map(|s| format!("  policy    {} = {}  ({})\n", s.name, s.value, s.from)),
-    );
-    if status.policy.is_empty() {
-        out.push_str(
-            "  policy    none: guests stop as soon as the owner is there, and leave if they can\n",
-        );
-    }
-    if !status.clock.is_empty()
-        && status
-            .policy
-            .iter()
-            .any(|s| ["never", "only"].contains(&s.name.as_str()))
-    {
-        out.push_str(&format!(
-            "  clock     {}: the hours above refer to it\n",
-            status.clock
-        ));
-    }
-    let wrong_lines = status.wrong.iter();
-    out.extend(wrong_lines.map(|line| format!("  wrong     {line}\n")));
-    let sources = status.sources.iter();
-    out.extend(sources.map(|(name, source_text)| format!("  source    {name}: {source_text}\n")));
-    out
+    out + &policy_lines
 }
 
 /// Formats the line of a guest.
@@ -282,7 +254,7 @@ mod tests {
 
     #[test]
     fn status_names_user_time_and_reason() {
-        let text = status_text(&stopped_status(), NOW);
+        let text = status_text(&stopped_status(), None, NOW);
         for part in [
             "virtual machine pvm of alice (h2)",
             "present, 99 % sure: olga is logged in on tty2",
@@ -307,7 +279,7 @@ mod tests {
             tasks: vec![guest(3 << 29), guest(1 << 28)],
             ..stopped_status()
         };
-        let text = status_text(&cannot_leave, NOW);
+        let text = status_text(&cannot_leave, None, NOW);
         assert!(!text.contains("they leave at"), "{text}");
         assert!(
             text.contains(
@@ -322,7 +294,7 @@ mod tests {
             tasks: Vec::new(),
             ..cannot_leave
         };
-        let text = status_text(&without_guests, NOW);
+        let text = status_text(&without_guests, None, NOW);
         assert!(
             !text.contains("they leave") && !text.contains("cannot"),
             "{text}"
@@ -366,7 +338,7 @@ mod tests {
             clock: "10:41, CEST (UTC+02:00)".into(),
             ..stopped_status()
         };
-        let text = status_text(&status, NOW);
+        let text = status_text(&status, None, NOW);
         assert!(text.contains("clock     10:41, CEST (UTC+02:00)"), "{text}");
     }
 
