@@ -36,6 +36,13 @@ const CGROUP_DIR_PREFIX: &str = "sempa-";
 /// Prefix of the name of the group of an ordinary user, which contains the directories of all
 /// taskers that run tasks of this user. The UID follows.
 const USER_GROUP_PREFIX: &str = "sempa-user-";
+/// Name of the group that contains the processes of the tasker service, but no tasks
+/// (`DelegateSubgroup` in the unit of systemd). The kernel enables the memory controller only below
+/// a group without processes.
+const SERVICE_GROUP: &str = "taskers";
+/// Part of the limit of memory by which the kernel's limit is greater. The tasker, which gives a
+/// reason, kills first unless memory grows fast, and the kernel counts its own memory, too.
+const KERNEL_MARGIN_DIVISOR: u64 = 8;
 /// Maximum number of attempts to create a directory in the group of a user. The last tasker of the
 /// user may remove the group at the same time.
 const CREATE_ATTEMPTS_MAX: usize = 10;
@@ -61,6 +68,9 @@ pub(crate) struct Freezer {
     dir: PathBuf,
     /// The group of the user that contains `dir`; `None` for root's tasks.
     user_dir: Option<PathBuf>,
+    /// Number of processes of the user that the kernel had killed for lack of memory at the last
+    /// call of [`Freezer::take_kernel_kill`].
+    kernel_kill_count: u64,
     /// A private mount of version 2, if one was necessary. `dir` is then a path below this mount.
     _mount: Option<OwnedFd>,
     /// Number of groups that were created so far. The number is also the name of the newest group.
@@ -172,7 +182,7 @@ impl UserGroup {
 
     /// Makes the kernel limit the memory of the user's tasks, where it can: a group below one that
     /// contains processes has no memory controller, unless the latter is the outermost group. The
-    /// tasker measures the memory in any case.
+    /// tasker measures the memory in any case. The kernel permits an eighth more.
     fn limit_memory(self, own_group: &Path, group: &Path) {
         let limit_file = group.join("memory.max");
         if self.memory_bytes_max.is_some() && !limit_file.exists() {
@@ -180,7 +190,7 @@ impl UserGroup {
         }
         if limit_file.exists() {
             let limit = self.memory_bytes_max;
-            let text = limit.map_or_else(|| "max".into(), |bytes| bytes.to_string());
+            let text = limit.map_or_else(|| "max".into(), |bytes| kernel_limit(bytes).to_string());
             if let Err(error) = fs::write(&limit_file, text) {
                 tracing::warn!("{}: {error}", limit_file.display());
             }
@@ -219,7 +229,7 @@ impl Freezer {
             // An existing mount is used with the administrator's configuration.
             let own_group = cgroup::group_dir(&mounts, &read_own_proc_file("cgroup"), None)
                 .ok_or(FreezerUnavailable::OwnGroupNotVisible)?;
-            return Self::create_in(&own_group, None, user_group);
+            return Self::create_in(parent_of_tasks(&own_group), None, user_group);
         }
         let mount = mount_own_group().map_err(FreezerUnavailable::MountFailed)?;
         let own_group = Path::new("/proc/self/fd").join(mount.as_raw_fd().to_string());
@@ -249,6 +259,7 @@ impl Freezer {
         let mut freezer = Self {
             _dir_lock: dir_lock,
             dir,
+            kernel_kill_count: user_dir.as_deref().map_or(0, read_kernel_kills),
             user_dir,
             _mount: mount,
             created_group_count: 0,
@@ -263,6 +274,16 @@ impl Freezer {
                 source,
             })?;
         Ok(freezer)
+    }
+
+    /// Returns true if the kernel has killed processes of the user, because the user's group is
+    /// over its limit of memory, since the last call.
+    pub(crate) fn take_kernel_kill(&mut self) -> bool {
+        let Some(user_dir) = &self.user_dir else {
+            return false;
+        };
+        let count = with_own_file_rights(|| read_kernel_kills(user_dir));
+        std::mem::replace(&mut self.kernel_kill_count, count) < count
     }
 
     /// Returns the number of groups that exist.
@@ -474,6 +495,27 @@ fn mount_own_group() -> io::Result<OwnedFd> {
     })
 }
 
+/// Returns the kernel's limit of the memory of a user, in bytes, for the administrator's limit.
+pub(crate) fn kernel_limit(bytes: u64) -> u64 {
+    bytes.saturating_add(bytes / KERNEL_MARGIN_DIVISOR)
+}
+
+/// Returns the group in which the groups for tasks are created.
+fn parent_of_tasks(own_group: &Path) -> &Path {
+    let parent = own_group.parent();
+    parent
+        .filter(|_| own_group.ends_with(SERVICE_GROUP))
+        .unwrap_or(own_group)
+}
+
+/// Returns the number of processes in a group and below that the kernel has killed because a limit
+/// of memory is exceeded; 0 without the memory controller.
+fn read_kernel_kills(group: &Path) -> u64 {
+    let text = fs::read_to_string(group.join("memory.events")).unwrap_or_default();
+    let count = text.lines().find_map(|line| line.strip_prefix("oom_kill "));
+    count.and_then(|count| count.parse().ok()).unwrap_or(0)
+}
+
 /// Removes the directories of killed taskers, and the groups of users that have become empty. The
 /// tasks of killed taskers were killed with the taskers. Groups that still contain ending processes
 /// are removed by the next tasker.
@@ -569,6 +611,7 @@ mod tests {
             _dir_lock: lock,
             dir,
             user_dir: None,
+            kernel_kill_count: 0,
             _mount: None,
             created_group_count: 0,
             account,
@@ -621,11 +664,32 @@ mod tests {
         };
         limit_memory(Some(4096));
         assert!(!limit_file.exists());
-        for (limit, text) in [(Some(4096), "4096"), (None, "max")] {
+        for (limit, text) in [(Some(4096), "4608"), (None, "max")] {
             fs::write(&limit_file, "").expect("the test's own directory");
             limit_memory(limit);
             assert_eq!(fs::read_to_string(&limit_file).expect("written"), text);
         }
+    }
+
+    #[test]
+    fn tasks_are_not_below_the_processes_of_the_service() {
+        let unit = Path::new("/sys/fs/cgroup/system.slice/sempa-taskerd.service");
+        assert_eq!(parent_of_tasks(&unit.join("taskers")), unit);
+        assert_eq!(parent_of_tasks(unit), unit);
+    }
+
+    /// Each kill by the kernel is reported once.
+    #[test]
+    fn kills_by_the_kernel_are_counted() {
+        let parent = tempfile::tempdir().expect("a directory");
+        let mut freezer = freezer_in(parent.path(), None);
+        assert!(!freezer.take_kernel_kill());
+        let group = tempfile::tempdir().expect("a directory");
+        freezer.user_dir = Some(group.path().to_path_buf());
+        assert!(!freezer.take_kernel_kill());
+        let events = group.path().join("memory.events");
+        fs::write(&events, "low 0\noom 4\noom_kill 1\noom_group_kill 0\n").expect("written");
+        assert!(freezer.take_kernel_kill() && !freezer.take_kernel_kill());
     }
 
     /// A group that could not be removed at its end counts until it can be removed.

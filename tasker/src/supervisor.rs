@@ -648,6 +648,7 @@ impl Supervisor {
             return;
         };
         let usage = task.usage_on_other_hosts.merged_with(usage);
+        self.report_kernel_kill(tid, status);
         self.end_migration_step_of_exited(&task);
         self.cancel_fetch_of_exited(&task);
         if task

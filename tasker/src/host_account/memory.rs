@@ -8,6 +8,7 @@
 //! so a user counts as over the limit after two measurements.
 
 use crate::census::Census;
+use crate::freezer;
 use crate::supervisor::Supervisor;
 use crate::task::TaskPhase;
 use checkpoint::proc;
@@ -157,6 +158,32 @@ impl Supervisor {
         watch.last.total_bytes = watch.last.total_bytes.saturating_sub(bytes);
         watch.last.largest = None;
         self.record_usage();
+    }
+
+    /// Reports that the kernel has killed a task because the group of its user is over the limit.
+    /// `status` is the wait status of the task. Memory that grows fast exceeds the kernel's limit
+    /// before the tasker has measured it twice.
+    pub(crate) fn report_kernel_kill(&mut self, tid: Tid, status: i32) {
+        let was_killed = libc::WIFSIGNALED(status) && libc::WTERMSIG(status) == libc::SIGKILL;
+        let Some(account) = self.account.as_ref().filter(|_| was_killed) else {
+            return;
+        };
+        let (user, limit_bytes) = (account.user_name(), account.memory_limit());
+        if let Some(limit_bytes) = limit_bytes
+            && !self.memory_watch.killed_tids.contains(&tid)
+            && let Ok(freezer) = &mut self.freezer
+            && freezer.take_kernel_kill()
+        {
+            self.send(&FromTasker::KilledForLimit {
+                tid,
+                has_ended: false,
+                limit: HostLimit::MemoryOfUser {
+                    user,
+                    used_bytes: freezer::kernel_limit(limit_bytes),
+                    limit_bytes,
+                },
+            });
+        }
     }
 
     /// Measures the memory of all tasks and of what ended tasks have left behind, except those that
