@@ -117,6 +117,7 @@ impl DumpedTask {
             root_pid: self.root_pid,
             processes: self.processes.clone(),
             engine_place,
+            with_host_view: |action| with_own_file_rights(action),
         };
         match facts::inspect(&task, String::new(), hashes) {
             Ok(_) | Err(Refusal::NoSuchTask) => failure,

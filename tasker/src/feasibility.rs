@@ -4,6 +4,7 @@
 use crate::migrations::NO_NAMESPACES;
 use crate::supervisor::Supervisor;
 use crate::target::claim_failure;
+use crate::task_user::with_own_file_rights;
 use crate::workers::WorkerResult;
 use checkpoint::engine::CancelHandle;
 use checkpoint::facts::{self, TaskProcesses, ThisHost};
@@ -73,6 +74,8 @@ impl Supervisor {
             root_pid: pid,
             processes: namespace.pids(),
             engine_place: self.task_start_state.engine_place(),
+            // A pipe may join processes of two users.
+            with_host_view: |action| with_own_file_rights(action),
         };
         let engine = self.migrations.engine_state().unwrap_or_default();
         let hashes = self.migrations.hash_cache.clone();

@@ -35,6 +35,7 @@ pub mod run;
 pub mod screen;
 pub mod ssh;
 mod ssh_settings;
+pub mod tablix;
 pub mod tasker_service;
 pub mod testbed;
 pub mod timetable;

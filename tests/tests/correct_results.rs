@@ -3,14 +3,15 @@
 //! Fortran with OpenMP.
 
 use sempa_tests::requirements::{require_program, require_testbed};
-use sempa_tests::run::{RunningCommand, run_successfully};
-use sempa_tests::timetable::{self, School, Solution};
+use sempa_tests::run::run_successfully;
+use sempa_tests::tablix::{SearchParameters, TABLIX_PROGRAMS, TablixSearch};
+use sempa_tests::timetable::{School, Solution};
 use sempa_tests::vm::VmSettings;
 use sempa_tests::{OrPanicWithLogs, Vm, wait_for};
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::Command;
 use std::time::Duration;
 
 const TIMEOUT: Duration = Duration::from_secs(300);
@@ -27,8 +28,11 @@ const TASK_ENDED_TEXT: &str = "there is no such task";
 const TEMPORARY_FILE_TEXT: &str = "Can't open file tmp/file";
 /// Number of tablix2's kernels, that is, its tasks that search.
 const KERNEL_COUNT: usize = 2;
-/// Argument of tablix2: number of populations without improvement after which a kernel stops.
-const FINISH_OPTION: &str = "finish=400";
+const SEARCH: SearchParameters = SearchParameters {
+    school: SCHOOL,
+    kernel_count: KERNEL_COUNT,
+    finish_option: "finish=400",
+};
 const SCHOOL: School = School {
     class_count: 10,
     teacher_count: 13,
@@ -231,93 +235,14 @@ fn moved_fortran_tasks_finish_with_the_right_result() {
     });
 }
 
-/// A running search of tablix2 and the folder of its results.
-struct Search {
-    command: RunningCommand,
-    folder: PathBuf,
-}
-
-impl Search {
-    fn start(vm: &Vm<'_>, name: &str) -> Self {
-        let folder = vm.user_home().join(name);
-        fs::create_dir(&folder).expect("made");
-        let problem_path = folder.join("school.xml");
-        fs::write(&problem_path, timetable::problem_xml(SCHOOL, 1)).expect("written");
-        let mut command = vm.user_command(vm.testbed().host(1), "tablix2");
-        command.args([
-            "-n",
-            &KERNEL_COUNT.to_string(),
-            "-d",
-            "3",
-            "-p",
-            FINISH_OPTION,
-            "-o",
-        ]);
-        command.arg(folder.join("found_")).arg(&problem_path);
-        Self {
-            command: RunningCommand::start(command, Stdio::null()).expect("it starts"),
-            folder,
-        }
-    }
-
-    /// Returns the number of progress reports of all kernels so far.
-    fn report_count(&self) -> usize {
-        let count_in =
-            |text: anyhow::Result<String>| text.unwrap_or_default().matches(" reports ").count();
-        count_in(self.command.stdout_so_far()) + count_in(self.command.stderr_so_far())
-    }
-
-    /// Waits for as many further progress reports as there are kernels. Returns false if a kernel
-    /// has finished.
-    fn wait_for_progress(&self, vm: &Vm<'_>) -> bool {
-        let required_count = self.report_count() + KERNEL_COUNT;
-        wait_until(vm, || match self.report_count() {
-            _ if program_tids(vm, "tablix2_kernel").len() < KERNEL_COUNT => Ok(false),
-            report_count if report_count >= required_count => Ok(true),
-            report_count => Err(format!(
-                "{report_count} reports, not {required_count}: {}",
-                self.command.stderr_so_far().unwrap_or_default()
-            )),
-        })
-    }
-
-    /// Waits for the end of the search and checks the hard constraints. Returns one timetable for
-    /// each kernel.
-    fn finish(self, vm: &Vm<'_>) -> Vec<Solution> {
-        let output = self.command.wait_or_kill(TIMEOUT).or_panic_with_logs(vm);
-        assert!(output.succeeded(), "{output:?}\n{}", vm.events_and_logs());
-        let solution = |number: usize| {
-            let csv_path = self.folder.join(format!("{number}.csv"));
-            let mut command = vm.user_command(vm.testbed().host(1), "tablix2_output");
-            command
-                .arg("-o")
-                .arg(&csv_path)
-                .arg("csv")
-                .arg(self.folder.join(format!("found_result{number}.xml")));
-            run_successfully(command, TIMEOUT).expect("tablix2 reads its own result");
-            timetable::check_solution(&fs::read_to_string(csv_path).expect("written"))
-                .expect("nobody is needed twice")
-        };
-        (0..KERNEL_COUNT).map(solution).collect()
-    }
-}
-
 /// A search with migrations finds valid timetables with the same number of lessons as a search
 /// without migrations.
 #[test]
 #[ignore = "system tier: needs root, hosts, CRIU and tablix2"]
 fn moved_tablix_kernels_find_good_timetables() {
-    with_three_hosts(&["tablix2", "tablix2_output"], |vm| {
-        let search = Search::start(vm, "moved");
-        let mut kernel_tids = Vec::new();
-        wait_until(vm, || {
-            kernel_tids = program_tids(vm, "tablix2_kernel");
-            if kernel_tids.len() == KERNEL_COUNT {
-                Ok(())
-            } else {
-                Err(format!("{kernel_tids:?} are there"))
-            }
-        });
+    with_three_hosts(&TABLIX_PROGRAMS, |vm| {
+        let search = TablixSearch::start(vm, "moved", SEARCH);
+        let kernel_tids = search.wait_for_kernels(vm);
         // The duration of the search is random, so it may end before the last migration.
         let mut migration_count = 0;
         while migration_count < MIGRATION_COUNT
@@ -335,7 +260,7 @@ fn moved_tablix_kernels_find_good_timetables() {
             "the search has ended too early"
         );
         let migrated_solutions = search.finish(vm);
-        let reference_solutions = Search::start(vm, "undisturbed").finish(vm);
+        let reference_solutions = TablixSearch::start(vm, "undisturbed", SEARCH).finish(vm);
         // Searches are random. Every result meets the hard constraints, but the results differ in
         // how they meet the soft constraints.
         let lesson_counts = |solutions: &[Solution]| {

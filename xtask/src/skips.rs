@@ -38,10 +38,12 @@ enum TestNeed {
     FreeMemory(u64, u64),
     /// Processors on which this process may run.
     Processors(usize),
+    /// `SEMPA_TEST_FULL`, for tests of which other tests are the representatives.
+    FullRun,
 }
 
 use TestNeed::{
-    Bus, Criu, Disk, Examples, Freezer, Hosts, MemoryGroups, ProcessorGroups, Root, Screen,
+    Bus, Criu, Disk, Examples, Freezer, FullRun, Hosts, MemoryGroups, ProcessorGroups, Root, Screen,
 };
 
 const GCC: TestNeed = TestNeed::Program("gcc", "gcc");
@@ -142,7 +144,9 @@ const TEST_NEEDS: &[(&str, &str, &[TestNeed])] = &[
     ("sempa-tests::suspend", "", &[Criu]),
     ("sempa-tests::all_to_all", "", &[Criu]),
     ("sempa-tests::admin", "drained", &[Criu]),
+    ("sempa-tests::missing_service", "", &[Criu]),
     ("sempa-tests::tasker_service", "", &[Criu]),
+    ("sempa-tests::three_users", "", &[Criu, TABLIX]),
     ("pvm-console::same_as_pvm", "", &[PVM, PVM_EXAMPLES]),
     ("pvm-console::three_hosts", "", &[Hosts, PVM]),
     ("pvm-console", "", &[]),
@@ -177,6 +181,12 @@ const TEST_NEEDS: &[(&str, &str, &[TestNeed])] = &[
     ("pvm-tasker::kinds", "asyncio", &[PYTHON]),
     ("pvm-tasker::kinds", "fortran", &[GFORTRAN]),
     ("pvm-tasker::kinds_of_users", "", &[Root]),
+    // Those that depend on the rights of the user run always.
+    ("pvm-tasker::kinds_of_users", "descriptors::", &[FullRun]),
+    ("pvm-tasker::kinds_of_users", "signals::", &[FullRun]),
+    ("pvm-tasker::kinds_of_users", "threads::", &[FullRun]),
+    ("pvm-tasker::kinds_of_users", "refusals::a_", &[FullRun]),
+    ("pvm-tasker::kinds_of_users", "refusals::an_", &[FullRun]),
     ("pvm-tasker::kinds_of_users", "python", &[PYTHON]),
     ("pvm-tasker::kinds_of_users", "asyncio", &[PYTHON]),
     ("pvm-tasker::kinds_of_users", "fortran", &[GFORTRAN]),
@@ -234,6 +244,7 @@ fn unmet_reason(need: TestNeed, criu_error: Option<&str>, is_full_run: bool) -> 
                 .then(|| "control groups of version 2 are not mounted".to_string())
         }
         Disk => requirements::missing_disk_reason(),
+        FullRun => (!is_full_run).then(|| "SEMPA_TEST_FULL is not set".to_string()),
         TestNeed::Processors(required_count) => {
             let count = std::thread::available_parallelism().map_or(1, usize::from);
             (count < required_count).then(|| format!("{required_count} processors are needed"))
@@ -294,6 +305,17 @@ mod tests {
         );
         assert_eq!(test_needs("pvm-tasker::kinds", "x"), [Criu, GCC]);
         assert_eq!(test_needs("pvm-console::terminal", "x"), [Hosts; 0]);
+    }
+
+    #[test]
+    fn represented_tests_belong_to_the_full_run() {
+        let test = "refusals::a_device_is_refused";
+        let reason = |is_full_run| {
+            let mut skip_decider = SkipDecider::new(None, is_full_run);
+            skip_decider.skip_reason("pvm-tasker::kinds_of_users", test)
+        };
+        assert!(reason(false).is_some());
+        assert!(reason(true).is_none_or(|why| !why.contains("SEMPA_TEST_FULL")));
     }
 
     #[test]

@@ -2,17 +2,20 @@
 //! close the task's end of the pipe without notifying the other process.
 
 use crate::proc;
+use nix::fcntl::{AT_FDCWD, AtFlags};
+use nix::sys::stat::fstatat;
 use std::collections::BTreeMap;
 use std::fs::DirEntry;
 use std::io;
-use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 /// Returns the device and inode number of a file, following symbolic links; `None` if the file
-/// cannot be accessed.
+/// cannot be accessed. Asks no server of a file system, which may belong to another user and never
+/// answer.
 pub(super) fn file_identity(path: &Path) -> Option<(u64, u64)> {
-    let meta = std::fs::metadata(path).ok()?;
-    Some((meta.dev(), meta.ino()))
+    let without_server = AtFlags::from_bits_retain(libc::AT_STATX_DONT_SYNC);
+    let meta = fstatat(AT_FDCWD, path, without_server).ok()?;
+    Some((meta.st_dev, meta.st_ino))
 }
 
 /// Returns the path of the first pipe of `pipes` that a process outside `task_processes` has open;
@@ -51,8 +54,7 @@ fn open_pipe(
     pipes: &BTreeMap<(u64, u64), PathBuf>,
 ) -> Option<PathBuf> {
     fd_entries.find_map(|entry| {
-        // Only descriptors with a path are inspected further: reading the metadata of other files
-        // may block.
+        // A named pipe has a path.
         let is_path = std::fs::read_link(entry.path()).is_ok_and(|link| link.is_absolute());
         let identity = if is_path {
             file_identity(&entry.path())

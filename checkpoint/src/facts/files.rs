@@ -42,10 +42,13 @@ impl FilePolicy {
     /// # Errors
     /// `SEMPA_FILES` has an unknown value, or the environment cannot be read.
     pub(super) fn read_from_process(root_pid: i32) -> Result<Self, Refusal> {
-        // The environment cannot be read if the process or its main thread has exited. Other checks
-        // refuse such a process.
-        let environment = proc::environment(root_pid);
-        Self::parse(&environment.map_err(|e| unreadable("its environment", &e))?)
+        let environment = match proc::environment(root_pid) {
+            // The environment of a process whose main thread has ended belongs to root. Other
+            // checks refuse such a process.
+            Err(_) if proc::stat(root_pid).is_none_or(|stat| stat.state == 'Z') => Vec::new(),
+            environment => environment.map_err(|e| unreadable("its environment", &e))?,
+        };
+        Self::parse(&environment)
     }
 
     fn parse(environment: &[u8]) -> Result<Self, Refusal> {

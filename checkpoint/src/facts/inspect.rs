@@ -37,6 +37,9 @@ pub struct TaskProcesses {
     /// All processes, including the root.
     pub processes: Vec<i32>,
     pub engine_place: EnginePlace,
+    /// Runs an action with the right to read the descriptors of all processes of the host, if the
+    /// caller has it.
+    pub with_host_view: fn(&mut dyn FnMut()),
 }
 
 /// Where the engine runs that dumps a task.
@@ -229,7 +232,11 @@ pub fn inspect(
             "the terminal /dev/pts/{terminal_number}, whose master end is held by another process"
         )));
     }
-    let open_pipe = fifo_peers::pipe_open_outside_task(&findings.named_pipes, &task.processes)
+    let mut open_pipe = Ok(None);
+    (task.with_host_view)(&mut || {
+        open_pipe = fifo_peers::pipe_open_outside_task(&findings.named_pipes, &task.processes);
+    });
+    let open_pipe = open_pipe
         .map_err(|e| unreadable_property("the processes that have its named pipes open", &e))?;
     if let Some(path) = open_pipe {
         return Err(unsupported_resource(format!(
@@ -802,6 +809,7 @@ mod tests {
                 root_pid,
                 processes: vec![root_pid],
                 engine_place: EnginePlace::Outside,
+                with_host_view: |action| action(),
             },
         )
     }
@@ -882,6 +890,7 @@ mod tests {
                 root_pid,
                 processes: [vec![root_pid], children].concat(),
                 engine_place: EnginePlace::Outside,
+                with_host_view: |action| action(),
             };
             inspect(&task, "1".into(), &hashes).expect("only the shell counts");
         }

@@ -8,6 +8,8 @@ use super::common::migration_steps::{
 use super::common::{Tasker, migration_id, start_order, tid, user_dir};
 use sempa_proto::migration::{Refusal, RequiredFile, TaskFacts};
 use sempa_proto::tasker::ToTasker;
+use std::cell::OnceCell;
+use std::ops::{Deref, DerefMut};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -23,10 +25,29 @@ pub(crate) fn start_tasker(wrapper: &[&str], env: &[(&str, &str)]) -> Tasker {
     Tasker::start_wrapped_for(TASK_USER, wrapper, env)
 }
 
+/// A tasker that is started when it is first used. Few refusals need one at the target.
+#[derive(Default)]
+pub(crate) struct TargetTasker(OnceCell<Tasker>);
+
+impl Deref for TargetTasker {
+    type Target = Tasker;
+
+    fn deref(&self) -> &Tasker {
+        self.0.get_or_init(|| start_tasker(&[], &[]))
+    }
+}
+
+impl DerefMut for TargetTasker {
+    fn deref_mut(&mut self) -> &mut Tasker {
+        let _: &Tasker = self;
+        self.0.get_mut().expect("it has been started")
+    }
+}
+
 pub(crate) struct MigrationFixture {
     pub(crate) dir: tempfile::TempDir,
     pub(crate) source: Tasker,
-    pub(crate) target: Tasker,
+    pub(crate) target: TargetTasker,
     pub(crate) output: Vec<u8>,
     /// An additional variable for the task's environment, as `NAME=VALUE`.
     pub(crate) task_variable: Option<&'static str>,
@@ -42,18 +63,30 @@ impl MigrationFixture {
         Self::with_target(|_| start_tasker(&[], &[]))
     }
 
+    /// As [`MigrationFixture::new`]; the target's tasker is started when it is first used.
+    ///
+    /// # Panics
+    /// No task can migrate on this machine.
+    pub(crate) fn for_refusal() -> Self {
+        Self::create(|_| TargetTasker::default())
+    }
+
     /// Creates a fixture like [`MigrationFixture::new`], but `start_target` starts the target's
     /// tasker. The argument of `start_target` is the directory of the fixture.
     pub(crate) fn with_target(start_target: impl FnOnce(&Path) -> Tasker) -> Self {
+        Self::create(|dir| TargetTasker(start_target(dir).into()))
+    }
+
+    fn create(make_target: impl FnOnce(&Path) -> TargetTasker) -> Self {
         require_migration();
         let dir = user_dir(TASK_USER);
         let data_dir = dir.path().join("data");
         std::fs::create_dir(&data_dir).expect("dir");
         std::os::unix::fs::chown(&data_dir, TASK_USER, TASK_USER).expect("root may do so");
-        let target_tasker = start_target(dir.path());
+        let target = make_target(dir.path());
         Self {
             source: start_tasker(&[], &[]),
-            target: target_tasker,
+            target,
             dir,
             output: Vec::new(),
             task_variable: None,
@@ -147,9 +180,9 @@ impl MigrationFixture {
     /// Migrates the task to the target and back. Returns the measurements of the second migration.
     pub(crate) fn migrate_there_and_back(&mut self) -> MigrationMeasurements {
         self.migrate_while(&mut || {});
-        std::mem::swap(&mut self.source, &mut self.target);
+        std::mem::swap(&mut self.source, &mut *self.target);
         let measurements = self.migrate_while(&mut || {});
-        std::mem::swap(&mut self.source, &mut self.target);
+        std::mem::swap(&mut self.source, &mut *self.target);
         measurements
     }
 
@@ -195,7 +228,9 @@ impl MigrationFixture {
         assert!(self.output.ends_with(CHECKS_PASSED), "{output}");
         assert_eq!(status, SUCCESS_STATUS, "{output}");
         self.source.stop_and_wait();
-        self.target.stop_and_wait();
+        if let Some(target) = self.target.0.into_inner() {
+            target.stop_and_wait();
+        }
         output
     }
 }

@@ -1,16 +1,16 @@
 //! Tests refusals. A task with a resource that does not survive a migration is refused before it is
 //! stopped, and continues.
 
-use super::common::migration_steps::{continue_and_wait, dump_and_wait, stop_and_wait};
-use super::common::{migration_id, tid, wait_until};
+use super::TASK_USER;
+use super::common::{tid, user_dir, wait_until};
 use super::fixture::MigrationFixture;
 use checkpoint::proc;
 use nix::pty::openpty;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
-use sempa_proto::migration::{Failure, Refusal};
+use sempa_proto::migration::Refusal;
 use std::io::Read;
-use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::fs::{OpenOptionsExt, chown};
 use std::os::unix::net::UnixListener;
 use std::process::{Command, Stdio};
 
@@ -129,51 +129,15 @@ fn a_removed_working_directory_is_refused() {
 
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
-fn a_root_directory_of_its_own_is_refused() {
-    assert_refused("own-root", "", "a root directory of its own");
-}
-
-#[test]
-#[ignore = "system tier: needs CRIU and gcc"]
-fn a_mount_namespace_of_its_own_is_refused() {
-    assert_refused("own-mounts", "", "a mount namespace of its own");
-}
-
-#[test]
-#[ignore = "system tier: needs CRIU and gcc"]
-fn a_network_namespace_of_its_own_is_refused() {
-    assert_refused("own-network", "", "a network namespace of its own");
-}
-
-#[test]
-#[ignore = "system tier: needs CRIU and gcc"]
-fn an_ipc_namespace_of_its_own_is_refused() {
-    assert_refused("own-ipc", "", "an IPC namespace of its own");
-}
-
-#[test]
-#[ignore = "system tier: needs CRIU and gcc"]
-fn a_host_name_namespace_of_its_own_is_refused() {
-    assert_refused("own-name", "", "a host-name namespace of its own");
-}
-
-#[test]
-#[ignore = "system tier: needs CRIU and gcc"]
 fn a_user_namespace_of_its_own_is_refused() {
     assert_refused("own-users", "", "a user namespace of its own");
-}
-
-#[test]
-#[ignore = "system tier: needs CRIU and gcc"]
-fn a_process_id_namespace_of_its_own_is_refused() {
-    assert_refused("own-processes", "", "a process-id namespace of its own");
 }
 
 /// A task whose main thread has ended before its other threads is refused.
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn ended_main_thread_is_refused() {
-    let mut fixture = MigrationFixture::new();
+    let mut fixture = MigrationFixture::for_refusal();
     let program = fixture.compile_c("threads");
     fixture.start_and_wait_until_ready(&program, &[], "leaderless", "");
     let result = fixture.inspect();
@@ -200,10 +164,11 @@ fn a_tcp_connection_to_a_stranger_is_refused() {
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn a_unix_socket_connected_to_a_stranger_is_refused() {
-    let mut fixture = MigrationFixture::new();
+    let mut fixture = MigrationFixture::for_refusal();
     let program = fixture.compile_c("refused");
     let path = fixture.dir.path().join("stranger").display().to_string();
     let listener = UnixListener::bind(&path).expect("bind");
+    give_to_task(&path);
     fixture.start_and_wait_until_ready(&program, &[], "unix-socket", &path);
     let (_connection, _) = listener.accept().expect("it has connected");
     let result = fixture.inspect();
@@ -217,10 +182,11 @@ fn a_unix_socket_connected_to_a_stranger_is_refused() {
 
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
-fn a_named_pipe_that_a_stranger_has_open_is_refused() {
-    let dir = tempfile::tempdir().expect("dir");
+fn named_pipe_that_a_stranger_has_open_is_refused() {
+    let dir = user_dir(TASK_USER);
     let path = dir.path().join("fifo");
     nix::unistd::mkfifo(&path, nix::sys::stat::Mode::S_IRWXU).expect("fifo");
+    give_to_task(&path);
     let _open_pipe = std::fs::File::options()
         .read(true)
         .custom_flags(libc::O_NONBLOCK)
@@ -242,6 +208,7 @@ fn a_terminal_of_somebody_else_is_refused() {
         .expect("a name")
         .display()
         .to_string();
+    give_to_task(&name);
     assert_refused(
         "terminal",
         &name,
@@ -249,10 +216,15 @@ fn a_terminal_of_somebody_else_is_refused() {
     );
 }
 
+/// Lets the user of the tasks use the file `path`.
+fn give_to_task(path: impl AsRef<std::path::Path>) {
+    chown(path, TASK_USER, TASK_USER).expect("root may do so");
+}
+
 /// Asserts that a task is refused while one of its threads is traced: the first thread if
 /// `trace_first_thread` is true, otherwise the second.
 fn assert_refused_while_traced(trace_first_thread: bool) {
-    let mut fixture = MigrationFixture::new();
+    let mut fixture = MigrationFixture::for_refusal();
     let program = fixture.compile_c("refused");
     fixture.start_and_wait_until_ready(&program, &[], "traced", "");
     let namespace_tid = wait_for_second_thread_id(&mut fixture);
@@ -356,28 +328,6 @@ fn an_open_file_about_a_process_is_refused() {
     assert_refused("of-a-process", "", "/stat, which is about a process");
 }
 
-/// A process that has dropped the rights of root is refused.
-#[test]
-#[ignore = "system tier: needs CRIU and gcc"]
-fn dropped_root_rights_are_refused() {
-    assert_refused(
-        "another-user",
-        "",
-        "a process without root's capabilities (its user is 4142)",
-    );
-}
-
-/// A process with another group id is refused if the tasker may not read its resource limits.
-#[test]
-#[ignore = "system tier: needs CRIU and gcc"]
-fn other_group_needs_a_privileged_tasker() {
-    assert_refused(
-        "another-group",
-        "",
-        "another user or group (4241), for which the tasker needs CAP_SYS_RESOURCE",
-    );
-}
-
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn own_directory_of_a_thread_is_refused() {
@@ -395,36 +345,6 @@ fn own_descriptors_of_a_thread_are_refused() {
         "descriptors-of-a-thread",
         "",
         "with a table of descriptors of its own",
-    );
-}
-
-#[test]
-#[ignore = "system tier: needs CRIU and gcc"]
-fn own_network_of_a_thread_is_refused() {
-    assert_refused(
-        "network-of-a-thread",
-        "",
-        "with a network namespace of its own",
-    );
-}
-
-#[test]
-#[ignore = "system tier: needs CRIU and gcc"]
-fn own_host_name_of_a_thread_is_refused() {
-    assert_refused(
-        "name-of-a-thread",
-        "",
-        "with a host-name namespace of its own",
-    );
-}
-
-#[test]
-#[ignore = "system tier: needs CRIU and gcc"]
-fn own_children_namespace_of_a_thread_is_refused() {
-    assert_refused(
-        "processes-of-a-thread",
-        "",
-        "with a process-id namespace for its children of its own",
     );
 }
 
@@ -464,16 +384,6 @@ fn a_socket_of_another_kind_is_refused() {
     assert_refused("other-socket", "", "a socket of the kind A");
 }
 
-#[test]
-#[ignore = "system tier: needs CRIU and gcc"]
-fn a_control_group_namespace_of_its_own_is_refused() {
-    assert_refused(
-        "own-control-group",
-        "",
-        "a control-group namespace of its own",
-    );
-}
-
 /// A task that has used up its descriptors is refused with its limit.
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
@@ -489,7 +399,7 @@ fn a_task_without_free_descriptors_is_refused() {
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn a_task_stopped_by_a_signal_is_refused() {
-    let mut fixture = MigrationFixture::new();
+    let mut fixture = MigrationFixture::for_refusal();
     let program = fixture.compile_c("processes");
     fixture.start_and_wait_until_ready(&program, &[], "batch", "");
     let root_pid = program_processes(&program)[0];
@@ -508,36 +418,10 @@ fn a_task_stopped_by_a_signal_is_refused() {
     fixture.assert_ends_successfully();
 }
 
-/// The dump of a task that has confined itself fails with an explanation, and the task continues.
-#[test]
-#[ignore = "system tier: needs CRIU and gcc"]
-fn dump_of_a_confined_task_is_explained() {
-    let mut fixture = MigrationFixture::new();
-    let program = fixture.compile_c("refused");
-    fixture.start_and_wait_until_ready(&program, &[], "confined", "");
-    fixture.inspect().expect("it cannot be seen from outside");
-    let (source, migration) = (&mut fixture.source, migration_id(7));
-    let images = fixture.dir.path().join("images");
-    stop_and_wait(source, tid(1), migration, &mut Vec::new());
-    let result = dump_and_wait(source, tid(1), migration, &images, &mut Vec::new());
-    assert!(
-        matches!(&result, Err(Failure::Engine(why)) if why.contains("has confined itself (landlock")),
-        "{result:?}"
-    );
-    continue_and_wait(source, tid(1), migration, &mut Vec::new());
-    fixture.assert_ends_successfully();
-}
-
-#[test]
-#[ignore = "system tier: needs CRIU and gcc"]
-fn a_time_namespace_of_its_own_is_refused() {
-    assert_refused("own-time", "", "a time namespace of its own");
-}
-
 /// Asserts that the task is refused for the reason `reason`, and that it continues. The task
 /// executes the C program `refused`, with `row` and `last_arg` as arguments.
-fn assert_refused(row: &str, last_arg: &str, reason: &str) {
-    let mut fixture = MigrationFixture::new();
+pub(crate) fn assert_refused(row: &str, last_arg: &str, reason: &str) {
+    let mut fixture = MigrationFixture::for_refusal();
     let program = fixture.compile_c("refused");
     fixture.start_and_wait_until_ready(&program, &[], row, last_arg);
     let result = fixture.inspect();

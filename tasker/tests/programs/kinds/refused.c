@@ -75,13 +75,15 @@ static void another_group(void) {
 static void fault_descriptor(void) {
     struct uffdio_api api = {.api = UFFD_API};
     int fd = syscall(SYS_userfaultfd, O_CLOEXEC);
+    if (fd < 0) fd = syscall(SYS_userfaultfd, O_CLOEXEC | UFFD_USER_MODE_ONLY);
     NEED(fd >= 0);
     CHECK(ioctl(fd, UFFDIO_API, &api) == 0);
     moved();
 }
 
 static void perf(void) {
-    struct perf_event_attr attr = {.type = PERF_TYPE_SOFTWARE, .size = sizeof attr, .config = PERF_COUNT_SW_CPU_CLOCK};
+    struct perf_event_attr attr = {.type = PERF_TYPE_SOFTWARE, .size = sizeof attr, .config = PERF_COUNT_SW_CPU_CLOCK,
+                                   .exclude_kernel = 1, .exclude_hv = 1};
     uint64_t count;
     int fd = syscall(SYS_perf_event_open, &attr, 0, -1, -1, 0);
     NEED(fd >= 0);
@@ -192,6 +194,7 @@ static void device(void) {
     int fd = open("/dev/loop-control", O_RDWR);
     if (fd < 0) fd = open("/dev/fuse", O_RDWR);
     if (fd < 0) fd = open("/dev/net/tun", O_RDWR);
+    if (fd < 0) fd = open("/dev/autofs", O_RDONLY);
     NEED(fd >= 0);
     moved();
 }
@@ -362,13 +365,33 @@ static void other_socket(void) {
     moved();
 }
 
-/* From now on the program may mount nothing, whatever rights it has. */
+static int may_start_programs(void) {
+    int status;
+    pid_t child = fork();
+    if (child == 0) {
+        execl("/bin/true", "true", (char *)0);
+        _exit(1);
+    }
+    CHECK(child > 0 && waitpid(child, &status, 0) == child);
+    return status == 0;
+}
+
+/* From now on the program may start no other, and may mount nothing, whatever rights it has. With a
+   further word, the confinement is lost when it has been moved. */
 static void confined(void) {
     uint64_t handled[2] = {1 /* LANDLOCK_ACCESS_FS_EXECUTE */, 0};
     int rules = syscall(444 /* landlock_create_ruleset */, handled, 8, 0);
     NEED(rules >= 0);
     CHECK(prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0 && syscall(446 /* landlock_restrict_self */, rules, 0) == 0);
     close(rules);
+    CHECK(!may_start_programs());
+    moved();
+    CHECK(may_start_programs() == (*extra != 0));
+}
+
+/* Only root may look into the process. */
+static void not_dumpable(void) {
+    CHECK(prctl(PR_SET_DUMPABLE, 0) == 0);
     moved();
 }
 
@@ -421,7 +444,8 @@ int main(int argc, char **argv) {
         {"network-of-a-thread", network_of_a_thread}, {"name-of-a-thread", name_of_a_thread},
         {"processes-of-a-thread", processes_of_a_thread}, {"in-vfork", in_vfork}, {"memory-of-a-child", memory_of_a_child},
         {"directory-of-a-child", directory_of_a_child}, {"few-descriptors", few_descriptors}, {"other-socket", other_socket},
-        {"own-control-group", own_control_group}, {"own-time", own_time}, {"confined", confined}, {0, 0},
+        {"own-control-group", own_control_group}, {"own-time", own_time}, {"confined", confined},
+        {"not-dumpable", not_dumpable}, {0, 0},
     };
     return run_row(rows, argc, argv);
 }
