@@ -6,9 +6,7 @@ use checkpoint::criu::image_policy::{
     FileAccess, ImageViolation, OpenedFile, RestoreLimits, RestorePolicy, UserIdentity,
     check_access_as_user, verify_images,
 };
-use checkpoint::seal::{
-    SealContext, SealPurpose, SiteKeys, UnsealLimits, seal_images, unseal_images,
-};
+use checkpoint::seal::{SealContext, SiteKeys, UnsealLimits, seal_images, unseal_images};
 use sempa_proto::Tid;
 use std::collections::BTreeSet;
 use std::fs::Permissions;
@@ -118,7 +116,6 @@ fn dumped_task_of_user_is_accepted() {
     dump_task(dump_dir.path());
     let keys = SiteKeys::generate(Path::new("site.key")).expect("random");
     let context = SealContext {
-        purpose: SealPurpose::Migration { nonce: [3; 16] },
         uid: UID,
         user_name: "nobody".into(),
         tid: Tid::from_raw(0x40001),

@@ -17,7 +17,7 @@ use checkpoint::criu::image_policy::{
 use checkpoint::engine::{TaskIds, TaskNamespaces};
 use checkpoint::proc;
 use checkpoint::seal::{
-    SealContext, SealPurpose, SiteKeys, UnsealLimits, seal_images, site_key_path, unseal_images,
+    SealContext, SiteKeys, UnsealLimits, seal_images, site_key_path, unseal_images,
 };
 use nix::fcntl::Flock;
 use sempa_proto::Tid;
@@ -111,7 +111,6 @@ impl ImageVault {
         let path = self.dir.join(number.to_string());
         with_own_file_rights(|| prepare_image_dir(&path))?;
         let context = SealContext {
-            purpose: SealPurpose::Checkpoint,
             uid: self.user.uid(),
             user_name: self.user.name().into(),
             tid,

@@ -11,21 +11,12 @@ pub const USER_NAME_BYTES_MAX: usize = 256;
 /// Maximum length in bytes of an encoded context.
 pub(super) const CONTEXT_BYTES_MAX: usize = 512;
 
-/// The purpose of sealed images.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum SealPurpose {
-    /// One migration. The target chooses a random nonce when it accepts the migration, and opens
-    /// images with this nonce only once. Therefore the images of an earlier migration do not open.
-    Migration { nonce: [u8; 16] },
-    /// A checkpoint of a job. There is no nonce, because users may restart their old checkpoints.
-    Checkpoint,
-}
-
-/// The user and the task of sealed images, and the purpose of the seal. The context is not secret.
-/// The seal authenticates the context: images open only in the context in which they were sealed.
+/// The user and the task of sealed images. The context is not secret. The seal authenticates the
+/// context: images open only in the context in which they were sealed. There is no nonce against a
+/// replay, because users may restart their old checkpoints, and an image gives no right that the
+/// user has lost since: each restore verifies the processes by the present accounts and files.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SealContext {
-    pub purpose: SealPurpose,
     /// User id of the task's owner. User id and name must agree between the hosts, because the
     /// images contain the id, and access to files depends on the id.
     pub uid: u32,
@@ -66,13 +57,6 @@ impl SealContext {
 impl fmt::Display for SealContext {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (user_name, uid, tid) = (self.user_name.escape_debug(), self.uid, self.tid);
-        match self.purpose {
-            SealPurpose::Migration { nonce } => {
-                let nonce = u128::from_be_bytes(nonce);
-                write!(f, "migration {nonce:032x}")?;
-            }
-            SealPurpose::Checkpoint => write!(f, "a checkpoint")?,
-        }
-        write!(f, " of task {tid} of user {user_name} (user id {uid})")
+        write!(f, "task {tid} of user {user_name} (user id {uid})")
     }
 }

@@ -24,7 +24,7 @@ mod site_keys;
 mod tests;
 mod unsealer;
 
-pub use context::{SealContext, SealPurpose, USER_NAME_BYTES_MAX};
+pub use context::{SealContext, USER_NAME_BYTES_MAX};
 pub use error::{SealError, SiteKeyError};
 pub use key_path::{SITE_KEY_VARIABLE, site_key_path};
 pub use sealer::{ImageSealer, seal_images};

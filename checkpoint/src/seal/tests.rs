@@ -16,7 +16,6 @@ fn test_keys() -> SiteKeys {
 
 fn test_context() -> SealContext {
     SealContext {
-        purpose: SealPurpose::Migration { nonce: [7; 16] },
         uid: 1000,
         user_name: "alice".into(),
         tid: Tid::from_raw(0x40001),
@@ -176,14 +175,6 @@ fn other_context_is_refused() {
         },
         SealContext {
             tid: Tid::from_raw(0x40002),
-            ..context.clone()
-        },
-        SealContext {
-            purpose: SealPurpose::Migration { nonce: [8; 16] },
-            ..context.clone()
-        },
-        SealContext {
-            purpose: SealPurpose::Checkpoint,
             ..context.clone()
         },
     ];

@@ -5,7 +5,7 @@ use checkpoint::criu::image_policy::{
     RestoreLimits, RestorePolicy, UserIdentity, verify_image_bytes,
 };
 use checkpoint::seal::{
-    ImageSealer, SealContext, SealError, SealPurpose, SiteKeys, UnsealLimits, unseal_images,
+    ImageSealer, SealContext, SealError, SiteKeys, UnsealLimits, unseal_images,
 };
 use sempa_proto::Tid;
 use std::collections::{BTreeMap, BTreeSet};
@@ -47,7 +47,6 @@ fn sealing() -> &'static Sealing {
     SEALING.get_or_init(|| {
         let keys = SiteKeys::generate(Path::new("site.key")).expect("the kernel gives bytes");
         let context = SealContext {
-            purpose: SealPurpose::Checkpoint,
             uid: UID,
             user_name: "nobody".into(),
             tid: Tid::from_raw(0x40001),
