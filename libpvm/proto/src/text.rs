@@ -56,13 +56,13 @@ pub fn split_memory_size(text: &str) -> Option<(&str, u32)> {
 }
 
 /// Formats a number of bytes in the largest unit of which there is one, with at most one decimal
-/// place, such as "1.2 GiB".
+/// place, such as "1.2 GiB". The number is rounded up, so that more than 1 GiB is not "1 GiB".
 pub fn binary_size(bytes: u64) -> String {
     const UNITS: [(u32, &str); 4] = [(40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")];
     let Some((shift, unit)) = UNITS.into_iter().find(|(shift, _)| bytes >> shift > 0) else {
         return format!("{bytes} bytes");
     };
-    let tenths = (u128::from(bytes) * 10) >> shift;
+    let tenths = (u128::from(bytes) * 10).div_ceil(1 << shift);
     match tenths % 10 {
         0 => format!("{} {unit}", tenths / 10),
         tenth => format!("{}.{tenth} {unit}", tenths / 10),
@@ -114,9 +114,10 @@ mod tests {
             (0, "0 bytes"),
             (1023, "1023 bytes"),
             (1024, "1 KiB"),
-            (1288, "1.2 KiB"),
+            (1025, "1.1 KiB"),
+            (1228, "1.2 KiB"),
             (64 << 20, "64 MiB"),
-            (u64::MAX, "16777215.9 TiB"),
+            (u64::MAX, "16777216 TiB"),
         ];
         for (bytes, text) in cases {
             assert_eq!(binary_size(bytes), text);
