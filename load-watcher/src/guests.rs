@@ -185,6 +185,7 @@ impl GuestGate {
         let blocked_programs_and_users = inputs.policy.blocked.as_ref();
         let limits = GuestLimits {
             guests_max: inputs.policy.cores,
+            other_guests: 0,
             free_memory_bytes: inputs.policy.memory_free.map_or(0, |size| size.0),
             blocked_programs: blocked_programs_and_users
                 .and_then(|b| b.programs.clone())
@@ -469,6 +470,7 @@ mod tests {
         assert_eq!(admitted_decision.access, GuestAccess::Welcome);
         let expected_limits = GuestLimits {
             guests_max: Some(2),
+            other_guests: 0,
             free_memory_bytes: 1 << 30,
             blocked_programs: vec!["x".into()],
             blocked_users: vec![9],

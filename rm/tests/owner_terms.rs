@@ -371,7 +371,7 @@ proptest! {
         for (i, (guests_max, reserved_gib, is_blocked, owner)) in limits.iter().enumerate() {
             let programs = if *is_blocked { vec!["worker".to_string()] } else { Vec::new() };
             let (guests_max, free_bytes) = (*guests_max, reserved_gib << 30);
-            set_limits(&mut snapshot, i as u16 + 1, GuestLimits { guests_max, free_memory_bytes: free_bytes, blocked_programs: programs, blocked_users: Vec::new() });
+            set_limits(&mut snapshot, i as u16 + 1, GuestLimits { guests_max, other_guests: 0, free_memory_bytes: free_bytes, blocked_programs: programs, blocked_users: Vec::new() });
             let reason = String::new();
             snapshot.hosts[i].owner = match owner {
                 0 => OwnerState::Closed { why: reason },

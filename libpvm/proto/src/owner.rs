@@ -66,8 +66,12 @@ pub struct GuestDirective {
 /// Limits of the owner for guests while they may run.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct GuestLimits {
-    /// Maximum number of guests at the same time; `None` if there is no limit.
+    /// Maximum number of guests of this virtual machine at the same time; `None` if there is no
+    /// limit.
     pub guests_max: Option<u32>,
+    /// Number of guests of other virtual machines that the owner's limit also counts. They are
+    /// already subtracted from `guests_max`.
+    pub other_guests: u32,
     /// Bytes of memory that must stay free for the owner.
     pub free_memory_bytes: u64,
     /// Programs that must not run on this host, as name or path patterns in which `*` stands for
@@ -78,6 +82,13 @@ pub struct GuestLimits {
 }
 
 impl GuestLimits {
+    /// Returns the number of guests that the owner allows to all virtual machines that the limit
+    /// counts; `None` if there is no limit.
+    pub fn stated_guests_max(&self) -> Option<u32> {
+        let guests_max = self.guests_max?;
+        Some(guests_max.saturating_add(self.other_guests))
+    }
+
     /// Returns the pattern that blocks a program, given by its path or name; `None` if the program
     /// may run.
     pub fn blocking_pattern(&self, program: &str) -> Option<&str> {

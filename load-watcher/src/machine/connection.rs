@@ -49,8 +49,10 @@ impl VmView {
         let mut state = self.owner.state(sensors);
         state.sample.task_cpus = self.task_cpus;
         let limits = &mut state.decision.limits;
-        let maxima = limits.guests_max.into_iter().chain(self.guests_max);
-        limits.guests_max = maxima.min();
+        if let (Some(stated), Some(remaining)) = (limits.guests_max, self.guests_max) {
+            limits.guests_max = Some(stated.min(remaining));
+            limits.other_guests = stated.saturating_sub(remaining);
+        }
         state
     }
 

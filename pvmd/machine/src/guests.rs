@@ -906,13 +906,9 @@ impl Machine {
         {
             return Err(OwnerLimit::BlockedProgram(pattern.to_string()));
         }
-        let Some(guests_max) = self
-            .owner_control
-            .owner_agents
-            .limits()
-            .filter_map(|limits| limits.guests_max)
-            .min()
-        else {
+        let limits = self.owner_control.owner_agents.limits();
+        let limits = limits.filter_map(|limits| limits.guests_max.zip(limits.stated_guests_max()));
+        let Some((guests_max, stated_max)) = limits.min() else {
             return Ok(usize::MAX);
         };
         // A task that is dumped for a checkpoint does not depart.
@@ -949,10 +945,10 @@ impl Machine {
             .unwrap_or(usize::MAX)
             .saturating_sub(local_count + arriving_count)
         {
-            0 => Err(match guests_max {
+            0 => Err(match stated_max {
                 0 => OwnerLimit::NoTasks,
                 1 => OwnerLimit::OneTask,
-                _ => OwnerLimit::Tasks(guests_max),
+                _ => OwnerLimit::Tasks(stated_max),
             }),
             free_slots => Ok(free_slots),
         }

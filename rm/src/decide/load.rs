@@ -19,8 +19,11 @@ pub(super) fn limit_exclusion(
     load: impl Fn() -> HostLoad,
 ) -> Option<ExclusionReason<&str>> {
     let limits = &host.guest_policy.limits;
-    if let Some(guest_limit) = limits.guests_max.filter(|_| load().remaining_slots() == 0) {
-        return Some(ExclusionReason::TaskLimit { limit: guest_limit });
+    if let Some(limit) = limits
+        .stated_guests_max()
+        .filter(|_| load().remaining_slots() == 0)
+    {
+        return Some(ExclusionReason::TaskLimit { limit });
     }
     let (reserved_bytes, free_bytes) = (
         limits.free_memory_bytes,

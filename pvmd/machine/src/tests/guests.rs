@@ -411,7 +411,8 @@ fn migration_respects_owner_limits() {
     scenario.send_directive(
         1,
         limit_guests_request(GuestLimits {
-            guests_max: Some(2),
+            guests_max: Some(1),
+            other_guests: 1,
             ..GuestLimits::default()
         }),
     );
