@@ -381,8 +381,13 @@ pub fn role_processes(host: &Host, role: ProcessRole) -> Vec<Pid> {
         ProcessRole::Daemon => vec![daemon_pid],
         // The child processes of the tasker have the tasker's name.
         ProcessRole::Tasker => keep_first(matching_pids(&|pid, line| {
+            let parent = process_status(pid).map(|status| status.ppid);
+            let is_service = |parent: i32| {
+                let program = Process::new(parent).and_then(|process| process.exe());
+                program.is_ok_and(|program| program.ends_with("pvm-taskerd"))
+            };
             line.contains("pvm-tasker")
-                && process_status(pid).is_some_and(|status| status.ppid == daemon_pid.as_raw())
+                && parent.is_some_and(|pid| pid == daemon_pid.as_raw() || is_service(pid))
         })),
         ProcessRole::ResourceManager => {
             keep_first(matching_pids(&|_, line| line.contains("bin/pvm-rm")))

@@ -59,6 +59,7 @@ impl Oracle {
             .find(|folder| !folder.exists())
             .context("a free name")?;
         fs::create_dir_all(&folder)?;
+        std::os::unix::fs::chown(&folder, Some(vm.user_id()), Some(vm.user_id()))?;
         let program_path = program.display().to_string();
         let mut command = vm.user_command(vm.testbed().host(host_number), program);
         command.args(uses_direct_routes.then_some("direct"));

@@ -60,6 +60,34 @@ impl<'a> TaskerServices<'a> {
         Ok(services)
     }
 
+    /// Starts the service on each host if none runs, with these environment variables. The services
+    /// end with the testbed.
+    ///
+    /// # Errors
+    /// A service does not listen.
+    pub(crate) fn start_until_end_of_testbed(
+        testbed: &Testbed,
+        env: &[(String, String)],
+    ) -> Result<()> {
+        if testbed.host(1).machine_path(SOCKET_PATH).exists() {
+            return Ok(());
+        }
+        if let Some(folder) = testbed.breakpoints_folder() {
+            // The daemons of the user write there.
+            fs::set_permissions(folder, PermissionsExt::from_mode(0o777))?;
+        }
+        let assignments: Vec<String> = env
+            .iter()
+            .map(|(n, value)| format!("{n}={value}"))
+            .collect();
+        let mut wrapper = vec!["env"];
+        wrapper.extend(assignments.iter().map(String::as_str));
+        let key_dir = crate::machine::build_folder()?;
+        let services = TaskerServices::start_wrapped(testbed, &key_dir, &wrapper)?;
+        std::mem::forget(services);
+        Ok(())
+    }
+
     fn start_on(&self, host: &Host) -> Result<RunningCommand> {
         let prefix = self.testbed.prefix().context("programs are installed")?;
         let program = prefix_in_hosts(prefix).join("sbin/pvm-taskerd");

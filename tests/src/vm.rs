@@ -3,6 +3,7 @@
 use crate::layout::home_of;
 use crate::programs;
 use crate::run::{CommandResult, RunningCommand, run_successfully, run_to_end, wait_for};
+use crate::tasker_service::TaskerServices;
 use crate::testbed::{ALICE, Account, Host, ROOT, Testbed};
 use anyhow::{Context, Result, bail, ensure};
 use sempa_proto::Tid;
@@ -16,6 +17,9 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
+/// Environment variable with any value: the user of all virtual machines is alice, and all hosts
+/// run the tasker service. Tests that need root's virtual machine fail then.
+const USER_VARIABLE: &str = "SEMPA_TEST_AS_USER";
 /// Time limit for one command of the console on a loaded machine. It is sufficient for migrations
 /// with much memory.
 pub const COMMAND_TIMEOUT: Duration = Duration::from_secs(60);
@@ -163,7 +167,14 @@ impl<'a> Vm<'a> {
     /// The console fails, or no resource manager registers; the error contains the console's output
     /// or the newest events.
     pub fn start(testbed: &'a Testbed, settings: VmSettings) -> Result<Self> {
-        let user = if settings.runs_as_alice { ALICE } else { ROOT };
+        let is_user_run = std::env::var_os(USER_VARIABLE).is_some();
+        if is_user_run {
+            TaskerServices::start_until_end_of_testbed(testbed, &settings.env)?;
+        }
+        let user = match settings.runs_as_alice || is_user_run {
+            true => ALICE,
+            false => ROOT,
+        };
         Self::start_as(testbed, user, settings).map(|(vm, _)| vm)
     }
 
