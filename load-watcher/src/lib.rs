@@ -16,8 +16,8 @@
 //!   (pure). [`shared_limit`] shares a limit of guests among virtual machines (pure).
 //! - Enforcement: [`cpu_confinement`] confines guests to the processors that the owner allows.
 //! - Communication: [`file_watcher`] reports changes of files. [`report`] decides when to sample
-//!   and to send a report (pure). [`machine_link`] connects the load watcher of a machine with those
-//!   of its virtual machines. [`status`] answers queries of users of this host;
+//!   and to send a report (pure). [`machine_link`] connects the load watcher of a machine with
+//!   those of its virtual machines. [`status`] answers queries of users of this host;
 //!   [`host_daemons`] finds daemons of this host without a load watcher that answers.
 //! - [`user_files`]: files of users in a directory that all users share. `file_users` selects the
 //!   users if there are too many; `accounts` looks up accounts without waiting.

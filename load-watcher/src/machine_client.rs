@@ -4,18 +4,15 @@ use crate::own_sense::User;
 use crate::watcher::daemon_pid;
 use crate::{Args, GuestDefaults};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
-use nix::sys::socket::{AddressFamily, SockFlag, SockType, UnixAddr, connect, socket};
 use pvm_load_watcher::file_watcher::{FileWatcher, WakeReasons, WatchedPath};
 use pvm_load_watcher::host_policy::ReceivedFile;
 use pvm_load_watcher::machine_link::{
-    FromMachine, HostState, MessageReader, PROTOCOL_VERSION, SOCKET_NAME, STATE_BYTES_MAX,
-    ToMachine, VmFacts, send,
+    self, FromMachine, HostState, MessageReader, PROTOCOL_VERSION, STATE_BYTES_MAX, ToMachine,
+    VmFacts, send,
 };
-use sempa_proto::tasker_service::{SOCKET_VARIABLE, socket_path};
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
-use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 /// Time for an answer to a ping. The daemon replaces a load watcher that does not answer within a
@@ -24,12 +21,6 @@ const PONG_TIMEOUT: Duration = Duration::from_secs(1);
 /// Time without any message after which the machine's load watcher is not waited for. It sends a
 /// state with each sample, at least every five seconds.
 const SILENCE_MAX: Duration = Duration::from_secs(12);
-
-/// Path of the socket of the machine's load watcher; `None` if the tasker service is not used.
-fn machine_socket() -> Option<PathBuf> {
-    let service_socket = socket_path(std::env::var_os(SOCKET_VARIABLE))?;
-    Some(service_socket.with_file_name(SOCKET_NAME))
-}
 
 pub(crate) struct MachineClient {
     stream: UnixStream,
@@ -46,7 +37,7 @@ pub(crate) struct MachineClient {
 /// What has arrived from the machine's load watcher.
 #[derive(Debug, Default)]
 pub(crate) struct Arrived {
-    /// The newest state.
+    /// The newest state; `None` if no state has arrived.
     pub(crate) state: Option<Box<HostState>>,
     /// True if the last ping is answered.
     pub(crate) is_alive: bool,
@@ -58,8 +49,8 @@ impl MachineClient {
     /// # Errors
     /// There is no load watcher of the machine, or the connection failed.
     pub(crate) fn connect(args: &Args, user: &User, vm: &str, has_rm: bool) -> io::Result<Self> {
-        let path = machine_socket().ok_or(io::ErrorKind::NotFound)?;
-        let stream = connect_without_waiting(&path)?;
+        let path = machine_link::socket_path().ok_or(io::ErrorKind::NotFound)?;
+        let stream = machine_link::connect(&path)?;
         let user_policy = FileWatcher::new(vec![WatchedPath::settings(user.policy_path.clone())]);
         let GuestDefaults { text, .. } = &args.guest_defaults;
         let client = Self {
@@ -189,11 +180,4 @@ impl MachineClient {
         let due = (self.heard_at + SILENCE_MAX).min(pong_due.unwrap_or(now + SILENCE_MAX));
         due.saturating_duration_since(now)
     }
-}
-
-fn connect_without_waiting(path: &Path) -> io::Result<UnixStream> {
-    let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
-    let fd = socket(AddressFamily::Unix, SockType::Stream, flags, None)?;
-    connect(fd.as_raw_fd(), &UnixAddr::new(path)?)?;
-    Ok(fd.into())
 }

@@ -11,13 +11,18 @@
 use crate::guests::GuestDecision;
 use crate::host_policy::{PolicySummary, ReceivedFile};
 use crate::owner::OwnerAssessment;
+use nix::sys::socket::{AddressFamily, SockFlag, SockType, UnixAddr, socket};
 use sempa_proto::frame;
 use sempa_proto::load::LoadSample;
+use sempa_proto::tasker_service;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use std::io::{self, ErrorKind, Read, Write};
 use std::marker::PhantomData;
+use std::os::fd::AsRawFd;
 use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 /// Name of the socket of the machine's load watcher, in the directory of the tasker service's
 /// socket.
@@ -38,7 +43,7 @@ const READS_MAX: usize = 16;
 /// What the machine's load watcher must know of a virtual machine.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct VmFacts {
-    /// Must be [`PROTOCOL_VERSION`].
+    /// Must be [`PROTOCOL_VERSION`]; another version is refused.
     pub protocol: u32,
     /// Name of the virtual machine.
     pub vm: String,
@@ -99,6 +104,38 @@ pub fn encode(message: &impl Serialize) -> io::Result<Vec<u8>> {
 /// The message was not sent completely.
 pub fn send(mut stream: &UnixStream, message: &impl Serialize) -> io::Result<()> {
     stream.write_all(&encode(message)?)
+}
+
+/// Returns the path of the socket of the machine's load watcher; `None` if the tasker service is
+/// not used.
+pub fn socket_path() -> Option<PathBuf> {
+    let variable = std::env::var_os(tasker_service::SOCKET_VARIABLE);
+    let service_socket = tasker_service::socket_path(variable)?;
+    Some(service_socket.with_file_name(SOCKET_NAME))
+}
+
+/// Connects to a load watcher without waiting. The connection is non-blocking.
+///
+/// # Errors
+/// No process listens, or too many connections wait.
+pub fn connect(path: &Path) -> io::Result<UnixStream> {
+    let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
+    let fd = socket(AddressFamily::Unix, SockType::Stream, flags, None)?;
+    nix::sys::socket::connect(fd.as_raw_fd(), &UnixAddr::new(path)?)?;
+    Ok(fd.into())
+}
+
+/// Asks the load watcher of the machine whether it runs.
+///
+/// # Errors
+/// The load watcher does not answer in time.
+pub fn ask_alive(path: &Path, timeout: Duration) -> io::Result<()> {
+    let stream = connect(path)?;
+    send(&stream, &ToMachine::Ping(1))?;
+    stream.set_nonblocking(false)?;
+    stream.set_read_timeout(Some(timeout))?;
+    let mut answer = encode(&FromMachine::Pong(1))?;
+    (&stream).read_exact(&mut answer)
 }
 
 /// Collects the bytes of a connection into messages.

@@ -23,8 +23,8 @@ use std::process::ExitCode;
 use thiserror::Error;
 use watcher::Watcher;
 
-/// Watches one host of a Sempa virtual machine, or a whole machine: samples its load, detects its owner, and has guests
-/// stopped while the owner needs the machine.
+/// Watches one host of a Sempa virtual machine, or a whole machine: samples its load, detects its
+/// owner, and has guests stopped while the owner needs the machine.
 ///
 /// The daemon of each host starts one load watcher; if one dies, the daemon starts another. A
 /// resource manager asks it for reports, or replaces it by its own. A user who is logged in counts

@@ -56,8 +56,8 @@ impl OwnerView {
             if selects_index(ADMIN_POLICY_PATH_INDEX) {
                 host_policy.read_admin_policy();
             }
-            // In the load watcher of a whole machine another path has this index; the content that was
-            // received is then merged again.
+            // In the load watcher of a whole machine another path has this index; the content that
+            // was received is then merged again.
             if selects_index(USER_POLICY_PATH_INDEX) {
                 host_policy.read_user_policy();
             }

@@ -45,7 +45,7 @@ pub(crate) const ACCOUNT_PATH_INDEX: usize = 4;
 /// The path that only some load watchers watch.
 #[derive(Clone, Debug)]
 pub(crate) enum OtherPath {
-    /// At [`USER_POLICY_PATH_INDEX`].
+    /// At [`USER_POLICY_PATH_INDEX`]: the policy file of the user of the virtual machine.
     UserPolicy(PathBuf),
     /// At [`ACCOUNT_PATH_INDEX`]: the folder in which taskers record their guests.
     Account(PathBuf),

@@ -1,4 +1,5 @@
-//! Shares the number of guests that the owner permits among the virtual machines of a machine. Pure.
+//! Shares the number of guests that the owner permits among the virtual machines of a machine.
+//! Pure.
 
 /// The limits of one virtual machine, and what the others have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -31,8 +32,8 @@ impl SharedLimit {
         Some(of_vm.min(total.saturating_sub(others)))
     }
 
-    /// Returns the number of guests of all virtual machines above which each one's start is
-    /// refused, whoever starts it; `None` if some virtual machine has no limit. `limits` are those
+    /// Returns the number of guests of all virtual machines above which the start of any guest is
+    /// refused; `None` if some virtual machine has no limit. `limits` are those
     /// of all virtual machines.
     pub fn cap(of_machine: Option<u32>, limits: impl IntoIterator<Item = Self>) -> Option<u32> {
         let totals = limits.into_iter().map(Self::total);

@@ -1,8 +1,8 @@
 //! The main loop of a virtual machine's load watcher.
 //!
-//! Where the tasker service runs a load watcher of the whole machine, the state of the machine comes
-//! from there. Elsewhere, and whenever that load watcher is lost, this process observes the machine
-//! itself.
+//! Where the tasker service runs a load watcher of the whole machine, the state of the machine
+//! comes from there. Elsewhere, and whenever that load watcher is lost, this process observes the
+//! machine itself.
 //!
 //! The loop waits until the state changes or the next sample is due. The daemon of this host is
 //! notified first, because it can stop guests immediately; the report to the resource manager is

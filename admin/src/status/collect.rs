@@ -8,6 +8,7 @@ use checkpoint::criu::Criu;
 use checkpoint::seal::{SiteKeys, site_key_path};
 use procfs::{Current, LoadAverage, Meminfo};
 use pvm_load_watcher::host_daemons::{HostTasker, resident_bytes, taskers};
+use pvm_load_watcher::machine_link;
 use pvm_load_watcher::owner_override::{self, OVERRIDES_DIR_VAR, overrides_dir};
 use pvm_load_watcher::status::{WatcherStatus, query_all};
 use sempa_proto::tasker_service::{SESSIONS_DIR, SessionRecord};
@@ -16,8 +17,11 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::io;
 use std::path::Path;
+use std::time::Duration;
 
 const ROOT_UID: u32 = 0;
+/// Time for the load watcher of the machine to answer.
+const OWNER_SENSE_TIMEOUT: Duration = Duration::from_secs(2);
 
 pub(super) fn collect() -> Result<MachineStatus> {
     let (watchers, mut errors) = query_all()?;
@@ -62,7 +66,20 @@ fn service_health() -> ServiceHealth {
         settings: Settings::load(&settings_path)
             .map(|_| settings_path.display().to_string())
             .map_err(|error| error.to_string()),
+        owner_sense: owner_sense(),
     }
+}
+
+fn owner_sense() -> Result<String, String> {
+    let path = machine_link::socket_path().ok_or("the service is not used")?;
+    machine_link::ask_alive(&path, OWNER_SENSE_TIMEOUT)
+        .map(|()| "one load watcher serves all virtual machines".into())
+        .map_err(|error| {
+            format!(
+                "each virtual machine detects owners itself; no load watcher of the machine answers at {}: {error}",
+                path.display()
+            )
+        })
 }
 
 /// Reads the records of the taskers that the service has started and that run, by PID.

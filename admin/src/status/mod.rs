@@ -47,6 +47,8 @@ struct ServiceHealth {
     engine: Result<String, String>,
     /// Path of the settings, or why they are not used.
     settings: Result<String, String>,
+    /// How owners are detected, or why each virtual machine does so itself.
+    owner_sense: Result<String, String>,
 }
 
 /// A virtual machine on this host: a tasker, a load watcher, or both.

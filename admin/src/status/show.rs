@@ -59,6 +59,7 @@ fn format_health(health: &ServiceHealth) -> String {
         line("site key", &health.site_key),
         line("engine", &health.engine),
         line("settings", &health.settings),
+        line("owners", &health.owner_sense),
     ])
 }
 
@@ -158,6 +159,7 @@ mod tests {
                 site_key: Err("there is no site key".into()),
                 engine: Ok("/opt/criu".into()),
                 settings: Ok("/etc/s.toml".into()),
+                owner_sense: Ok("one load watcher".into()),
             },
             drained: None,
             virtual_machines,

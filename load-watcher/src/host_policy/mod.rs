@@ -77,11 +77,11 @@ pub struct PolicySummary {
     /// Number of processors of guests.
     pub cores: Option<u32>,
     pub settings: Vec<PolicySetting>,
-    /// As [`HostPolicy::errors`].
+    /// Errors in refused files, as sentences.
     pub errors: Vec<String>,
-    /// As [`HostPolicy::read_files`].
+    /// Versions of the overrides and published policies that are in force.
     pub read_files: Vec<ReadFile>,
-    /// As [`HostPolicy::switched_off_by`].
+    /// Source that ends the protection of owners; `None` if none does.
     pub switched_off_by: Option<String>,
 }
 

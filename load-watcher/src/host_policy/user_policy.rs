@@ -45,7 +45,8 @@ impl ReceivedFile {
     }
 }
 
-/// Reads a file up to one byte more than a policy may have, so that the parser refuses a longer one.
+/// Reads a file up to one byte more than a policy may have, so that the parser refuses a longer
+/// one.
 fn read_limited(path: &Path) -> io::Result<String> {
     let mut text = String::new();
     let bytes_max = POLICY_BYTES_MAX as u64 + 1;

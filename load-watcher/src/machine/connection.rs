@@ -37,8 +37,8 @@ pub(crate) struct VmView {
     meter: LoadMeter,
     /// Processors that the tasks of this virtual machine used in the last sample.
     task_cpus: Option<f32>,
-    /// Number of guests that this virtual machine may have in addition to those of the others; `None` if
-    /// there is no limit.
+    /// Number of guests that this virtual machine may have in addition to those of the others;
+    /// `None` if there is no limit.
     guests_max: Option<u32>,
     last_sent: Option<HostState>,
 }

@@ -1,5 +1,5 @@
 use super::*;
-use pvm_load_watcher::machine_link::{MessageReader, STATE_BYTES_MAX, encode, send};
+use pvm_load_watcher::machine_link::{MessageReader, STATE_BYTES_MAX, ask_alive, encode, send};
 use sempa_proto::owner::GuestAccess;
 use std::collections::VecDeque;
 use std::io::{Read, Write};
@@ -205,6 +205,18 @@ fn bad_clients_are_disconnected() {
     }
     good.send(&ToMachine::Ping(9));
     while machine.next_message(&mut good) != Some(FromMachine::Pong(9)) {}
+}
+
+/// An administrator can ask whether the load watcher runs.
+#[test]
+fn load_watcher_answers_when_asked() {
+    let mut machine = TestMachine::start("");
+    let path = machine.dir.path().join(SOCKET_NAME);
+    let question = std::thread::spawn(move || ask_alive(&path, Duration::from_secs(60)));
+    machine.run_until(|| question.is_finished().then_some(()));
+    question.join().expect("no panic").expect("it answers");
+    let missing = machine.dir.path().join("missing");
+    assert!(ask_alive(&missing, Duration::from_secs(60)).is_err());
 }
 
 /// A user cannot use up the connections of others.

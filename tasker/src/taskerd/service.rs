@@ -31,13 +31,14 @@ use std::time::Instant;
 const ACCEPTS_PER_ROUND_MAX: usize = 64;
 /// Variables of the service's environment that taskers get. Nothing else reaches them: a tasker
 /// must not depend on who has started the service.
-const PASSED_VARIABLES: [&str; 7] = [
+const PASSED_VARIABLES: [&str; 8] = [
     "PATH",
     "SEMPA_CRIU",
     SITE_KEY_VARIABLE,
     SETTINGS_VARIABLE,
     ACCOUNT_DIR_VARIABLE,
     "SEMPA_FREEZER",
+    "SEMPA_PRE_COPY",
     "SEMPA_POST_COPY",
 ];
 /// Name of the tasker's program.
