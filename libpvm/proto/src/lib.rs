@@ -72,4 +72,4 @@ pub use message::Message;
 
 /// Version of every wire format in this crate. A peer with another version is refused at its first
 /// message.
-pub const WIRE_VERSION: u16 = 24;
+pub const WIRE_VERSION: u16 = 25;
