@@ -15,6 +15,7 @@ use crate::{machine, ssh_settings};
 use anyhow::{Context, Result, bail};
 use procfs::process::all_processes;
 use sempa_proto::tasker_service::{SESSIONS_DIR, SOCKET_PATH};
+use sempa_service_settings::host_account::ACCOUNT_DIR;
 use std::fs;
 use std::io::{BufRead, BufReader};
 use std::os::unix::fs::PermissionsExt;
@@ -32,7 +33,14 @@ const TESTBEDS_FOLDER: &str = "/tmp";
 /// Beginning of the name of a testbed's folder. The number of the testbed's process follows.
 const FOLDER_PREFIX: &str = "sempa-testbed-";
 /// Directories of the tasker service, which outlive the service.
-const SERVICE_DIRS: [&str; 2] = ["/run/sempa", SESSIONS_DIR];
+const SERVICE_DIRS: [&str; 3] = ["/run/sempa", SESSIONS_DIR, ACCOUNT_DIR];
+/// Files that the tasker service, its load watcher and its taskers keep.
+const SERVICE_FILES: [&str; 4] = [
+    SOCKET_PATH,
+    "/run/sempa/owner.sock",
+    "/run/sempa/account/lock",
+    "/run/sempa/guest-cap",
+];
 
 /// A host of the testbed, or its outside host.
 #[derive(Debug)]
@@ -536,8 +544,9 @@ impl Host {
     pub fn leftover_files(&self, testbed_folder: &Path) -> Vec<PathBuf> {
         // criu.kdat is CRIU's cache of kernel features, which belongs to the machine.
         let is_of_testbed = |path: &Path| {
-            ["/run/sshd", "/run/utmp", "/run/criu.kdat", SOCKET_PATH]
+            ["/run/sshd", "/run/utmp", "/run/criu.kdat"]
                 .iter()
+                .chain(&SERVICE_FILES)
                 .chain(&SERVICE_DIRS)
                 .any(|known_path| path == Path::new(known_path))
                 || testbed_folder.starts_with(path)
