@@ -155,7 +155,7 @@ impl<T: DeserializeOwned> MessageReader<T> {
         }
     }
 
-    /// Reads what has arrived on a non-blocking connection, at most [`READS_MAX`] buffers. Returns
+    /// Reads what has arrived on a non-blocking connection, at most `READS_MAX` buffers. Returns
     /// the complete messages.
     ///
     /// # Errors

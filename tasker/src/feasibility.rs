@@ -1,7 +1,7 @@
 //! Inspects tasks and checks whether this host could run a task, for a migration or a placement
 //! query. No task is frozen or changed.
 
-use crate::migrations::NO_NAMESPACES;
+use crate::migrations::no_namespaces_reason;
 use crate::supervisor::Supervisor;
 use crate::target::claim_failure;
 use crate::task_user::with_own_file_rights;
@@ -66,7 +66,7 @@ impl Supervisor {
             .and_then(|task| task.namespace.as_ref().map(|n| (n, task.process.pid)));
         let (None, Some((namespace, pid))) = (&refusal, namespace) else {
             let refusal = refusal.unwrap_or(Refusal::UnsupportedResource {
-                what: NO_NAMESPACES.into(),
+                what: no_namespaces_reason().into(),
             });
             return self.on_inspected(requester, Err(refusal));
         };

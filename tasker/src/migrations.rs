@@ -56,10 +56,19 @@ const FIRST_DUMP_TIMEOUT_BASE: Duration = Duration::from_secs(5);
 /// Maximum number of orders that are deferred until the engine has been probed.
 const DEFERRED_ORDERS_MAX: usize = 256;
 
-/// The reason why migrations are refused if the tasker may not create PID namespaces.
-pub(crate) const NO_NAMESPACES: &str = "the tasker may not create PID namespaces here, which requires root with \
-                                        CAP_SYS_ADMIN, or for ordinary users the service pvm-taskerd; a task that \
-                                        writes its own checkpoint (SEMPA_ENGINE) needs no privileges";
+/// Returns the reason why migrations are refused if the tasker may not create PID namespaces.
+pub(crate) fn no_namespaces_reason() -> &'static str {
+    match nix::unistd::geteuid().is_root() {
+        true => {
+            "the tasker may not create PID namespaces here, for which root needs CAP_SYS_ADMIN; a task that writes its \
+             own checkpoint (SEMPA_ENGINE) needs no privileges"
+        }
+        false => {
+            "tasks of ordinary users need the service pvm-taskerd on this host, or run the daemon as root; a task that \
+             writes its own checkpoint (SEMPA_ENGINE) needs neither"
+        }
+    }
+}
 
 /// Result of the last probe of the engine.
 #[derive(Clone, Debug)]
@@ -112,7 +121,7 @@ impl Migrations {
         let located_engine = if namespaces_allowed {
             locate_engine().map_err(|no_engine| no_engine.to_string())
         } else {
-            Err(NO_NAMESPACES.into())
+            Err(no_namespaces_reason().into())
         };
         let key_result = image_vault.map_or(Ok(()), ImageVault::check_keys);
         let probe_result = key_result.and(located_engine).and_then(|criu| {
@@ -400,7 +409,7 @@ impl Supervisor {
             None => Err(Failure::TaskEnded),
             Some(Task {
                 namespace: None, ..
-            }) => Err(Failure::Engine(NO_NAMESPACES.into())),
+            }) => Err(Failure::Engine(no_namespaces_reason().into())),
             Some(task) if !matches!(task.phase, TaskPhase::Running) => Err(Failure::Cancelled(
                 "another migration of the task is in progress on this host".into(),
             )),

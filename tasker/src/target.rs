@@ -7,7 +7,7 @@ use crate::host_account::ClaimError;
 use crate::idle_engines::{self, EnginePlace, IdleRestoreWithOutput};
 use crate::image_manifest::ImageManifest;
 use crate::image_vault::ImageDir;
-use crate::migrations::{NO_NAMESPACES, engine_limits, write_redirect};
+use crate::migrations::{engine_limits, no_namespaces_reason, write_redirect};
 use crate::namespace::Namespace;
 use crate::pause::Pause;
 use crate::process_settings;
@@ -413,7 +413,7 @@ impl Supervisor {
         let namespace = target
             .namespace
             .as_ref()
-            .ok_or_else(|| Failure::Engine(NO_NAMESPACES.into()))?;
+            .ok_or_else(|| Failure::Engine(no_namespaces_reason().into()))?;
         let uses_post_copy = target.uses_post_copy;
         if uses_post_copy && !self.migrations.post_copies.is_memory_arriving(migration) {
             return Err(Failure::Images(

@@ -23,9 +23,12 @@ const HOST_NAMES: [&str; 3] = ["h1", "h2", "h3"];
 /// The console's message about a migration of a task that has ended contains this text.
 const TASK_ENDED_TEXT: &str = "there is no such task";
 /// The console's message about a task that has opened a temporary file since the target's check
-/// contains this text: the target lacks the file, and the task continues at the source. A kernel of
-/// tablix2 writes its result through a temporary file just before its end.
-const TEMPORARY_FILE_TEXT: &str = "Can't open file tmp/file";
+/// contains one of these texts: the target lacks the file, and the task continues at the source. A
+/// kernel of tablix2 writes its result through a temporary file just before its end.
+const TEMPORARY_FILE_TEXTS: [&str; 2] = [
+    "Can't open file tmp/file",
+    "the task has opened it, or it has changed, since the target was asked",
+];
 /// Number of tablix2's kernels, that is, its tasks that search.
 const KERNEL_COUNT: usize = 2;
 const SEARCH: SearchParameters = SearchParameters {
@@ -79,8 +82,8 @@ fn migrate_to_other_host(vm: &Vm<'_>, tid: &str, number: usize) -> bool {
     let target = other_hosts[number % other_hosts.len()];
     eprintln!("move {number}: {tid} from {source} to {target}");
     let output = vm.migrate_when_ready(tid, target).or_panic_with_logs(vm);
-    let end_texts = [TASK_ENDED_TEXT, TEMPORARY_FILE_TEXT];
-    if !output.succeeded() && end_texts.iter().any(|text| output.stderr.contains(text)) {
+    let mut end_texts = TEMPORARY_FILE_TEXTS.iter().chain([&TASK_ENDED_TEXT]);
+    if !output.succeeded() && end_texts.any(|text| output.stderr.contains(text)) {
         return false;
     }
     assert!(output.succeeded(), "{output:?}\n{}", vm.events_and_logs());

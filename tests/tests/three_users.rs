@@ -73,9 +73,18 @@ impl<'a> Session<'a> {
         worker.expect("it runs").tid.clone()
     }
 
-    /// Migrates the worker by hand, and checks that the job goes on.
+    /// Migrates the worker by hand, unless the resource manager has placed it on the host, and
+    /// checks that the job goes on.
     fn migrate_worker(&self, host: &str) {
-        self.vm.migrate_or_panic(&self.worker(), host);
+        let result = self
+            .vm
+            .migrate_when_ready(&self.worker(), host)
+            .or_panic_with_logs(&self.vm);
+        assert!(
+            result.succeeded() || result.stderr.contains("it already runs there"),
+            "{result:?}\n{}",
+            self.vm.events_and_logs()
+        );
         self.job.wait_for_rounds(&self.vm, ROUND_COUNT);
     }
 
