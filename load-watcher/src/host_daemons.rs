@@ -10,11 +10,11 @@ use std::collections::BTreeMap;
 /// Name of a daemon's process.
 const DAEMON_PROGRAM: &str = "pvmd";
 /// Name of the process that starts the tasks of a daemon.
-const TASKER_PROGRAM: &str = "pvm-tasker";
+pub const TASKER_PROGRAM: &str = "pvm-tasker";
 /// Option of a tasker of the service, before the uid of its user.
 const TASKER_USER_OPTION: &str = "--user";
 /// Name of the first process of the PID namespace of a task, which the tasker starts.
-const INIT_PROGRAM: &str = "pvm-init";
+pub const INIT_PROGRAM: &str = "pvm-init";
 /// Names of processes that serve a virtual machine, as the kernel truncates them.
 const SERVICE_PROGRAMS: [&str; 3] = [TASKER_PROGRAM, WATCHER_PROGRAM, "pvm-rm"];
 /// Name of the process of a load watcher, as the kernel truncates it.

@@ -84,6 +84,21 @@ fn task_group(root: &Path, pid: i32, mounts: &[u8]) -> Option<PathBuf> {
     (name.starts_with(GROUPS_DIR_PREFIX) && group.join("cpu.stat").exists()).then_some(group)
 }
 
+/// Returns the child processes of all threads of a process; none if the process has ended. `root`
+/// is /proc except in tests.
+pub fn child_processes(root: &Path, pid: i32) -> Vec<i32> {
+    let threads = fs::read_dir(root.join(pid.to_string()).join("task"));
+    let mut child_pids = Vec::new();
+    for thread in threads.into_iter().flatten().flatten() {
+        let text = fs::read_to_string(thread.path().join("children")).unwrap_or_default();
+        child_pids.extend(
+            text.split_whitespace()
+                .filter_map(|pid| pid.parse::<i32>().ok()),
+        );
+    }
+    child_pids
+}
+
 /// Returns all descendants of a process: the child processes of all its threads, the child
 /// processes of these, and so on. Stops after about [`COUNTERS_MAX`] processes.
 fn descendants(root: &Path, pid: i32) -> BTreeSet<i32> {
@@ -92,15 +107,10 @@ fn descendants(root: &Path, pid: i32) -> BTreeSet<i32> {
         .pop()
         .filter(|_| descendant_pids.len() < COUNTERS_MAX)
     {
-        let threads = fs::read_dir(root.join(parent_pid.to_string()).join("task"));
-        for thread in threads.into_iter().flatten().flatten() {
-            let text = fs::read_to_string(thread.path().join("children")).unwrap_or_default();
-            let children = text.split_whitespace().filter_map(|pid| pid.parse().ok());
-            unvisited_pids.extend(
-                children
-                    .filter(|child_pid| *child_pid != pid && descendant_pids.insert(*child_pid)),
-            );
-        }
+        let children = child_processes(root, parent_pid).into_iter();
+        unvisited_pids.extend(
+            children.filter(|child_pid| *child_pid != pid && descendant_pids.insert(*child_pid)),
+        );
     }
     descendant_pids
 }

@@ -5,7 +5,7 @@ use crate::watcher::daemon_pid;
 use crate::{Args, GuestDefaults};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use pvm_load_watcher::file_watcher::{FileWatcher, WakeReasons, WatchedPath};
-use pvm_load_watcher::host_policy::ReceivedFile;
+use pvm_load_watcher::host_policy::PolicyFile;
 use pvm_load_watcher::machine_link::{
     self, FromMachine, HostState, MessageReader, PROTOCOL_VERSION, STATE_BYTES_MAX, ToMachine,
     VmFacts, send,
@@ -34,7 +34,7 @@ pub(crate) struct MachineClient {
     heard_at: Instant,
 }
 
-/// What has arrived from the machine's load watcher.
+/// The messages that have arrived from the machine's load watcher.
 #[derive(Debug, Default)]
 pub(crate) struct Arrived {
     /// The newest state; `None` if no state has arrived.
@@ -48,7 +48,7 @@ impl MachineClient {
     ///
     /// # Errors
     /// There is no load watcher of the machine, or the connection failed.
-    pub(crate) fn connect(args: &Args, user: &User, vm: &str, has_rm: bool) -> io::Result<Self> {
+    pub(crate) fn connect(args: &Args, user: &User, has_rm: bool) -> io::Result<Self> {
         let path = machine_link::socket_path().ok_or(io::ErrorKind::NotFound)?;
         let stream = machine_link::connect(&path)?;
         let user_policy = FileWatcher::new(vec![WatchedPath::settings(user.policy_path.clone())]);
@@ -58,10 +58,9 @@ impl MachineClient {
             reader: MessageReader::new(STATE_BYTES_MAX),
             facts: VmFacts {
                 protocol: PROTOCOL_VERSION,
-                vm: vm.to_string(),
                 has_rm,
                 guest_defaults: text.clone(),
-                user_policy: ReceivedFile::read(&user.policy_path),
+                user_policy: PolicyFile::read(&user.policy_path),
                 daemon_pid: daemon_pid(),
             },
             user_policy,
@@ -149,7 +148,7 @@ impl MachineClient {
     /// The connection is lost.
     pub(crate) fn read_user_policy(&mut self) -> io::Result<()> {
         self.user_policy.set_missing_watches(0);
-        let file = ReceivedFile::read(self.user_policy.path(0));
+        let file = PolicyFile::read(self.user_policy.path(0));
         self.change_facts(|facts| facts.user_policy = file)
     }
 

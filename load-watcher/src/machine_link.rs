@@ -9,17 +9,17 @@
 //! Each message is the length of its body in four bytes, and the body.
 
 use crate::guests::GuestDecision;
-use crate::host_policy::{PolicySummary, ReceivedFile};
+use crate::host_policy::{PolicyFile, PolicySummary};
 use crate::owner::OwnerAssessment;
-use nix::sys::socket::{AddressFamily, SockFlag, SockType, UnixAddr, socket};
+use nix::sys::socket::UnixAddr;
 use sempa_proto::frame;
 use sempa_proto::load::LoadSample;
 use sempa_proto::tasker_service;
+use sempa_socket::connect_without_waiting;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use std::io::{self, ErrorKind, Read, Write};
 use std::marker::PhantomData;
-use std::os::fd::AsRawFd;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -40,20 +40,18 @@ const HEAD_BYTES: usize = 4;
 /// Maximum number of reads of a connection before other connections are served.
 const READS_MAX: usize = 16;
 
-/// What the machine's load watcher must know of a virtual machine.
+/// The facts about a virtual machine that the machine's load watcher needs.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct VmFacts {
     /// Must be [`PROTOCOL_VERSION`]; another version is refused.
     pub protocol: u32,
-    /// Name of the virtual machine.
-    pub vm: String,
     /// True if a resource manager runs, which migrates tasks for owners.
     pub has_rm: bool,
     /// Settings that the user of the virtual machine asks for where owner and administrator set
     /// nothing, in the format of a policy file.
     pub guest_defaults: String,
     /// Policy file of the user of the virtual machine.
-    pub user_policy: ReceivedFile,
+    pub user_policy: PolicyFile,
     /// Process id of the daemon; its load is no sign of an owner.
     pub daemon_pid: Option<i32>,
 }
@@ -119,10 +117,7 @@ pub fn socket_path() -> Option<PathBuf> {
 /// # Errors
 /// No process listens, or too many connections wait.
 pub fn connect(path: &Path) -> io::Result<UnixStream> {
-    let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
-    let fd = socket(AddressFamily::Unix, SockType::Stream, flags, None)?;
-    nix::sys::socket::connect(fd.as_raw_fd(), &UnixAddr::new(path)?)?;
-    Ok(fd.into())
+    connect_without_waiting(&UnixAddr::new(path)?)
 }
 
 /// Asks the load watcher of the machine whether it runs.
@@ -206,7 +201,7 @@ impl<T: DeserializeOwned> MessageReader<T> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::host_policy::ReceivedContent;
+    use crate::host_policy::PolicyFileContent;
     use proptest::prelude::*;
 
     fn connection() -> (UnixStream, UnixStream) {
@@ -218,12 +213,11 @@ mod tests {
     fn facts(text: &str) -> ToMachine {
         ToMachine::Facts(VmFacts {
             protocol: PROTOCOL_VERSION,
-            vm: "pvm".into(),
             has_rm: true,
             guest_defaults: String::new(),
-            user_policy: ReceivedFile {
+            user_policy: PolicyFile {
                 name: "owner.toml".into(),
-                content: ReceivedContent::Text(text.into()),
+                content: PolicyFileContent::Text(text.into()),
             },
             daemon_pid: Some(1),
         })

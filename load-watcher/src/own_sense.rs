@@ -2,9 +2,7 @@
 //! runs.
 
 use crate::owner_view::OwnerView;
-use crate::sensors::{
-    CommonPaths, LoadMeter, OVERRIDES_PATH_INDEX, OtherPath, Sensors, is_not_login_records,
-};
+use crate::sensors::{CommonPaths, LoadMeter, OtherPath, Sensors, is_not_login_records};
 use crate::{Args, GuestDefaults};
 use pvm_load_watcher::file_watcher::WakeReasons;
 use pvm_load_watcher::host_policy::{HostPolicy, PolicyPaths, VmUser};
@@ -16,17 +14,12 @@ use sempa_proto::Micros;
 use std::os::fd::BorrowedFd;
 use std::path::PathBuf;
 
-/// Number of microseconds in a minute.
-const MINUTE_US: u64 = 60_000_000;
-
 pub(crate) struct OwnSense {
     pub(crate) sensors: Sensors,
     pub(crate) view: OwnerView,
     meter: LoadMeter,
     /// Time of the next sample, by the caller's monotonic clock.
     pub(crate) next_sample_at: Micros,
-    /// Minute of the last sample, since 1970.
-    last_minute: u64,
 }
 
 /// The user of the virtual machine.
@@ -63,7 +56,6 @@ impl OwnSense {
             view: OwnerView::new(user.uid, user.name.clone(), host_policy),
             meter: LoadMeter::new(),
             next_sample_at: now + SAMPLE_INTERVAL_CHANGING_LOAD,
-            last_minute: time_of_day().0 / MINUTE_US,
         })
     }
 
@@ -94,11 +86,7 @@ impl OwnSense {
     /// Reads what other threads have reported. Returns true if a new assessment is needed.
     pub(crate) fn take_events(&mut self) -> bool {
         let sessions_changed = self.sensors.take_session_change();
-        let users_changed = self.view.host_policy.take_file_users_event();
-        if users_changed {
-            self.view
-                .read_policies(|index| index == OVERRIDES_PATH_INDEX);
-        }
+        let users_changed = self.view.take_file_users_event();
         sessions_changed || users_changed
     }
 
@@ -120,9 +108,8 @@ impl OwnSense {
         self.sensors.last_sample.task_cpus =
             self.meter
                 .measure_tasks(&self.sensors.last_sample, times, list_processes);
-        let minute = time_of_day().0 / MINUTE_US;
-        let is_new_minute = std::mem::replace(&mut self.last_minute, minute) != minute;
-        let hours_need_decision = is_new_minute && self.view.host_policy.depends_on_clock();
+        let hours_need_decision =
+            self.sensors.take_new_minute() && self.view.host_policy.depends_on_clock();
         let available_bytes = self.sensors.last_sample.available_bytes;
         let memory_needs_decision = self.view.memory_needs_decision(available_bytes);
         let check = self.sensors.run_periodic_checks(now);
@@ -157,23 +144,14 @@ impl OwnSense {
         }
     }
 
-    /// Sets the time of the next sample. If the policy depends on the time of day, the next sample
-    /// is no later than the next full minute.
+    /// Sets the time of the next sample.
     pub(crate) fn schedule_sample(&mut self, now: Micros, reporter: &mut Reporter) {
-        let interval = reporter.next_sample_interval(&self.sensors.last_sample);
-        let interval = match self.sensors.must_poll_logins() {
-            true => SAMPLE_INTERVAL_CHANGING_LOAD,
-            false => interval,
-        };
-        let interval = match self.view.host_policy.depends_on_clock() {
-            true => interval.min(Micros(MINUTE_US - time_of_day().0 % MINUTE_US)),
-            false => interval,
-        };
-        self.next_sample_at = now + interval;
+        let depends_on_clock = self.view.host_policy.depends_on_clock();
+        self.next_sample_at = now + self.sensors.next_interval(reporter, depends_on_clock);
     }
 }
 
-/// What a sample requires.
+/// The actions that a sample requires.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct SampleResult {
     pub(crate) must_assess: bool,

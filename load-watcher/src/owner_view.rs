@@ -1,5 +1,5 @@
-//! What the owner's side states for one virtual machine: the merged policy, the owner verdict and
-//! the decision about guests.
+//! The owner's side of one virtual machine: the merged policy, the owner verdict and the decision
+//! about guests.
 
 use crate::sensors::{
     ADMIN_POLICY_PATH_INDEX, OVERRIDES_PATH_INDEX, Sensors, USER_POLICY_PATH_INDEX,
@@ -40,6 +40,10 @@ impl OwnerView {
         }
     }
 
+    pub(crate) fn uid(&self) -> u32 {
+        self.uid
+    }
+
     pub(crate) fn policy(&self) -> &Policy {
         &self.host_policy.merged_policy().policy
     }
@@ -65,6 +69,15 @@ impl OwnerView {
                 host_policy.read_overrides();
             }
         });
+    }
+
+    /// Reads the overrides again if other users may have been selected. Returns true if so.
+    pub(crate) fn take_file_users_event(&mut self) -> bool {
+        let is_due = self.host_policy.take_file_users_event();
+        if is_due {
+            self.read_policies(|index| index == OVERRIDES_PATH_INDEX);
+        }
+        is_due
     }
 
     /// Reads all policies again if some are refused, or if users are omitted. No watch reports that

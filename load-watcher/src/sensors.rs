@@ -13,6 +13,7 @@ use pvm_load_watcher::owner::{Evidence, LoginRecords};
 use pvm_load_watcher::owner_override::OVERRIDES_DIR;
 use pvm_load_watcher::probes::{InputProbe, read_session_files, terminal_input_times};
 use pvm_load_watcher::proc::CpuTimes;
+use pvm_load_watcher::report::{Reporter, SAMPLE_INTERVAL_CHANGING_LOAD};
 use pvm_load_watcher::sampler::Sampler;
 use pvm_load_watcher::sessions::Session;
 use pvm_load_watcher::system::time_of_day;
@@ -27,6 +28,8 @@ use std::time::Duration;
 /// Minimum interval between two readings of the expensive sources, and between two assessments
 /// while no source changes.
 const SLOW_CHECKS_INTERVAL: Micros = Micros::from_secs(5);
+/// Number of microseconds in a minute.
+const MINUTE_US: u64 = 60_000_000;
 /// Interval at which paths that cannot be watched are read.
 const UNWATCHED_READ_INTERVAL: Micros = Micros::from_secs(10);
 /// Error context of a failed sample.
@@ -87,7 +90,7 @@ pub(crate) struct Observations {
     pub(crate) external_load: Evidence<f32>,
 }
 
-/// What a periodic check has found.
+/// The result of a periodic check.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct CheckResult {
     pub(crate) must_assess: bool,
@@ -110,6 +113,8 @@ pub(crate) struct Sensors {
     /// Times, by the caller's monotonic clock, at which each periodic action is due next.
     slow_checks_due: Micros,
     unwatched_read_due: Micros,
+    /// Minute of the last call of [`Sensors::take_new_minute`], since 1970.
+    last_minute: u64,
 }
 
 impl Sensors {
@@ -161,6 +166,7 @@ impl Sensors {
             terminals_dir: args.terminals.clone(),
             slow_checks_due: Micros::default(),
             unwatched_read_due: Micros::default(),
+            last_minute: time_of_day().0 / MINUTE_US,
         };
         sensors.read_sessions();
         sensors.observations.input_probe.read_if_due(time_of_day());
@@ -265,6 +271,26 @@ impl Sensors {
             .sample(time_of_day())
             .context(SAMPLING_CONTEXT)?;
         Ok(self.sampler.take_cpu_times_restart())
+    }
+
+    /// Returns true if a new minute of the time of day has begun since the last call.
+    pub(crate) fn take_new_minute(&mut self) -> bool {
+        let minute = time_of_day().0 / MINUTE_US;
+        std::mem::replace(&mut self.last_minute, minute) != minute
+    }
+
+    /// Returns the time until the next sample. If a policy depends on the time of day, the next
+    /// sample is no later than the next full minute.
+    pub(crate) fn next_interval(&self, reporter: &mut Reporter, depends_on_clock: bool) -> Micros {
+        let interval = reporter.next_sample_interval(&self.last_sample);
+        let interval = match self.must_poll_logins() {
+            true => SAMPLE_INTERVAL_CHANGING_LOAD,
+            false => interval,
+        };
+        match depends_on_clock {
+            true => interval.min(Micros(MINUTE_US - time_of_day().0 % MINUTE_US)),
+            false => interval,
+        }
     }
 
     /// Returns the CPU times of the newest sample.

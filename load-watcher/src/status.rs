@@ -6,17 +6,15 @@
 
 use crate::proc;
 use crate::user_files::ReadFile;
-use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
-use nix::sys::socket::{
-    AddressFamily, SockFlag, SockType, UnixAddr, connect, getsockopt, socket, sockopt,
-};
+use nix::sys::socket::{UnixAddr, getsockopt, sockopt};
 use nix::unistd::User;
+use sempa_socket::connect_without_waiting;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::hash::{BuildHasher, RandomState};
 use std::io::{self, Read, Write};
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::os::fd::{AsFd, BorrowedFd};
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
 use std::time::{Duration, Instant};
@@ -211,22 +209,11 @@ struct OpenQuery {
 impl OpenQuery {
     /// Connects to a load watcher without waiting.
     fn connect(name: &str, uid: u32) -> io::Result<Self> {
-        let socket = socket(
-            AddressFamily::Unix,
-            SockType::Stream,
-            SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK,
-            None,
-        )?;
-        // A listener with a full queue would block the client without a time limit.
-        connect(
-            socket.as_raw_fd(),
-            &UnixAddr::new_abstract(name.as_bytes())?,
-        )
-        .map_err(|errno| match errno {
-            Errno::EAGAIN => io::Error::other("it has too many unanswered queries"),
-            errno => errno.into(),
+        let address = UnixAddr::new_abstract(name.as_bytes())?;
+        let stream = connect_without_waiting(&address).map_err(|error| match error.kind() {
+            io::ErrorKind::WouldBlock => io::Error::other("it has too many unanswered queries"),
+            _ => error,
         })?;
-        let stream = UnixStream::from(socket);
         // Any process may bind a free name. Therefore the answer is accepted only if the answering
         // process runs as the user whose uid is in the name.
         let server_credentials = getsockopt(&stream, sockopt::PeerCredentials)?;

@@ -120,7 +120,7 @@ impl Watcher {
             .inspect_err(|e| tracing::warn!("status queries are not answered: {e}"))
             .ok();
         let has_rm = rm_subscription.rm_tid().is_some();
-        let (source, state) = match connect_to_machine(&args, &user, &vm_name, has_rm) {
+        let (source, state) = match connect_to_machine(&args, &user, has_rm) {
             Ok((client, state)) => (Source::Machine(client.into()), state),
             Err(error) => {
                 tracing::info!("this load watcher observes the machine itself: {error}");
@@ -533,7 +533,7 @@ impl Watcher {
             return;
         }
         self.machine_retry_due = now + MACHINE_RETRY_INTERVAL;
-        *candidate = MachineClient::connect(&self.args, &self.user, &self.vm_name, has_rm)
+        *candidate = MachineClient::connect(&self.args, &self.user, has_rm)
             .ok()
             .map(Box::new);
         if candidate.is_some() && self.renew_wake_epoll().is_err() {
@@ -621,10 +621,9 @@ impl Watcher {
 fn connect_to_machine(
     args: &Args,
     user: &User,
-    vm_name: &str,
     has_rm: bool,
 ) -> anyhow::Result<(MachineClient, HostState)> {
-    let mut client = MachineClient::connect(args, user, vm_name, has_rm)
+    let mut client = MachineClient::connect(args, user, has_rm)
         .context("no load watcher of the whole machine runs")?;
     let state = client
         .wait_for_state(FIRST_STATE_TIMEOUT)

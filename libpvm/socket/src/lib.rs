@@ -1,7 +1,8 @@
 //! Functions that several programs share: finding the runtime directory, reading sockets with
-//! descriptors, adaptive spinning, socket buffers, scheduling latency, and an exchange with the
-//! tasker service.
+//! descriptors, connecting to local sockets, adaptive spinning, socket buffers, scheduling latency,
+//! and an exchange with the tasker service.
 
+mod local_connect;
 mod receive;
 mod runtime_root;
 mod sched_latency;
@@ -9,6 +10,7 @@ mod service_exchange;
 mod sockbuf;
 mod spin;
 
+pub use local_connect::connect_without_waiting;
 pub use receive::{MessageFds, PendingFds, ReadOutcome, receive, receive_into_capacity};
 pub use runtime_root::{find_or_create_root, find_runtime_paths};
 pub use sched_latency::{boost_priority, request_short_slice};

@@ -1,11 +1,11 @@
 //! Exchanges one request and its reply with the tasker service of this host.
 
-use nix::sys::socket::{AddressFamily, SockFlag, SockType, UnixAddr, connect, socket};
+use crate::connect_without_waiting;
+use nix::sys::socket::UnixAddr;
 use sempa_proto::tasker_service::{
     BODY_BYTES_MAX, DecodeError, HEAD_BYTES, ServiceReply, ServiceRequest, decode, encode,
 };
 use std::io::{self, ErrorKind, Read, Write};
-use std::os::fd::AsRawFd;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::Duration;
@@ -51,11 +51,7 @@ pub fn ask_tasker_service(
 }
 
 fn connect_to(path: &Path, timeout: Duration) -> io::Result<UnixStream> {
-    let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
-    let fd = socket(AddressFamily::Unix, SockType::Stream, flags, None)?;
-    // A service with a full queue must not block the caller.
-    connect(fd.as_raw_fd(), &UnixAddr::new(path)?)?;
-    let stream = UnixStream::from(fd);
+    let stream = connect_without_waiting(&UnixAddr::new(path)?)?;
     stream.set_nonblocking(false)?;
     stream.set_read_timeout(Some(timeout))?;
     stream.set_write_timeout(Some(timeout))?;
@@ -65,8 +61,9 @@ fn connect_to(path: &Path, timeout: Duration) -> io::Result<UnixStream> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use nix::sys::socket::{Backlog, bind, listen};
+    use nix::sys::socket::{AddressFamily, Backlog, SockFlag, SockType, bind, listen, socket};
     use sempa_proto::tasker_service::SessionId;
+    use std::os::fd::AsRawFd;
     use std::os::unix::net::UnixListener;
 
     const TIMEOUT: Duration = Duration::from_secs(60);

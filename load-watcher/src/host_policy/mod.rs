@@ -35,7 +35,6 @@ use sempa_proto::load::Login;
 use sempa_proto::text::truncate;
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
-use std::io;
 use std::os::fd::BorrowedFd;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -227,29 +226,8 @@ fn refusal_report(error_sentence: &str, had_content: bool, is_in_force: bool) ->
 enum LoadPolicyError {
     #[error(transparent)]
     Malformed(PolicyError),
-    #[error("{name} cannot be read: {source}")]
-    Read { name: String, source: io::Error },
-}
-
-/// Loads a policy file; returns an empty policy if the file does not exist. `parse` is called with
-/// the file's name and its text.
-fn load_policy(
-    path: &Path,
-    parse: fn(&str, &str) -> Result<Policy, PolicyError>,
-) -> Result<Policy, LoadPolicyError> {
-    let name = path.display().to_string();
-    match std::fs::read_to_string(path) {
-        Ok(text) => parse(&name, &text).map_err(LoadPolicyError::Malformed),
-        Err(e)
-            if matches!(
-                e.kind(),
-                io::ErrorKind::NotFound | io::ErrorKind::NotADirectory
-            ) =>
-        {
-            Ok(Policy::default())
-        }
-        Err(source) => Err(LoadPolicyError::Read { name, source }),
-    }
+    #[error("{name} cannot be read: {cause}")]
+    Read { name: String, cause: String },
 }
 
 impl HostPolicy {
@@ -291,14 +269,14 @@ impl HostPolicy {
 
     /// Replaces the content of the file of the user of the virtual machine. Returns an error in the
     /// file as a sentence.
-    pub fn set_user_policy(&mut self, file: ReceivedFile) -> Option<String> {
+    pub fn set_user_policy(&mut self, file: PolicyFile) -> Option<String> {
         self.paths.user = UserPolicySource::Received(file);
         self.read_user_policy()
     }
 
     /// Reads the administrator's file again. Returns an error in the file as a sentence.
     pub fn read_admin_policy(&mut self) -> Option<String> {
-        let load_result = load_policy(&self.paths.admin, Policy::parse);
+        let load_result = PolicyFile::read(&self.paths.admin).parse(Policy::parse);
         let error_sentence = self.apply_load_result("admin", load_result, |host_policy| {
             &mut host_policy.admin_policy
         });
@@ -680,9 +658,9 @@ impl HostPolicy {
     }
 }
 
-mod user_policy;
+mod policy_file;
 
-pub use user_policy::{ReceivedContent, ReceivedFile, UserPolicySource};
+pub use policy_file::{PolicyFile, PolicyFileContent, UserPolicySource};
 
 #[cfg(test)]
 mod tests;

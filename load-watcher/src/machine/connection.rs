@@ -1,9 +1,11 @@
 //! The connections of the load watchers of virtual machines.
 
 use crate::owner_view::OwnerView;
-use crate::sensors::{LoadMeter, OVERRIDES_PATH_INDEX, Sensors};
+use crate::sensors::{LoadMeter, Sensors};
 use procfs::process::Process;
+use pvm_load_watcher::host_daemons::{INIT_PROGRAM, TASKER_PROGRAM};
 use pvm_load_watcher::host_policy::{HostPolicy, user_name};
+use pvm_load_watcher::load_attribution::child_processes;
 use pvm_load_watcher::machine_link::{
     FromMachine, HostState, MessageReader, REQUEST_BYTES_MAX, ToMachine, VmFacts, send,
 };
@@ -13,6 +15,7 @@ use sempa_service_settings::host_account::{HostTotals, SessionUse};
 use std::collections::BTreeMap;
 use std::io;
 use std::os::unix::net::UnixStream;
+use std::path::Path;
 
 /// Maximum number of connections, and of those of one user.
 const CONNECTIONS_MAX: usize = 1024;
@@ -21,17 +24,13 @@ const CONNECTIONS_OF_USER_MAX: usize = 32;
 /// second, and one for each change.
 const MESSAGES_IN_WINDOW_MAX: usize = 50;
 const RATE_WINDOW: Micros = Micros::from_secs(5);
-/// Names of processes, as the kernel reports them.
-const TASKER_PROGRAM: &str = "pvm-tasker";
-const INIT_PROGRAM: &str = "pvm-init";
 /// Maximum number of ancestors among which the tasker of a load watcher is looked for.
 const ANCESTORS_MAX: usize = 8;
 
-/// What the load watcher of the machine knows of one virtual machine.
+/// One virtual machine, as the load watcher of the machine sees it.
 pub(crate) struct VmView {
     pub(crate) facts: VmFacts,
     pub(crate) owner: OwnerView,
-    uid: u32,
     /// Process id of the tasker; `None` if it is unknown.
     tasker: Option<i32>,
     meter: LoadMeter,
@@ -85,22 +84,13 @@ impl VmView {
         self.last_sent = Some(state.clone());
     }
 
-    /// Reads the overrides again if other users may have been selected. Returns true if so.
-    pub(crate) fn take_file_users_event(&mut self) -> bool {
-        let is_due = self.owner.host_policy.take_file_users_event();
-        if is_due {
-            self.owner
-                .read_policies(|index| index == OVERRIDES_PATH_INDEX);
-        }
-        is_due
-    }
-
     /// Measures how many processors the tasks have used since the last sample.
     pub(crate) fn measure_tasks(&mut self, sensors: &Sensors, must_restart: bool) {
         if must_restart {
             self.meter.restart();
         }
-        let processes = || main_processes(self.tasker, self.facts.daemon_pid, self.uid);
+        let uid = self.owner.uid();
+        let processes = || main_processes(self.tasker, self.facts.daemon_pid, uid);
         self.task_cpus =
             self.meter
                 .measure_tasks(&sensors.last_sample, sensors.cpu_times(), processes);
@@ -108,7 +98,7 @@ impl VmView {
 
     /// Returns the main processes of the tasks, with those of the daemon and the tasker.
     pub(crate) fn main_processes(&self) -> Vec<i32> {
-        main_processes(self.tasker, self.facts.daemon_pid, self.uid)
+        main_processes(self.tasker, self.facts.daemon_pid, self.owner.uid())
     }
 }
 
@@ -142,10 +132,7 @@ fn main_processes(tasker: Option<i32>, daemon: Option<i32>, uid: u32) -> Vec<i32
 }
 
 fn children(pid: i32) -> Vec<i32> {
-    let threads = Process::new(pid).and_then(|process| process.tasks());
-    let threads = threads.into_iter().flatten().flatten();
-    let children = threads.filter_map(|thread| thread.children().ok());
-    children.flatten().map(u32::cast_signed).collect()
+    child_processes(Path::new("/proc"), pid)
 }
 
 fn program(pid: i32) -> Option<String> {
@@ -227,7 +214,6 @@ impl Connection {
         self.view = Some(Box::new(VmView {
             owner: OwnerView::new(self.uid, user_name(self.uid), host_policy),
             facts,
-            uid: self.uid,
             tasker: tasker_of(self.pid),
             meter: LoadMeter::new(),
             task_cpus: None,

@@ -10,8 +10,7 @@ mod supervisor;
 use crate::SourceArgs;
 use crate::owner_view::OwnerView;
 use crate::sensors::{
-    ACCOUNT_PATH_INDEX, CommonPaths, LoadMeter, OVERRIDES_PATH_INDEX, OtherPath, Sensors,
-    is_not_login_records,
+    ACCOUNT_PATH_INDEX, CommonPaths, LoadMeter, OtherPath, Sensors, is_not_login_records,
 };
 use anyhow::Context;
 use connection::{Connection, Connections, VmView};
@@ -19,14 +18,14 @@ use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags};
 use nix::sys::socket::{getsockopt, sockopt::PeerCredentials};
 use pvm_load_watcher::file_watcher::WakeReasons;
 use pvm_load_watcher::host_policy::{
-    HostPolicy, PolicyPaths, ReceivedContent, ReceivedFile, UserPolicySource, VmUser, user_name,
+    HostPolicy, PolicyFile, PolicyFileContent, PolicyPaths, UserPolicySource, VmUser, user_name,
 };
 use pvm_load_watcher::machine_link::{
     FromMachine, HostState, PROTOCOL_VERSION, SOCKET_NAME, ToMachine, VmFacts,
 };
 use pvm_load_watcher::owner::Evidence;
 use pvm_load_watcher::policy::Policy;
-use pvm_load_watcher::report::{Reporter, SAMPLE_INTERVAL_CHANGING_LOAD};
+use pvm_load_watcher::report::Reporter;
 use pvm_load_watcher::shared_limit::SharedLimit;
 use pvm_load_watcher::system::{time_of_day, to_micros};
 use sempa_proto::Micros;
@@ -48,8 +47,6 @@ const EXTERNAL_LOAD_INTERVAL: Micros = Micros::from_secs(10);
 const LIFE_SIGN_INTERVAL: Micros = Micros::from_secs(3);
 /// Maximum number of connections that are accepted before other events are handled.
 const ACCEPTS_PER_ROUND_MAX: usize = 64;
-/// Number of microseconds in a minute.
-const MINUTE_US: u64 = 60_000_000;
 
 pub(crate) struct MachineWatcher {
     started_at: Instant,
@@ -61,7 +58,7 @@ pub(crate) struct MachineWatcher {
     connections: Connections,
     /// Directory in which the taskers record their guests.
     account_dir: PathBuf,
-    /// What the owner and the administrator state for a user who states nothing. Its limits apply
+    /// The policy of the owner and the administrator for a user without a policy. Its limits apply
     /// to the guests of all users together.
     common_view: OwnerView,
     /// Measures the tasks of all virtual machines.
@@ -70,12 +67,10 @@ pub(crate) struct MachineWatcher {
     next_sample_at: Micros,
     external_load_due: Micros,
     life_sign_due: Micros,
-    /// Minute of the last sample, since 1970.
-    last_minute: u64,
 }
 
 /// Reads the policies that apply to the virtual machine of a user.
-fn read_policy(paths: &CommonPaths, user: VmUser, user_policy: ReceivedFile) -> HostPolicy {
+fn read_policy(paths: &CommonPaths, user: VmUser, user_policy: PolicyFile) -> HostPolicy {
     let paths = PolicyPaths {
         user: UserPolicySource::Received(user_policy),
         admin: paths.admin.clone(),
@@ -117,9 +112,9 @@ impl MachineWatcher {
             name: String::new(),
             defaults: Policy::default(),
         };
-        let no_file = ReceivedFile {
+        let no_file = PolicyFile {
             name: String::new(),
-            content: ReceivedContent::Missing,
+            content: PolicyFileContent::Missing,
         };
         let common_policy = read_policy(&paths, nobody, no_file);
         let fds = [listener.as_fd(), supervisor.fd()].into_iter();
@@ -144,7 +139,6 @@ impl MachineWatcher {
             next_sample_at: Micros::default(),
             external_load_due: Micros::default(),
             life_sign_due: Micros::default(),
-            last_minute: 0,
         })
     }
 
@@ -250,10 +244,7 @@ impl MachineWatcher {
         if self.sensors.take_session_change() {
             self.assess_all();
         }
-        if self.common_view.host_policy.take_file_users_event() {
-            self.common_view
-                .read_policies(|index| index == OVERRIDES_PATH_INDEX);
-        }
+        self.common_view.take_file_users_event();
         self.accept_connections();
         for id in self.connections.ids() {
             self.read_connection(id);
@@ -303,7 +294,7 @@ impl MachineWatcher {
             .connections
             .get_mut(id)
             .and_then(|connection| connection.view.as_mut())
-            .is_some_and(|view| view.take_file_users_event());
+            .is_some_and(|view| view.owner.take_file_users_event());
         if has_event {
             self.assess(id);
         }
@@ -361,19 +352,23 @@ impl MachineWatcher {
 
     fn assess_all(&mut self) {
         for id in self.connections.ids() {
-            self.assess(id);
+            self.assess_and_send(id);
         }
+        self.watch_terminals();
     }
 
     /// Derives the state of the machine for one virtual machine, and sends the state if it has
     /// changed.
     fn assess(&mut self, id: u64) {
-        let Some(view) = self.connections.view_mut(id) else {
-            return;
-        };
-        view.owner.assess(&mut self.sensors, view.facts.has_rm);
-        self.send_if_new(id);
+        self.assess_and_send(id);
         self.watch_terminals();
+    }
+
+    fn assess_and_send(&mut self, id: u64) {
+        if let Some(view) = self.connections.view_mut(id) {
+            view.owner.assess(&mut self.sensors, view.facts.has_rm);
+            self.send_if_new(id);
+        }
     }
 
     fn send_new_states(&mut self) {
@@ -418,14 +413,15 @@ impl MachineWatcher {
         let check = self.sensors.run_periodic_checks(now);
         if check.must_retry_policies {
             let must_read = self.sensors.retry_unwatched(is_not_login_records);
-            self.read_policies(|index| must_read.get(index).copied().unwrap_or(false));
+            if must_read.contains(&true) {
+                self.read_policies(|index| must_read[index]);
+            }
             self.common_view.retry_policies();
         }
         if must_restart {
             self.meter.restart();
         }
-        let minute = time_of_day().0 / MINUTE_US;
-        let is_new_minute = std::mem::replace(&mut self.last_minute, minute) != minute;
+        let is_new_minute = self.sensors.take_new_minute();
         let available_bytes = self.sensors.last_sample.available_bytes;
         for view in self.connections.views_mut() {
             if check.must_retry_policies {
@@ -481,21 +477,13 @@ impl MachineWatcher {
     }
 
     fn schedule_sample(&mut self, now: Micros) {
-        let interval = self
-            .reporter
-            .next_sample_interval(&self.sensors.last_sample);
-        let interval = match self.sensors.must_poll_logins() {
-            true => SAMPLE_INTERVAL_CHANGING_LOAD,
-            false => interval,
-        };
         let depends_on_clock = self
             .connections
             .views_mut()
             .any(|view| view.owner.host_policy.depends_on_clock());
-        let interval = match depends_on_clock {
-            true => interval.min(Micros(MINUTE_US - time_of_day().0 % MINUTE_US)),
-            false => interval,
-        };
+        let interval = self
+            .sensors
+            .next_interval(&mut self.reporter, depends_on_clock);
         self.next_sample_at = now + interval;
     }
 }

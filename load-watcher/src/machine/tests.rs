@@ -111,12 +111,11 @@ impl TestMachine {
 fn facts(user_policy: &str) -> VmFacts {
     VmFacts {
         protocol: PROTOCOL_VERSION,
-        vm: "pvm".into(),
         has_rm: true,
         guest_defaults: String::new(),
-        user_policy: ReceivedFile {
+        user_policy: PolicyFile {
             name: "own".into(),
-            content: ReceivedContent::Text(user_policy.into()),
+            content: PolicyFileContent::Text(user_policy.into()),
         },
         daemon_pid: Some(1),
     }
