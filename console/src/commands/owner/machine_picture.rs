@@ -1,4 +1,4 @@
-//! What the load watchers of all virtual machines of this machine say alike.
+//! The statements that the load watchers of all virtual machines of this machine have in common.
 //!
 //! With the tasker service, one load watcher observes the machine for all virtual machines. Their
 //! answers then differ only in their guests, and in what a user has stated for an own virtual
@@ -33,22 +33,17 @@ impl OwnerLines {
             why,
             ..
         } = status;
-        let lines = |lines: &mut dyn Iterator<Item = String>| lines.collect::<String>();
+        let wrong_lines = status.wrong.iter();
+        let source_lines = status.sources.iter();
         Self {
             owner: format!("  owner     {owner}, {confidence} % sure: {why}\n"),
             policy: policy_text(status),
-            wrong: lines(
-                &mut status
-                    .wrong
-                    .iter()
-                    .map(|line| format!("  wrong     {line}\n")),
-            ),
-            sources: lines(
-                &mut status
-                    .sources
-                    .iter()
-                    .map(|(name, text)| format!("  source    {name}: {text}\n")),
-            ),
+            wrong: wrong_lines
+                .map(|line| format!("  wrong     {line}\n"))
+                .collect(),
+            sources: source_lines
+                .map(|(name, text)| format!("  source    {name}: {text}\n"))
+                .collect(),
         }
     }
 
@@ -94,36 +89,26 @@ fn policy_text(status: &WatcherStatus) -> String {
 
 /// The picture of the machine that all virtual machines share.
 #[derive(Clone, Debug)]
-pub(super) struct MachinePicture {
+pub(super) struct MachinePicture<'a> {
     pub(super) lines: OwnerLines,
+    /// An answer from the load watcher of the machine.
+    shared: &'a WatcherStatus,
     guest_count: usize,
     memory_bytes: u64,
     machine_count: usize,
-    json: serde_json::Value,
 }
 
-impl MachinePicture {
+impl<'a> MachinePicture<'a> {
     /// Returns the picture; `None` if each virtual machine observes the machine itself.
-    pub(super) fn of(statuses: &[WatcherStatus]) -> Option<Self> {
+    pub(super) fn of(statuses: &'a [WatcherStatus]) -> Option<Self> {
         let shared = statuses.iter().find(|status| status.machine_sense)?;
         let guests = statuses.iter().flat_map(|status| &status.tasks);
-        let (guest_count, memory_bytes) = (
-            guests.clone().count(),
-            guests.map(|guest| guest.resident_bytes).sum(),
-        );
         Some(Self {
             lines: OwnerLines::of(shared),
-            guest_count,
-            memory_bytes,
+            shared,
+            guest_count: guests.clone().count(),
+            memory_bytes: guests.map(|guest| guest.resident_bytes).sum(),
             machine_count: statuses.len(),
-            json: json!({
-                "owner": shared.owner,
-                "confidence": shared.confidence,
-                "why": shared.why,
-                "guests": guest_count,
-                "resident_bytes": memory_bytes,
-                "virtual_machines": statuses.len(),
-            }),
         })
     }
 
@@ -147,7 +132,20 @@ impl MachinePicture {
     }
 
     pub(super) fn to_json(&self) -> serde_json::Value {
-        self.json.clone()
+        let WatcherStatus {
+            owner,
+            confidence,
+            why,
+            ..
+        } = self.shared;
+        json!({
+            "owner": owner,
+            "confidence": confidence,
+            "why": why,
+            "guests": self.guest_count,
+            "resident_bytes": self.memory_bytes,
+            "virtual_machines": self.machine_count,
+        })
     }
 }
 
@@ -167,7 +165,8 @@ mod tests {
         }
     }
 
-    /// What is true of the whole machine is said once; a virtual machine says only what differs.
+    /// The text of the machine contains the common lines; that of a virtual machine contains only
+    /// lines that differ.
     #[test]
     fn common_lines_are_said_once() {
         let statuses = [status("alice"), status("bob")];
