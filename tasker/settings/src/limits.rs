@@ -8,8 +8,8 @@ const KIND_COUNT: usize = LimitKind::ALL.len();
 /// Word for the absence of a limit.
 const UNLIMITED_WORD: &str = "unlimited";
 
-/// What a limit counts. All limits except that of descriptors count what a user has on this host in
-/// all virtual machines together.
+/// The resource that a limit restricts. All limits except that of descriptors count the use of a
+/// user on this host by all virtual machines together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LimitKind {
     /// Tasks that run or arrive, and ended tasks that have left processes.

@@ -1,4 +1,5 @@
-//! What this tasker uses, in the account of its host ([`sempa_service_settings::host_account`]).
+//! The record of this tasker in the account of its host
+//! ([`sempa_service_settings::host_account`]).
 //!
 //! The limits of a user hold for all virtual machines of the user on the host together, and the cap
 //! of the owner for those of all users. So a tasker claims what it wants to use: under a lock it

@@ -5,7 +5,7 @@
 
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
-use sempa_service_settings::host_account::write_guest_cap;
+use sempa_service_settings::host_account::{ACCOUNT_DIR_VARIABLE, write_guest_cap};
 use std::io::{self, ErrorKind, Read};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
@@ -25,7 +25,7 @@ const PASSED_VARIABLES: [&str; 11] = [
     "SEMPA_MEMINFO",
     "SEMPA_ADMIN_POLICY",
     "SEMPA_OWNER_WORDS",
-    "SEMPA_HOST_ACCOUNT",
+    ACCOUNT_DIR_VARIABLE,
 ];
 /// Time without a sign of life after which the load watcher is replaced. It gives one every three
 /// seconds.
@@ -39,7 +39,7 @@ const SUCCESS_AFTER: Duration = Duration::from_secs(60);
 /// Maximum number of bytes of an incomplete line from the load watcher.
 const LINE_BYTES_MAX: usize = 256;
 
-/// What the load watcher reports in one line.
+/// One line of the load watcher.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct LifeSign {
     /// Number of guests that all users together may have; `None` if there is no limit.

@@ -6,6 +6,7 @@
 
 use checkpoint::proc;
 use sempa_proto::tasker_service::{ServiceRefusal, SessionId, SessionRecord};
+use sempa_service_settings::host_account::is_running_since;
 use std::collections::BTreeMap;
 use std::fs::{self, DirBuilder};
 use std::io;
@@ -96,7 +97,9 @@ impl SessionRegistry {
     /// Returns true if the tasker runs and may be killed by the user `uid`.
     pub(crate) fn may_kill(&self, id: SessionId, uid: u32) -> bool {
         let session = self.sessions.get(&id);
-        session.is_some_and(|session| (uid == 0 || session.uid == uid) && is_running(id, session))
+        session.is_some_and(|session| {
+            (uid == 0 || session.uid == uid) && is_running_since(id, session.start_ticks)
+        })
     }
 
     /// Removes the record of a tasker that has ended.
@@ -107,7 +110,9 @@ impl SessionRegistry {
     }
 
     fn remove_ended(&mut self) {
-        let ended = |(id, session): &(&SessionId, &SessionRecord)| !is_running(**id, session);
+        let ended = |(id, session): &(&SessionId, &SessionRecord)| {
+            !is_running_since(**id, session.start_ticks)
+        };
         let ended: Vec<SessionId> = self
             .sessions
             .iter()
@@ -120,12 +125,6 @@ impl SessionRegistry {
     fn path(&self, id: SessionId) -> PathBuf {
         self.dir.join(id.0.to_string())
     }
-}
-
-fn is_running(id: SessionId, record: &SessionRecord) -> bool {
-    proc::stat(id.0).is_some_and(|stat| {
-        stat.starttime == record.start_ticks && !matches!(stat.state, 'Z' | 'X')
-    })
 }
 
 #[cfg(test)]

@@ -147,9 +147,14 @@ pub fn remove_ended(dir: &Path, is_running: impl Fn(SessionId, &AccountRecord) -
 
 /// True if the tasker of a record runs.
 pub fn is_running(session: SessionId, record: &AccountRecord) -> bool {
+    is_running_since(session, record.start_ticks)
+}
+
+/// True if a tasker runs that has started at `start_ticks`, in clock ticks since boot.
+pub fn is_running_since(session: SessionId, start_ticks: u64) -> bool {
     let stat = procfs::process::Process::new(session.0).and_then(|process| process.stat());
     match stat {
-        Ok(stat) => stat.starttime == record.start_ticks && !matches!(stat.state, 'Z' | 'X'),
+        Ok(stat) => stat.starttime == start_ticks && !matches!(stat.state, 'Z' | 'X'),
         // A mount option of /proc may hide the processes of other users, but not from kill(2).
         Err(_) => {
             let pid = nix::unistd::Pid::from_raw(session.0);

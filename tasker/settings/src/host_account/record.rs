@@ -4,7 +4,7 @@ use std::fmt;
 use std::str::FromStr;
 use thiserror::Error;
 
-/// What a tasker, or several, use on a host.
+/// The use of a host by one tasker or by several together.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct HostUse {
     /// Tasks that run or arrive, and ended tasks that have left processes; without
