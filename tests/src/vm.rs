@@ -256,9 +256,18 @@ impl<'a> Vm<'a> {
 
     /// As [`Vm::run_pvm`], on `host`.
     pub fn run_pvm_on(&self, host: &Host, arguments: &[&str]) -> Result<CommandResult> {
+        self.run_pvm_within(host, arguments, COMMAND_TIMEOUT)
+    }
+
+    fn run_pvm_within(
+        &self,
+        host: &Host,
+        arguments: &[&str],
+        timeout: Duration,
+    ) -> Result<CommandResult> {
         let mut command = self.user_command(host, self.prefix_in_hosts.join("bin/pvm"));
         command.args(arguments);
-        run_to_end(command, COMMAND_TIMEOUT)
+        run_to_end(command, timeout)
     }
 
     /// Runs the console with `--json` and one command. Returns the printed values, one per line.
@@ -439,10 +448,8 @@ impl<'a> Vm<'a> {
     /// # Errors
     /// The console does not start or does not end.
     pub fn migrate(&self, tid: &str, host: &str) -> Result<CommandResult> {
-        let mut command =
-            self.user_command(self.testbed.host(1), self.prefix_in_hosts.join("bin/pvm"));
-        command.args(["migrate", tid, host]);
-        run_to_end(command, MIGRATION_TIMEOUT)
+        let arguments = ["migrate", tid, host];
+        self.run_pvm_within(self.testbed.host(1), &arguments, MIGRATION_TIMEOUT)
     }
 
     /// Migrates a task with the console. Repeats the command while the task is not connected to its
