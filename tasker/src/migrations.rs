@@ -216,14 +216,15 @@ impl Migrations {
     }
 
     /// Cancels all migrations and ends all restored tasks that do not run yet. Called when the
-    /// tasker ends.
-    pub(crate) fn cancel_all(&mut self) {
+    /// tasker ends. Returns the running probe: the caller must drop the probe after its engine has
+    /// ended, because the engine may still write to the probe's directory.
+    pub(crate) fn cancel_all(&mut self) -> Option<EngineProbe> {
         self.post_copies.stop_serving_all();
         self.pre_copies.abort_all();
         self.workers.cancel_all();
         self.incoming_tasks.clear();
         self.idle_dumps.end_all();
-        self.running_probe = None;
+        self.running_probe.take()
     }
 }
 

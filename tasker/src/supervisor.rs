@@ -723,7 +723,7 @@ impl Supervisor {
         for task in self.tasks.values() {
             task.kill_immediately(&census);
         }
-        self.migrations.cancel_all();
+        let _running_probe = self.migrations.cancel_all();
         self.leftovers.kill_all();
         let deadline = Instant::now() + SHUTDOWN_TIMEOUT;
         while Instant::now() < deadline {

@@ -35,6 +35,14 @@ impl CommandResult {
         self.status.success()
     }
 
+    /// True if the command has failed and has printed one sentence. A command that takes more than
+    /// two seconds also prints a line for each step, which does not count.
+    pub fn failed_with_one_sentence(&self) -> bool {
+        let is_step = |line: &&str| line.contains(" done");
+        let sentence_count = self.stderr.lines().filter(|line| !is_step(line)).count();
+        !self.succeeded() && sentence_count == 1
+    }
+
     /// Returns the result if the command has succeeded. `description` describes the command in the
     /// error.
     ///

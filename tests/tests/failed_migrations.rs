@@ -146,10 +146,7 @@ fn a_killed_dump_leaves_the_task_at_the_source() {
         let migrate_command = vm.start_migration(&tid, "h3").expect("starts");
         kill_process(source, &wait_for_engine_at_gate(bed, source));
         let output = migrate_command.wait_or_kill(TIMEOUT).expect("ends");
-        assert!(
-            !output.succeeded() && output.stderr.lines().count() == 1,
-            "{output:?}"
-        );
+        assert!(output.failed_with_one_sentence(), "{output:?}");
         let entry = wait_for_failure(vm);
         assert!(
             matches!(

@@ -14,16 +14,20 @@ const LOST_LINE: &str = "lost with its host: the last lines may be missing";
 /// Line of a task whose job rolls back.
 const ROLLBACK_LINE: &str = "waits for the restart of its job from the last checkpoint";
 
-/// Starts `command` on a virtual machine with the host h3, waits until the command has printed
-/// `text`, and kills all processes of h3. Returns the result of the command.
-fn run_and_lose_host(start: impl FnOnce(&Vm) -> RunningCommand, text: &str) -> CommandResult {
+/// Starts a command on a virtual machine with the host h3, waits until the command has printed all
+/// `texts`, and kills all processes of h3. Returns the result of the command.
+fn run_and_lose_host(start: impl FnOnce(&Vm) -> RunningCommand, texts: &[&str]) -> CommandResult {
     let bed = require_testbed(3);
     let vm = Vm::start(&bed, VmSettings::default()).expect("a virtual machine");
     vm.add_hosts(&["h2", "h3"]).expect("the others join");
     let command = start(&vm);
     wait_for(TIMEOUT, || {
         let out = command.stdout_so_far().map_err(|error| error.to_string())?;
-        if out.contains(text) { Ok(()) } else { Err(out) }
+        if texts.iter().all(|text| out.contains(text)) {
+            Ok(())
+        } else {
+            Err(out)
+        }
     })
     .or_panic_with_logs(&vm);
     bed.host(3).kill_all_processes();
@@ -41,7 +45,7 @@ fn console_job_ends_when_its_host_is_lost() {
         vm.start_pvm(&["spawn", "->", "-h3", "/bin/sh", "-c", script])
             .expect("starts")
     };
-    let result = run_and_lose_host(start, "ready\n");
+    let result = run_and_lose_host(start, &["ready\n"]);
     let tid_line = result.stdout.lines().find(|line| line.starts_with('t'));
     let prefix = format!("[1:{}]", tid_line.expect("the task's tid"));
     let end = format!("{prefix} half\n{prefix} {LOST_LINE}\n{prefix} EOF\n[1] finished\n");
@@ -59,7 +63,8 @@ fn exit_after_catchout_ends_when_a_host_is_lost() {
         command.arg("h3");
         RunningCommand::start(command, Stdio::null()).expect("starts")
     };
-    let result = run_and_lose_host(start, "whole line\n");
+    // The parent prints the tid when the child's message has arrived.
+    let result = run_and_lose_host(start, &["whole line\n", "child t"]);
     assert!(result.succeeded(), "{result:?}");
     let child_line = result
         .stdout

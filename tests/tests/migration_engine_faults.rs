@@ -349,7 +349,7 @@ fn memory_reported_too_early_ends_the_task() {
         set_behaviour(bed, "h3", "lazy-early");
         let output = ok_or_panic(vm, "migrate", vm.migrate_when_ready(&tid, "h3"));
         assert!(
-            !output.succeeded() && output.stderr.lines().count() == 1,
+            output.failed_with_one_sentence(),
             "{output:?}\n{}",
             vm.events_and_logs()
         );
@@ -486,9 +486,7 @@ fn full_target_disk_leaves_task_at_source() {
     job.wait_for_rounds(&vm, 20);
     let output = ok_or_panic(&vm, "migrate", vm.migrate_when_ready(&job.tid, "h3"));
     assert!(
-        !output.succeeded()
-            && output.stderr.lines().count() == 1
-            && output.stderr.contains("/tmp/ring/log"),
+        output.failed_with_one_sentence() && output.stderr.contains("/tmp/ring/log"),
         "{output:?}\n{}",
         vm.events_and_logs()
     );

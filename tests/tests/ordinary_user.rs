@@ -42,7 +42,7 @@ fn ordinary_users_tasks_run_and_do_not_migrate() {
     assert!(output.stdout.contains("sum GOOD"), "{output:?}");
     let refused_output = vm.migrate(&tid, "h1").expect("ends");
     assert!(
-        !refused_output.succeeded() && refused_output.stderr.lines().count() == 1,
+        refused_output.failed_with_one_sentence(),
         "{refused_output:?}"
     );
     assert_eq!(vm.host_of(&tid).expect("alive"), "h2");

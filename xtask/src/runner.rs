@@ -26,14 +26,18 @@ pub(crate) struct Test {
 /// Number of tests of a run, by outcome.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct TestCounts {
+    /// Number of passed tests, including the flaky ones.
     pub(crate) passed: usize,
     pub(crate) failed: usize,
+    /// Number of tests that failed first and passed at the second attempt.
+    pub(crate) flaky: usize,
 }
 
 impl std::ops::AddAssign for TestCounts {
     fn add_assign(&mut self, other: Self) {
         self.passed += other.passed;
         self.failed += other.failed;
+        self.flaky += other.flaky;
     }
 }
 
@@ -203,6 +207,7 @@ fn parse_report(report: &str) -> TestCounts {
     TestCounts {
         passed: attribute_or_zero("tests").saturating_sub(failed_count),
         failed: failed_count,
+        flaky: report.matches("<flakyFailure").count() + report.matches("<flakyError").count(),
     }
 }
 
@@ -379,10 +384,11 @@ mod tests {
 
     #[test]
     fn report_is_counted() {
-        let report = "<?xml?>\n<testsuites name=\"nextest-run\" tests=\"7\" failures=\"2\" errors=\"0\" uuid=\"x\">";
+        let report = "<?xml?>\n<testsuites name=\"nextest-run\" tests=\"7\" failures=\"2\" errors=\"0\" uuid=\"x\">\n<flakyFailure type=\"test failure\">";
         let counts = TestCounts {
             passed: 5,
             failed: 2,
+            flaky: 1,
         };
         assert_eq!(parse_report(report), counts);
         assert_eq!(parse_report(""), TestCounts::default());
@@ -395,6 +401,7 @@ mod tests {
         let counts = TestCounts {
             passed: 7,
             failed: 3,
+            flaky: 0,
         };
         assert_eq!(sum_results(text), counts);
     }

@@ -95,7 +95,7 @@ pub(crate) fn run(runner_arguments: &[String]) -> Result<bool> {
     }
     let succeeded = counts.failed == 0 && failed_checks.is_empty();
     println!(
-        "test: {}: {} passed, {} failed{}, {} skipped in {} s after {} s of set-up and build; \
+        "test: {}: {} passed{}, {} failed{}, {} skipped in {} s after {} s of set-up and build; \
          {TEST_SEED_VARIABLE}={seed}",
         if succeeded {
             "all passed"
@@ -103,6 +103,7 @@ pub(crate) fn run(runner_arguments: &[String]) -> Result<bool> {
             "NOT ALL PASSED"
         },
         counts.passed,
+        describe_flaky_tests(counts.flaky),
         counts.failed + failed_checks.len(),
         describe_failed_checks(&failed_checks),
         tests_to_skip.len(),
@@ -257,6 +258,15 @@ fn check_code(profile: &str) -> Result<Vec<&'static str>> {
         failed_checks.push("deny");
     }
     Ok(failed_checks)
+}
+
+/// Returns the number of tests that passed only at the second attempt, in parentheses, for the last
+/// line of the run; empty if there is none. The runner's summary names these tests.
+fn describe_flaky_tests(count: usize) -> String {
+    match count {
+        0 => String::new(),
+        count => format!(" ({count} only at the second attempt: FLAKY above)"),
+    }
 }
 
 /// Returns the names of the failed checks in parentheses, for the last line of the run; empty if no

@@ -47,7 +47,9 @@ const SPACED_ROUND_TRIPS: u64 = 200;
 const SPACED_SYSTEM_CALLS_MAX: u64 = 230;
 
 /// Maximum of additional instructions of a receive for any number of messages in front, in percent.
-const FRONT_PERCENT_MAX: u64 = 5;
+/// The number of instructions of a wait varies by several percent on a loaded machine. A scan of 50
+/// messages would add more than half.
+const FRONT_PERCENT_MAX: u64 = 20;
 
 /// Returns the path of the optimized library.
 fn optimized_library(file_name: &str) -> PathBuf {
