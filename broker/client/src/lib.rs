@@ -1,0 +1,1 @@
+//! Joins a broker session from inside or outside the virtual machine.

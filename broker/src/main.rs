@@ -1,0 +1,3 @@
+//! The message broker of a session of workers that come and go.
+
+fn main() {}

@@ -1,0 +1,1 @@
+//! Solves quadratic assignment problems on a virtual machine and proves the optimum.

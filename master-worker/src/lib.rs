@@ -1,0 +1,1 @@
+//! Master-worker programs on a Sempa virtual machine: a driver, tasks and workers that come and go.

@@ -1,0 +1,1 @@
+//! The Python module sempa_pvm: PVM tasks and master-worker programs.
