@@ -1,1 +1,52 @@
-//! The Python module sempa_pvm: PVM tasks and master-worker programs.
+//! The native part of the Python package `sempa_pvm`: the module `sempa_pvm._native`.
+//!
+//! The classes wrap the Rust API of `libpvm`. Each call that may wait releases the interpreter and
+//! handles Python's signals while it waits ([`waits`]). The package in `python/sempa_pvm` adds the
+//! exceptions, the records and the parts for asyncio.
+
+mod arrivals;
+mod array_header;
+mod buffer;
+mod content;
+mod enrolled;
+mod errors;
+mod event_stream;
+mod group;
+mod mailbox;
+mod message;
+mod notices;
+mod packer;
+mod records;
+mod task;
+mod unpacker;
+mod vm;
+mod waits;
+
+/// PVM tasks in Python. Use the package `sempa_pvm`, which exports these classes.
+#[pyo3::pymodule(name = "_native")]
+mod native {
+    #[pymodule_export]
+    use crate::arrivals::PyBell;
+    #[pymodule_export]
+    use crate::arrivals::PyWatch;
+    #[pymodule_export]
+    use crate::content::PyContent;
+    #[pymodule_export]
+    use crate::event_stream::PyEventStream;
+    #[pymodule_export]
+    use crate::group::PyGroup;
+    #[pymodule_export]
+    use crate::mailbox::PyMailbox;
+    #[pymodule_export]
+    use crate::message::PyMessage;
+    #[pymodule_export]
+    use crate::notices::PyNotices;
+    #[pymodule_export]
+    use crate::packer::PyPacker;
+    #[pymodule_export]
+    use crate::task::PyTask;
+    #[pymodule_export]
+    use crate::unpacker::PyUnpacker;
+    #[pymodule_export]
+    use crate::vm::PyVm;
+}

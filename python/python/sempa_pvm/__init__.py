@@ -1,0 +1,97 @@
+"""Tasks of a Sempa virtual machine, or of PVM programs in it, in Python.
+
+A process enrolls as a task, starts other tasks, and exchanges messages with them::
+
+    import sempa_pvm as pvm
+
+    with pvm.Vm.enroll() as vm:
+        worker, = vm.spawn("worker")
+        worker.send(1, b"some bytes")
+        answer = vm.recv(worker, tag=2)
+        print(bytes(answer))
+
+The documentation is in ``docs/PYTHON.md`` of Sempa.
+"""
+
+from ._native import (
+    Content,
+    EventStream,
+    Group,
+    Mailbox,
+    Message,
+    Notices,
+    Packer,
+    Task,
+    Unpacker,
+    Vm,
+)
+from ._run import python, run
+from .errors import (
+    BadMessageError,
+    DeniedError,
+    EndOfMessageError,
+    ExistsError,
+    GroupError,
+    MigrationError,
+    NoFileError,
+    NoHostError,
+    NoTaskError,
+    NotEnrolledError,
+    NotFoundError,
+    OutOfResourcesError,
+    PvmError,
+    SpawnError,
+)
+from .records import (
+    AddedHost,
+    Event,
+    Host,
+    HostJoined,
+    HostRemoved,
+    MailboxEntry,
+    MessageInfo,
+    Migration,
+    Notice,
+    TaskEnded,
+    TaskInfo,
+)
+
+__all__ = [
+    "AddedHost",
+    "BadMessageError",
+    "Content",
+    "DeniedError",
+    "EndOfMessageError",
+    "Event",
+    "EventStream",
+    "ExistsError",
+    "Group",
+    "GroupError",
+    "Host",
+    "HostJoined",
+    "HostRemoved",
+    "Mailbox",
+    "MailboxEntry",
+    "Message",
+    "MessageInfo",
+    "Migration",
+    "MigrationError",
+    "NoFileError",
+    "NoHostError",
+    "NoTaskError",
+    "NotEnrolledError",
+    "NotFoundError",
+    "Notice",
+    "Notices",
+    "OutOfResourcesError",
+    "Packer",
+    "PvmError",
+    "SpawnError",
+    "Task",
+    "TaskEnded",
+    "TaskInfo",
+    "Unpacker",
+    "Vm",
+    "python",
+    "run",
+]
