@@ -610,6 +610,11 @@ impl Dispatcher {
         self.pool.iter().map(view).collect()
     }
 
+    /// Returns the factor of a worker; 1 for a worker that is not part of the run.
+    pub fn worker_factor(&self, worker: WorkerId) -> f64 {
+        self.pool.get(worker).map_or(1.0, |worker| worker.factor)
+    }
+
     /// True if the worker is part of the run.
     pub fn has_worker(&self, worker: WorkerId) -> bool {
         self.pool.get(worker).is_some()

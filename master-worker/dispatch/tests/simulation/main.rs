@@ -28,8 +28,10 @@ fn scenario() -> Scenario {
 
 #[test]
 fn undisturbed_run_dispatches_each_task_once() {
-    let mut settings = Settings::default();
-    settings.second_copies = false;
+    let settings = Settings {
+        second_copies: false,
+        ..Settings::default()
+    };
     let mut world = World::new(
         Scenario {
             settings,

@@ -242,7 +242,7 @@ impl World {
         every > 0
             && is_of_first_master
             && number <= self.scenario.first_tasks
-            && number % every == 0
+            && number.is_multiple_of(every)
     }
 
     fn new_tasks(&mut self, count: u64) -> Vec<NewTask> {

@@ -1,0 +1,883 @@
+//! The master of a run: passes events to the dispatcher, calls the driver, and keeps the journal.
+//! A [`Transport`] carries its messages.
+
+use crate::init_hosts::{InitHosts, InitOffer};
+use crate::journal::{AppendError, FailedAttempt, Journal, Lsn, Record, StoredTask, TaskStats};
+use crate::protocol::{
+    AttemptContent, AttemptResult, Hello, InitSource, PROTOCOL_VERSION, Question, RawTask,
+    TaskOrder, ToMaster, ToWorker, Welcome,
+};
+use crate::raw::{Failure, PoolEvent, RawDriver, ResultInfo};
+use crate::recovery::encode;
+use crate::run::{AddedTask, Run, WorkerProgram};
+use crate::status;
+use bytes::Bytes;
+use sempa_work_dispatch::{
+    AttemptId, AttemptOutcome, AttemptRecord, AttemptReport, ClassId, Event, Key, LossReason,
+    Micros, NewTask, Output, PauseCause, StatisticsReport, TaskId, WorkerId,
+};
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::{Arc, Condvar, Mutex};
+use std::time::Duration;
+use thiserror::Error;
+
+/// Interval of the statistics in the journal.
+const STATISTICS_INTERVAL: Micros = 5_000_000;
+/// Interval of snapshots.
+const SNAPSHOT_INTERVAL: Micros = 60_000_000;
+/// Size of the log at which a snapshot is due before the interval is over.
+const LOG_BYTES_MAX: u64 = 256 << 20;
+/// Time for which the master waits for the disk when the queue of the journal is full.
+const JOURNAL_PATIENCE: Duration = Duration::from_secs(600);
+
+/// Why a run ended before its tasks were finished.
+#[derive(Debug, Error)]
+pub enum RunError {
+    #[error(
+        "the driver failed in {callback}: {source}; the open tasks are in the journal, if the run has one"
+    )]
+    Driver {
+        callback: &'static str,
+        source: Failure,
+    },
+    #[error(
+        "the journal cannot be written: {0}; results since the last stored one are lost, and a restart repeats their tasks"
+    )]
+    Journal(String),
+    #[error(
+        "{count} tasks are quarantined, which is the limit: the program of the workers is probably wrong; `pvm work quarantine` showed the reasons"
+    )]
+    TooManyQuarantined { count: usize },
+    #[error(
+        "the connection to the virtual machine is lost: {0}; a run with a journal can be started again"
+    )]
+    Disconnected(String),
+    #[error("{0}")]
+    Start(String),
+}
+
+/// Carries the messages of a master.
+pub(crate) trait Transport {
+    /// Sends a message. A worker that cannot be reached is reported as lost by another event.
+    fn send(&mut self, worker: WorkerId, message: &ToWorker);
+    fn start_workers(&mut self, class: ClassId, program: &WorkerProgram, count: u32);
+    fn move_worker(&mut self, worker: WorkerId);
+}
+
+/// What happens to a master besides messages of workers.
+#[derive(Debug)]
+pub(crate) enum MasterEvent {
+    Message(WorkerId, ToMaster),
+    WorkerLost(WorkerId, LossReason),
+    WorkerPaused(WorkerId, PauseCause),
+    WorkerResumed(WorkerId),
+    WorkerMigrated(WorkerId, Arc<str>),
+    HostAdded(Arc<str>),
+    HostLost(Arc<str>),
+    /// A host became free for guests.
+    HostAvailable,
+    StartFailed(ClassId, u32),
+    Tick,
+}
+
+/// How a run stands.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum RunState {
+    Running,
+    Finished,
+    Stopped,
+}
+
+/// Number of snapshots that the journal of this master has written.
+#[derive(Debug, Default)]
+pub(crate) struct SnapshotCount {
+    count: Mutex<u64>,
+    changed: Condvar,
+}
+
+impl SnapshotCount {
+    /// Counts a snapshot.
+    pub(crate) fn increase(&self) {
+        if let Ok(mut count) = self.count.lock() {
+            *count += 1;
+        }
+        self.changed.notify_all();
+    }
+
+    /// Waits for the first snapshot. Returns false if `patience` is over before.
+    fn wait_for_first(&self, patience: Duration) -> bool {
+        let Ok(count) = self.count.lock() else {
+            return false;
+        };
+        let waited = self
+            .changed
+            .wait_timeout_while(count, patience, |count| *count == 0);
+        waited.is_ok_and(|(count, _)| *count > 0)
+    }
+}
+
+/// The journal of a run, and the results that wait to be stored.
+#[derive(Debug)]
+pub(crate) struct JournalState {
+    pub(crate) journal: Journal,
+    snapshots: Arc<SnapshotCount>,
+    unacknowledged: VecDeque<(Lsn, WorkerId, AttemptId)>,
+    next_statistics: Micros,
+    next_snapshot: Micros,
+}
+
+impl JournalState {
+    pub(crate) fn new(journal: Journal, snapshots: Arc<SnapshotCount>, now: Micros) -> Self {
+        Self {
+            journal,
+            snapshots,
+            unacknowledged: VecDeque::new(),
+            next_statistics: now + STATISTICS_INTERVAL,
+            next_snapshot: now + SNAPSHOT_INTERVAL,
+        }
+    }
+
+    /// Appends a record. Waits for the disk if too much is not stored yet.
+    fn append(&self, mut record: Record) -> Result<Lsn, RunError> {
+        loop {
+            record = match self.journal.append(record) {
+                Ok(lsn) => return Ok(lsn),
+                Err(AppendError::Full(record)) => *record,
+                Err(error) => return Err(RunError::Journal(error.to_string())),
+            };
+            if !self.journal.wait_for_room(&record, JOURNAL_PATIENCE) {
+                let reason = format!(
+                    "nothing could be stored for {} s",
+                    JOURNAL_PATIENCE.as_secs()
+                );
+                return Err(RunError::Journal(reason));
+            }
+        }
+    }
+}
+
+/// A worker that has reported and has no welcome yet.
+#[derive(Debug)]
+struct WaitingWorker {
+    hello: Hello,
+}
+
+pub(crate) struct Master<D> {
+    pub(crate) driver: D,
+    pub(crate) run: Run,
+    pub(crate) run_number: u64,
+    pub(crate) run_name: String,
+    pub(crate) journal: Option<JournalState>,
+    init: InitHosts,
+    benchmark: Option<Bytes>,
+    /// Time for which workers wait for the next master.
+    master_wait: Duration,
+    waiting_workers: BTreeMap<WorkerId, WaitingWorker>,
+    /// The result that the dispatcher examines.
+    current: Option<AttemptResult>,
+    pub(crate) state: RunState,
+    final_report: Option<StatisticsReport>,
+    busy: Duration,
+}
+
+/// Parts of a master that exist before its first event.
+pub(crate) struct MasterParts<D> {
+    pub(crate) driver: D,
+    pub(crate) run: Run,
+    pub(crate) run_number: u64,
+    pub(crate) run_name: String,
+    pub(crate) journal: Option<JournalState>,
+    pub(crate) master_wait: Duration,
+}
+
+fn driver_error(callback: &'static str) -> impl FnOnce(Failure) -> RunError {
+    move |source| RunError::Driver { callback, source }
+}
+
+impl<D: RawDriver> Master<D> {
+    /// Creates the master of a run whose driver has started or was restored.
+    pub(crate) fn new(mut parts: MasterParts<D>) -> Result<Self, RunError> {
+        let data = parts
+            .driver
+            .init_data()
+            .map_err(driver_error("init_data"))?;
+        // Different masters of a run may have different init data.
+        let number = parts.run_number ^ parts.run.generation().wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        let benchmark = parts.driver.benchmark();
+        let mut settings = parts.run.dispatcher.settings().clone();
+        settings.has_benchmark = benchmark.is_some();
+        parts.run.set_settings(settings);
+        Ok(Self {
+            driver: parts.driver,
+            run: parts.run,
+            run_number: parts.run_number,
+            run_name: parts.run_name,
+            journal: parts.journal,
+            init: InitHosts::new(data, number),
+            benchmark,
+            master_wait: parts.master_wait,
+            waiting_workers: BTreeMap::new(),
+            current: None,
+            state: RunState::Running,
+            final_report: None,
+            busy: Duration::ZERO,
+        })
+    }
+
+    /// Handles an event and sends what follows from it.
+    pub(crate) fn handle(
+        &mut self,
+        now: Micros,
+        event: MasterEvent,
+        transport: &mut dyn Transport,
+    ) -> Result<(), RunError> {
+        self.run.now = now;
+        match event {
+            MasterEvent::Message(worker, message) => {
+                self.handle_message(worker, message, transport)?;
+            }
+            MasterEvent::WorkerLost(worker, reason) => {
+                self.lose_worker(worker, reason, transport)?
+            }
+            MasterEvent::WorkerPaused(worker, cause) => {
+                if self.run.dispatcher.has_worker(worker) {
+                    self.tell_dispatcher(Event::WorkerPaused { worker, cause }, transport)?;
+                    self.report_pool_event(&PoolEvent::WorkerPaused { worker, cause })?;
+                }
+            }
+            MasterEvent::WorkerResumed(worker) => {
+                if self.run.dispatcher.has_worker(worker) {
+                    self.tell_dispatcher(Event::WorkerResumed { worker }, transport)?;
+                    self.report_pool_event(&PoolEvent::WorkerResumed { worker })?;
+                }
+            }
+            MasterEvent::WorkerMigrated(worker, host) => {
+                if self.run.dispatcher.has_worker(worker) {
+                    let migrated = Event::WorkerMigrated {
+                        worker,
+                        host: host.clone(),
+                    };
+                    self.tell_dispatcher(migrated, transport)?;
+                    self.report_pool_event(&PoolEvent::WorkerMigrated { worker, host })?;
+                }
+            }
+            MasterEvent::HostAdded(host) => {
+                self.tell_dispatcher(Event::HostAvailable, transport)?;
+                self.report_pool_event(&PoolEvent::HostAdded { host })?;
+            }
+            MasterEvent::HostLost(host) => {
+                self.init.forget_copy(&host);
+                self.report_pool_event(&PoolEvent::HostLost { host })?;
+            }
+            MasterEvent::HostAvailable => self.tell_dispatcher(Event::HostAvailable, transport)?,
+            MasterEvent::StartFailed(class, count) => {
+                self.tell_dispatcher(Event::StartFailed { class, count }, transport)?;
+            }
+            MasterEvent::Tick => self.tell_dispatcher(Event::Tick, transport)?,
+        }
+        self.finish_callbacks(transport)?;
+        self.carry_out(transport)?;
+        self.acknowledge_stored(transport);
+        self.maintain_journal()?;
+        if self.run.is_stopped && self.state == RunState::Running {
+            self.end(RunState::Stopped, transport);
+        }
+        Ok(())
+    }
+
+    fn handle_message(
+        &mut self,
+        worker: WorkerId,
+        message: ToMaster,
+        transport: &mut dyn Transport,
+    ) -> Result<(), RunError> {
+        match message {
+            ToMaster::Hello(hello) => self.greet(worker, hello, transport),
+            ToMaster::InitDataMissing => {
+                if let Some(waiting) = self.waiting_workers.get(&worker) {
+                    let host = waiting.hello.host.clone();
+                    self.init.forget_copy(&host);
+                    self.welcome(worker, transport);
+                }
+                Ok(())
+            }
+            ToMaster::Ready { benchmark_us } => self.mark_ready(worker, benchmark_us, transport),
+            ToMaster::InitFailed { message } => {
+                let reason = LossReason::Failed;
+                self.lose_worker(worker, reason, transport)?;
+                Err(RunError::Start(format!(
+                    "a worker could not use the init data: {message}; no task was lost"
+                )))
+            }
+            // A worker that is not part of this run may have results of another run of this name,
+            // whose tasks have the same numbers.
+            ToMaster::Results(_) | ToMaster::Partial { .. } if !self.is_member(worker) => Ok(()),
+            ToMaster::Results(results) => {
+                for result in results {
+                    self.handle_result(worker, result, transport)?;
+                }
+                Ok(())
+            }
+            ToMaster::Partial { task, data, .. } => self.handle_partial(task, &data),
+            ToMaster::Returned(attempts) => {
+                self.tell_dispatcher(Event::TasksReturned { worker, attempts }, transport)
+            }
+        }
+    }
+
+    /// True if the worker has the init data of this run.
+    fn is_member(&self, worker: WorkerId) -> bool {
+        self.run.dispatcher.has_worker(worker) && !self.waiting_workers.contains_key(&worker)
+    }
+
+    /// Welcomes a worker: a new one, or one that an earlier master of this run has left.
+    fn greet(
+        &mut self,
+        worker: WorkerId,
+        hello: Hello,
+        transport: &mut dyn Transport,
+    ) -> Result<(), RunError> {
+        if hello.protocol != PROTOCOL_VERSION {
+            let why = format!(
+                "the worker speaks version {} of the protocol and the master version \
+                 {PROTOCOL_VERSION}: compile both with the same version of Sempa",
+                hello.protocol
+            );
+            transport.send(worker, &ToWorker::Refused { why });
+            return Ok(());
+        }
+        if self.state != RunState::Running {
+            transport.send(worker, &ToWorker::End { run_is_over: true });
+            return Ok(());
+        }
+        if hello.run == Some(self.run_number) {
+            let welcome = self.welcome_message(None);
+            transport.send(worker, &ToWorker::Welcome(Box::new(welcome)));
+            let returned = Event::WorkerReturned {
+                worker,
+                class: hello.class,
+                groups: hello.groups,
+                host: hello.host.into(),
+                benchmark: hello.benchmark_us,
+                held_attempts: hello.held_attempts,
+            };
+            return self.tell_dispatcher(returned, transport);
+        }
+        let started = Event::WorkerStarted {
+            worker,
+            class: hello.class,
+            groups: hello.groups,
+            host: hello.host.as_str().into(),
+        };
+        self.waiting_workers.insert(worker, WaitingWorker { hello });
+        self.tell_dispatcher(started, transport)?;
+        self.welcome(worker, transport);
+        Ok(())
+    }
+
+    fn welcome_message(&self, init: Option<InitSource>) -> Welcome {
+        Welcome {
+            run: self.run_number,
+            run_name: self.run_name.clone(),
+            init,
+            benchmark: self.benchmark.clone(),
+            update: self.run.update.clone(),
+            keeps_results: self.journal.is_some(),
+            master_wait_ms: u64::try_from(self.master_wait.as_millis()).unwrap_or(u64::MAX),
+        }
+    }
+
+    /// Sends the welcome to a worker, unless another worker of its host is receiving the init data.
+    fn welcome(&mut self, worker: WorkerId, transport: &mut dyn Transport) {
+        let Some(waiting) = self.waiting_workers.get(&worker) else {
+            return;
+        };
+        if let InitOffer::Now(source) = self.init.offer(worker, &waiting.hello.host) {
+            let welcome = self.welcome_message(Some(source));
+            transport.send(worker, &ToWorker::Welcome(Box::new(welcome)));
+        }
+    }
+
+    fn mark_ready(
+        &mut self,
+        worker: WorkerId,
+        benchmark_us: Option<u64>,
+        transport: &mut dyn Transport,
+    ) -> Result<(), RunError> {
+        let Some(waiting) = self.waiting_workers.remove(&worker) else {
+            return Ok(());
+        };
+        let host = waiting.hello.host;
+        for other in self.init.mark_stored(worker, &host) {
+            self.welcome(other, transport);
+        }
+        let ready = Event::WorkerReady {
+            worker,
+            benchmark: benchmark_us,
+        };
+        self.tell_dispatcher(ready, transport)?;
+        self.report_pool_event(&PoolEvent::WorkerReady {
+            worker,
+            host: host.into(),
+        })
+    }
+
+    fn lose_worker(
+        &mut self,
+        worker: WorkerId,
+        reason: LossReason,
+        transport: &mut dyn Transport,
+    ) -> Result<(), RunError> {
+        self.waiting_workers.remove(&worker);
+        for other in self.init.forget_worker(worker) {
+            self.welcome(other, transport);
+        }
+        if !self.run.dispatcher.has_worker(worker) {
+            return Ok(());
+        }
+        self.tell_dispatcher(Event::WorkerLost { worker, reason }, transport)?;
+        self.report_pool_event(&PoolEvent::WorkerLost {
+            worker,
+            reason: reason.to_string(),
+        })
+    }
+
+    fn handle_result(
+        &mut self,
+        worker: WorkerId,
+        result: AttemptResult,
+        transport: &mut dyn Transport,
+    ) -> Result<(), RunError> {
+        let report = AttemptReport {
+            task: result.task,
+            attempt: result.attempt,
+            outcome: match result.content {
+                AttemptContent::Completed { .. } => AttemptOutcome::Completed,
+                AttemptContent::Failed { .. } => AttemptOutcome::Failed,
+            },
+            cpu: result.cpu_us,
+            wall: result.wall_us,
+        };
+        self.current = Some(result);
+        self.tell_dispatcher(Event::Attempt { worker, report }, transport)?;
+        self.current = None;
+        Ok(())
+    }
+
+    fn handle_partial(&mut self, task: TaskId, data: &Bytes) -> Result<(), RunError> {
+        let Some(stored) = self.run.payloads.get(&task) else {
+            return Ok(());
+        };
+        let payload = stored.task.payload.clone();
+        let handled = self
+            .driver
+            .on_partial_result(&mut self.run, task, &payload, data);
+        handled.map_err(driver_error("on_partial_result"))
+    }
+
+    fn report_pool_event(&mut self, event: &PoolEvent) -> Result<(), RunError> {
+        let handled = self.driver.on_pool_event(&mut self.run, event);
+        handled.map_err(driver_error("on_pool_event"))
+    }
+
+    fn tell_dispatcher(
+        &mut self,
+        event: Event,
+        transport: &mut dyn Transport,
+    ) -> Result<(), RunError> {
+        let now = self.run.now;
+        self.run.dispatcher.handle(now, event);
+        self.carry_out(transport)
+    }
+
+    /// Carries out the dispatcher's outputs.
+    pub(crate) fn carry_out(&mut self, transport: &mut dyn Transport) -> Result<(), RunError> {
+        while let Some(output) = self.run.dispatcher.poll() {
+            match output {
+                Output::Dispatch {
+                    worker,
+                    attempts,
+                    report_each,
+                } => self.send_tasks(worker, &attempts, report_each, transport),
+                Output::Recall { worker, attempts } => {
+                    transport.send(worker, &ToWorker::Recall(attempts));
+                }
+                Output::Accept {
+                    worker,
+                    task,
+                    attempt,
+                } => self.accept(worker, task, attempt, transport)?,
+                Output::Discard {
+                    worker, attempt, ..
+                } => self.acknowledge(worker, vec![attempt], transport),
+                Output::Cancel {
+                    worker,
+                    task,
+                    attempt,
+                } => transport.send(worker, &ToWorker::Cancel { task, attempt }),
+                Output::AttemptFailed { task, record, .. } => {
+                    self.store_failure(task, &record)?;
+                    self.acknowledge(record.worker, vec![record.attempt], transport);
+                }
+                Output::Quarantined { task, history } => self.quarantine(task, &history)?,
+                Output::StartWorkers { class, count } => {
+                    if let Some(program) = self.run.programs.get(&class) {
+                        transport.start_workers(class, program, count);
+                    }
+                }
+                Output::MoveWorker { worker } => transport.move_worker(worker),
+                Output::ReleaseWorker { worker } => {
+                    self.waiting_workers.remove(&worker);
+                    transport.send(worker, &ToWorker::End { run_is_over: false });
+                }
+                Output::AllTasksClosed => self.handle_all_closed(transport)?,
+                Output::TooManyQuarantined { count } => {
+                    return Err(RunError::TooManyQuarantined { count });
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn send_tasks(
+        &self,
+        worker: WorkerId,
+        attempts: &[(TaskId, AttemptId)],
+        report_each: bool,
+        transport: &mut dyn Transport,
+    ) {
+        let order = |(task, attempt): &(TaskId, AttemptId)| {
+            let stored = self.run.payloads.get(task)?;
+            Some(TaskOrder {
+                task: *task,
+                attempt: *attempt,
+                payload: stored.task.payload.clone(),
+            })
+        };
+        let dispatcher = &self.run.dispatcher;
+        let counts = (
+            dispatcher.waiting_task_count(),
+            dispatcher.computing_worker_count(),
+        );
+        let message = ToWorker::Tasks {
+            report_each,
+            time_limit_us: self.run.grain.map(|g| g.time_limit(counts.0, counts.1)),
+            orders: attempts.iter().filter_map(order).collect(),
+        };
+        transport.send(worker, &message);
+    }
+
+    /// Passes the first result of a task to the driver, and stores the result together with the
+    /// tasks that it adds.
+    fn accept(
+        &mut self,
+        worker: WorkerId,
+        task: TaskId,
+        attempt: AttemptId,
+        transport: &mut dyn Transport,
+    ) -> Result<(), RunError> {
+        self.finish_callbacks(transport)?;
+        let (Some(stored), Some(current)) = (self.run.payloads.remove(&task), self.current.take())
+        else {
+            return Ok(());
+        };
+        let AttemptContent::Completed {
+            result,
+            returned_tasks,
+        } = current.content
+        else {
+            return Ok(());
+        };
+        let info = ResultInfo {
+            task,
+            worker,
+            cpu_us: current.cpu_us,
+            wall_us: current.wall_us,
+        };
+        let returned = self.run.add_tasks(returned_tasks);
+        let returned = returned.map_err(driver_error("on_result"))?.len() as u32;
+        let payload = stored.task.payload;
+        let handled = self
+            .driver
+            .on_result(&mut self.run, &info, &payload, &result);
+        handled.map_err(driver_error("on_result"))?;
+        let added = stored_tasks(&self.run.added);
+        self.run.added.clear();
+        let stats = TaskStats {
+            cpu_us: current.cpu_us,
+            wall_us: current.wall_us,
+            factor: self.run.dispatcher.worker_factor(worker),
+        };
+        let Some(journal) = &mut self.journal else {
+            return self.finish_callbacks(transport);
+        };
+        let record = Record::Accepted {
+            task: task.0,
+            attempt: attempt.0,
+            result,
+            returned,
+            added,
+            stats,
+        };
+        let lsn = journal.append(record)?;
+        journal.unacknowledged.push_back((lsn, worker, attempt));
+        self.finish_callbacks(transport)
+    }
+
+    fn store_failure(&mut self, task: TaskId, record: &AttemptRecord) -> Result<(), RunError> {
+        let Some(journal) = &self.journal else {
+            return Ok(());
+        };
+        let failed = FailedAttempt {
+            task: task.0,
+            attempt: record.attempt.0,
+            reason: encode(record)?,
+        };
+        journal.append(Record::AttemptFailed(failed)).map(|_| ())
+    }
+
+    fn quarantine(&mut self, task: TaskId, history: &[AttemptRecord]) -> Result<(), RunError> {
+        if let Some(journal) = &self.journal {
+            journal.append(Record::Quarantined {
+                task: task.0,
+                history: encode(&history)?,
+            })?;
+        }
+        let stored = self.run.payloads.get(&task);
+        let payload = stored.map(|stored| stored.task.payload.clone());
+        let payload = payload.unwrap_or_default();
+        let handled = self
+            .driver
+            .on_quarantined(&mut self.run, task, &payload, history);
+        handled.map_err(driver_error("on_quarantined"))
+    }
+
+    fn handle_all_closed(&mut self, transport: &mut dyn Transport) -> Result<(), RunError> {
+        if self.state != RunState::Running {
+            return Ok(());
+        }
+        let handled = self.driver.on_all_closed(&mut self.run);
+        handled.map_err(driver_error("on_all_closed"))?;
+        self.finish_callbacks(transport)?;
+        if self.run.dispatcher.open_task_count() == 0 {
+            self.end(RunState::Finished, transport);
+        }
+        Ok(())
+    }
+
+    /// Takes the statistics, then releases all workers.
+    pub(crate) fn end(&mut self, state: RunState, transport: &mut dyn Transport) {
+        self.state = state;
+        let now = self.run.now;
+        self.final_report = Some(self.run.dispatcher.report(now));
+        if state == RunState::Stopped {
+            return;
+        }
+        self.run.dispatcher.release_all(now);
+        for worker in std::mem::take(&mut self.waiting_workers).into_keys() {
+            transport.send(worker, &ToWorker::End { run_is_over: true });
+        }
+        while let Some(output) = self.run.dispatcher.poll() {
+            if let Output::ReleaseWorker { worker } = output {
+                transport.send(worker, &ToWorker::End { run_is_over: true });
+            }
+        }
+    }
+
+    pub(crate) fn report(&self) -> StatisticsReport {
+        let report = self.final_report.clone();
+        report.unwrap_or_else(|| self.run.dispatcher.report(self.run.now))
+    }
+
+    /// Stores what callbacks without a result have changed, and sends a new update.
+    fn finish_callbacks(&mut self, transport: &mut dyn Transport) -> Result<(), RunError> {
+        let added = std::mem::take(&mut self.run.added);
+        let pruned = std::mem::take(&mut self.run.pruned);
+        if let Some(journal) = &self.journal {
+            if !added.is_empty() {
+                let tasks = stored_tasks(&added);
+                journal.append(Record::TasksAdded { tasks })?;
+            }
+            if !pruned.is_empty() {
+                let tasks = pruned.iter().map(|task| task.0).collect();
+                journal.append(Record::Pruned { tasks })?;
+            }
+        }
+        if std::mem::take(&mut self.run.update_is_new)
+            && let Some(update) = self.run.update.clone()
+        {
+            let message = ToWorker::Update(update);
+            for view in self.run.dispatcher.workers(self.run.now) {
+                transport.send(view.worker, &message);
+            }
+        }
+        Ok(())
+    }
+
+    fn acknowledge(
+        &self,
+        worker: WorkerId,
+        attempts: Vec<AttemptId>,
+        transport: &mut dyn Transport,
+    ) {
+        if self.journal.is_some() {
+            transport.send(worker, &ToWorker::Acknowledged(attempts));
+        }
+    }
+
+    /// Acknowledges the results that the journal has stored.
+    pub(crate) fn acknowledge_stored(&mut self, transport: &mut dyn Transport) {
+        let Some(journal) = &mut self.journal else {
+            return;
+        };
+        let durable = journal.journal.durable();
+        let mut stored: BTreeMap<WorkerId, Vec<AttemptId>> = BTreeMap::new();
+        while let Some((lsn, worker, attempt)) = journal.unacknowledged.front().copied()
+            && lsn <= durable
+        {
+            journal.unacknowledged.pop_front();
+            stored.entry(worker).or_default().push(attempt);
+        }
+        for (worker, attempts) in stored {
+            self.acknowledge(worker, attempts, transport);
+        }
+    }
+
+    /// Stores statistics and snapshots from time to time.
+    fn maintain_journal(&mut self) -> Result<(), RunError> {
+        let now = self.run.now;
+        let Some(journal) = &mut self.journal else {
+            return Ok(());
+        };
+        if now >= journal.next_statistics {
+            journal.next_statistics = now + STATISTICS_INTERVAL;
+            let statistics = self.run.dispatcher.statistics_up_to(now);
+            journal.append(Record::Statistics {
+                statistics: encode(&statistics)?,
+            })?;
+        }
+        let is_due = now >= journal.next_snapshot || journal.journal.log_bytes() > LOG_BYTES_MAX;
+        if is_due && !journal.journal.is_snapshot_pending() {
+            journal.next_snapshot = now + SNAPSHOT_INTERVAL;
+            self.begin_snapshot()?;
+        }
+        Ok(())
+    }
+
+    /// Stores the first tasks and the driver's state of a new run, and waits until they are durable:
+    /// no result may come before.
+    pub(crate) fn store_start(&mut self, patience: Duration) -> Result<(), RunError> {
+        let added = std::mem::take(&mut self.run.added);
+        let Some(journal) = &self.journal else {
+            return Ok(());
+        };
+        let tasks = stored_tasks(&added);
+        journal.append(Record::TasksAdded { tasks })?;
+        self.begin_snapshot()?;
+        let Some(journal) = &self.journal else {
+            return Ok(());
+        };
+        match journal.snapshots.wait_for_first(patience) {
+            true => Ok(()),
+            false => Err(RunError::Journal(format!(
+                "the first state could not be stored within {} s",
+                patience.as_secs()
+            ))),
+        }
+    }
+
+    /// Sets the time that the master has spent with work.
+    pub(crate) fn set_busy(&mut self, busy: Duration) {
+        self.busy = busy;
+    }
+
+    /// Share of its time in which the master works; `None` at the start.
+    pub(crate) fn busy_share(&self) -> Option<f64> {
+        let now = self.run.now as f64;
+        (now > 0.0).then(|| self.busy.as_micros() as f64 / now)
+    }
+
+    /// Begins a snapshot of the run in the journal.
+    pub(crate) fn begin_snapshot(&mut self) -> Result<(), RunError> {
+        let Some(journal) = &self.journal else {
+            return Ok(());
+        };
+        let state = self.driver.save().map_err(driver_error("save"))?;
+        let statistics = self.run.dispatcher.statistics_up_to(self.run.now);
+        let counters = encode(&statistics)?;
+        let begun = journal.journal.begin_snapshot(state, counters);
+        begun.map_err(|refused| RunError::Journal(refused.to_string()))
+    }
+
+    /// Returns the time of the next [`MasterEvent::Tick`].
+    pub(crate) fn next_wakeup(&self) -> Option<Micros> {
+        let journal = self.journal.as_ref();
+        let statistics = journal.map(|journal| journal.next_statistics);
+        let dispatcher = self.run.dispatcher.next_wakeup();
+        [statistics, dispatcher].into_iter().flatten().min()
+    }
+
+    /// Answers a question about the run with JSON.
+    pub(crate) fn answer(
+        &mut self,
+        question: &Question,
+        transport: &mut dyn Transport,
+    ) -> Result<String, RunError> {
+        match question {
+            Question::Status => Ok(status::status(self)),
+            Question::Workers => Ok(status::workers(self)),
+            Question::Quarantine => Ok(status::quarantine(self)),
+            Question::Stop => {
+                self.run.stop();
+                let now = self.run.now;
+                self.handle(now, MasterEvent::Tick, transport)?;
+                Ok(status::stopped(self))
+            }
+            Question::Retry(id) => {
+                let id = TaskId(*id);
+                let task = self.run.payloads.get(&id).map(|stored| NewTask {
+                    id,
+                    key: Key::new(stored.task.key).unwrap_or_default(),
+                    groups: stored.task.groups,
+                });
+                let now = self.run.now;
+                let is_retried =
+                    task.is_some_and(|task| self.run.dispatcher.retry_quarantined(now, &task));
+                if is_retried {
+                    self.store_retry(id)?;
+                    self.carry_out(transport)?;
+                }
+                Ok(status::retried(id, is_retried))
+            }
+        }
+    }
+
+    /// Stores that a quarantined task waits again.
+    fn store_retry(&self, id: TaskId) -> Result<(), RunError> {
+        let (Some(journal), Some(stored)) = (&self.journal, self.run.payloads.get(&id)) else {
+            return Ok(());
+        };
+        let tasks = vec![stored_task(id, &stored.task, stored.position)];
+        journal.append(Record::TasksAdded { tasks }).map(|_| ())
+    }
+
+    pub(crate) fn init_bytes_sent(&self) -> u64 {
+        self.init.sent_bytes()
+    }
+}
+
+fn stored_task(id: TaskId, raw: &RawTask, position: i64) -> StoredTask {
+    StoredTask {
+        id: id.0,
+        key: raw.key,
+        groups: raw.groups.bits(),
+        position,
+        payload: raw.payload.clone(),
+    }
+}
+
+fn stored_tasks(added: &[AddedTask]) -> Vec<StoredTask> {
+    let tasks = added.iter();
+    let stored = |added: &AddedTask| stored_task(added.id, &added.task, added.position);
+    tasks.map(stored).collect()
+}

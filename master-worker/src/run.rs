@@ -1,0 +1,299 @@
+//! What a driver can do with its run.
+
+use crate::protocol::{RawTask, Update};
+use crate::raw::Failure;
+use bytes::Bytes;
+use rustc_hash::FxHashMap;
+use sempa_work_dispatch::{
+    ClassId, Dispatcher, Grain, Key, Micros, NewTask, Progress, QuarantinedTask, Settings,
+    StatisticsReport, TaskId,
+};
+use std::collections::{BTreeMap, VecDeque};
+
+/// A program that workers execute, and how many of them a run should have.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct WorkerProgram {
+    /// Name of the program, as for `pvm_spawn`.
+    pub program: String,
+    pub arguments: Vec<String>,
+    /// Architecture or host to which the workers are restricted.
+    pub place: WorkerPlace,
+    /// Number of workers that the run should have.
+    pub target: u32,
+}
+
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum WorkerPlace {
+    #[default]
+    Anywhere,
+    Host(String),
+    Architecture(String),
+}
+
+impl WorkerProgram {
+    pub fn new(program: impl Into<String>, target: u32) -> Self {
+        Self {
+            program: program.into(),
+            arguments: Vec::new(),
+            place: WorkerPlace::Anywhere,
+            target,
+        }
+    }
+}
+
+/// Whether changes by the driver take effect.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Mode {
+    Live,
+    /// A restart repeats a callback: changes are compared with the journal and not carried out.
+    Replay,
+}
+
+/// A task that a callback added, with its position in the order.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct AddedTask {
+    pub(crate) id: TaskId,
+    pub(crate) task: RawTask,
+    pub(crate) position: i64,
+}
+
+/// Content of a task, and its position among tasks of equal key.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct StoredPayload {
+    pub(crate) task: RawTask,
+    pub(crate) position: i64,
+}
+
+/// The present master's run: drivers add and prune tasks, set the number of workers and send
+/// updates.
+#[derive(Debug)]
+pub struct Run {
+    pub(crate) dispatcher: Dispatcher,
+    /// Contents of the open and quarantined tasks.
+    pub(crate) payloads: FxHashMap<TaskId, StoredPayload>,
+    /// Tasks that the present callback has added.
+    pub(crate) added: Vec<AddedTask>,
+    /// Tasks that the present callback has pruned.
+    pub(crate) pruned: Vec<TaskId>,
+    pub(crate) update: Option<Update>,
+    pub(crate) update_is_new: bool,
+    pub(crate) programs: BTreeMap<ClassId, WorkerProgram>,
+    pub(crate) grain: Option<Grain>,
+    pub(crate) is_stopped: bool,
+    pub(crate) mode: Mode,
+    pub(crate) now: Micros,
+    generation: u32,
+    task_count: u32,
+    first_position: i64,
+    last_position: i64,
+    /// Numbers of the tasks that a repeated callback adds.
+    replayed_ids: VecDeque<TaskId>,
+}
+
+/// Returns the key with this value; 0 for a value that is not a number.
+fn key_of(value: f64) -> Key {
+    Key::new(value).unwrap_or_default()
+}
+
+impl Run {
+    pub(crate) fn new(dispatcher: Dispatcher, generation: u32, now: Micros) -> Self {
+        Self {
+            dispatcher,
+            payloads: FxHashMap::default(),
+            added: Vec::new(),
+            pruned: Vec::new(),
+            update: None,
+            update_is_new: false,
+            programs: BTreeMap::new(),
+            grain: None,
+            is_stopped: false,
+            mode: Mode::Live,
+            now,
+            generation,
+            task_count: 0,
+            first_position: 0,
+            last_position: 0,
+            replayed_ids: VecDeque::new(),
+        }
+    }
+
+    /// Number of the master's start.
+    pub(crate) fn generation(&self) -> u64 {
+        u64::from(self.generation)
+    }
+
+    /// Prepares the repetition of a callback that added tasks with these numbers.
+    pub(crate) fn begin_replay(&mut self, ids: impl Iterator<Item = TaskId>) {
+        self.added.clear();
+        self.replayed_ids = ids.collect();
+    }
+
+    /// Restores the content and the position of a task.
+    pub(crate) fn restore_payload(&mut self, id: TaskId, task: RawTask, position: i64) {
+        self.first_position = self.first_position.min(position);
+        self.last_position = self.last_position.max(position);
+        self.payloads.insert(id, StoredPayload { task, position });
+    }
+
+    /// Adds tasks behind those of equal key, and returns their numbers.
+    ///
+    /// # Errors
+    /// The tasks exceed a limit of the run; none was added.
+    pub fn add_tasks(&mut self, tasks: Vec<RawTask>) -> Result<Vec<TaskId>, Failure> {
+        self.add(tasks, false)
+    }
+
+    /// Adds tasks in front of those of equal key, and returns their numbers.
+    ///
+    /// # Errors
+    /// As [`Run::add_tasks`].
+    pub fn add_tasks_in_front(&mut self, tasks: Vec<RawTask>) -> Result<Vec<TaskId>, Failure> {
+        self.add(tasks, true)
+    }
+
+    fn add(&mut self, tasks: Vec<RawTask>, in_front: bool) -> Result<Vec<TaskId>, Failure> {
+        if self.mode == Mode::Replay {
+            return Ok(self.add_again(tasks));
+        }
+        let count = u32::try_from(tasks.len()).unwrap_or(u32::MAX);
+        let Some(last) = self.task_count.checked_add(count) else {
+            return Err("a master can add at most 4294967295 tasks; start it again".into());
+        };
+        let first = u64::from(self.generation) << 32 | u64::from(self.task_count);
+        let ids: Vec<TaskId> = (1..=u64::from(count)).map(|n| TaskId(first + n)).collect();
+        let new_task = |(id, task): (&TaskId, &RawTask)| NewTask {
+            id: *id,
+            key: key_of(task.key),
+            groups: task.groups,
+        };
+        let new_tasks: Vec<NewTask> = ids.iter().zip(&tasks).map(new_task).collect();
+        let first_position = if in_front {
+            self.dispatcher.add_tasks_in_front(self.now, &new_tasks)?;
+            self.first_position -= i64::from(count);
+            self.first_position
+        } else {
+            self.dispatcher.add_tasks(self.now, &new_tasks)?;
+            self.last_position += i64::from(count);
+            self.last_position - i64::from(count) + 1
+        };
+        self.task_count = last;
+        for ((id, task), position) in ids.iter().zip(tasks).zip(first_position..) {
+            let stored = StoredPayload { task, position };
+            self.payloads.insert(*id, stored.clone());
+            let StoredPayload { task, position } = stored;
+            self.added.push(AddedTask {
+                id: *id,
+                task,
+                position,
+            });
+        }
+        Ok(ids)
+    }
+
+    /// Notes the tasks that a repeated callback adds, under their numbers in the journal.
+    fn add_again(&mut self, tasks: Vec<RawTask>) -> Vec<TaskId> {
+        let mut ids = Vec::with_capacity(tasks.len());
+        for task in tasks {
+            // The caller reports tasks that the journal does not have.
+            let id = self.replayed_ids.pop_front().unwrap_or(TaskId(0));
+            ids.push(id);
+            self.added.push(AddedTask {
+                id,
+                task,
+                position: 0,
+            });
+        }
+        ids
+    }
+
+    /// Removes the waiting tasks whose keys are greater than `bound`. With `with_running`, running
+    /// ones are closed too, and their workers are requested to cancel them. Returns the number of
+    /// removed tasks.
+    pub fn prune(&mut self, bound: f64, with_running: bool) -> usize {
+        if self.mode == Mode::Replay {
+            return 0;
+        }
+        let pruned = self.dispatcher.prune(self.now, key_of(bound), with_running);
+        for task in &pruned {
+            self.payloads.remove(task);
+        }
+        let count = pruned.len();
+        self.pruned.extend(pruned);
+        count
+    }
+
+    /// Sets the program of a class of workers and the number of workers that the run should have.
+    pub fn set_workers(&mut self, class: ClassId, program: WorkerProgram) {
+        if self.mode == Mode::Live {
+            self.dispatcher.set_target(self.now, class, program.target);
+        }
+        self.programs.insert(class, program);
+    }
+
+    /// Changes the number of workers of a class.
+    pub fn set_target(&mut self, class: ClassId, target: u32) {
+        if let Some(program) = self.programs.get_mut(&class) {
+            program.target = target;
+        }
+        if self.mode == Mode::Live {
+            self.dispatcher.set_target(self.now, class, target);
+        }
+    }
+
+    /// Sends data to all workers, also to running ones. A newer update replaces an older one.
+    pub fn send_update(&mut self, data: Bytes) {
+        let number = self.update.as_ref().map_or(0, |update| update.number) + 1;
+        self.update = Some(Update { number, data });
+        self.update_is_new = true;
+    }
+
+    /// Sets the time limit after which tasks should return their remaining work; `None` for no
+    /// limit. The limit follows the number of waiting tasks.
+    pub fn set_grain(&mut self, grain: Option<Grain>) {
+        self.grain = grain;
+    }
+
+    /// Ends the run after the present callback. Open tasks stay in the journal, if there is one.
+    pub fn stop(&mut self) {
+        self.is_stopped = true;
+    }
+
+    pub fn settings(&self) -> &Settings {
+        self.dispatcher.settings()
+    }
+
+    pub fn set_settings(&mut self, settings: Settings) {
+        if self.mode == Mode::Live {
+            self.dispatcher.set_settings(self.now, settings);
+        }
+    }
+
+    /// Returns the lowest key of a waiting task.
+    pub fn best_waiting_key(&self) -> Option<f64> {
+        self.dispatcher.best_waiting_key().map(Key::value)
+    }
+
+    /// Returns the lowest key of a running task. The lower of both keys is the lower bound of a tree
+    /// search.
+    pub fn best_running_key(&self) -> Option<f64> {
+        self.dispatcher.best_running_key().map(Key::value)
+    }
+
+    /// Returns how many tasks should be added so that no worker becomes idle; 0 if enough wait.
+    pub fn wanted_tasks(&self) -> usize {
+        let wanted = 2 * self.dispatcher.computing_worker_count().max(4);
+        wanted.saturating_sub(self.dispatcher.waiting_task_count())
+    }
+
+    pub fn progress(&self) -> Progress {
+        self.dispatcher.progress()
+    }
+
+    pub fn statistics(&self) -> StatisticsReport {
+        self.dispatcher.report(self.now)
+    }
+
+    pub fn quarantined_tasks(&self) -> Vec<QuarantinedTask> {
+        self.dispatcher.quarantined_tasks().collect()
+    }
+}

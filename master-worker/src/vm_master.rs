@@ -1,0 +1,585 @@
+//! The master of a run as a task of the virtual machine.
+
+use crate::events::{LossReasons, translate_event};
+use crate::journal::{Callbacks, Journal, Notice, Previous, RunId};
+use crate::master::{
+    JournalState, Master, MasterEvent, MasterParts, RunError, RunState, SnapshotCount, Transport,
+};
+use crate::protocol::{
+    CLASS_VARIABLE, MAILBOX_PREFIX, QUESTION_TAG, Question, RUN_VARIABLE, TO_MASTER_TAG,
+    TO_WORKER_TAG, ToMaster, ToWorker,
+};
+use crate::raw::RawDriver;
+use crate::recovery;
+use crate::run::{Run, WorkerPlace, WorkerProgram};
+use libpvm::proto::task::{NotifyRequest, NotifySubjects};
+use libpvm::proto::{HostId, Message, Tid};
+use libpvm::{Body, Content, Inbox, Vm};
+use sempa_work_dispatch::{
+    ClassId, Dispatcher, Micros, RunStatistics, Settings, StatisticsReport, WorkerId,
+};
+use std::collections::hash_map::RandomState;
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::hash::BuildHasher;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::time::{Duration, Instant};
+
+/// Tag of messages about events of the virtual machine.
+const EVENT_TAG: i32 = 0x5357_4d04;
+/// Tag of notices about workers that have ended.
+const NOTICE_TAG: i32 = 0x5357_4d05;
+const CONTEXT: i32 = 0;
+/// Messages that the master takes from the library at once.
+const BATCH_MAX: usize = 256;
+/// Time for which the first snapshot of a run may take.
+const FIRST_SNAPSHOT_PATIENCE: Duration = Duration::from_secs(600);
+const FINISH_PATIENCE: Duration = Duration::from_secs(60);
+
+/// How a run is carried out.
+#[derive(Clone, Debug)]
+pub struct MasterOptions {
+    /// Name of the run, by which `pvm work` and workers find it. Two runs of a virtual machine must
+    /// have different names.
+    pub run_name: String,
+    /// Directory of the run's journal. `None`: a run whose master is killed is lost.
+    pub journal: Option<PathBuf>,
+    pub settings: Settings,
+    /// Workers of class 0, unless the driver sets the workers itself.
+    pub default_workers: Option<WorkerProgram>,
+    /// Time for which workers wait for the next master.
+    pub master_wait: Duration,
+    /// Interval of the progress line on standard error; `None` for no progress line.
+    pub progress_interval: Option<Duration>,
+}
+
+impl MasterOptions {
+    pub fn new(run_name: impl Into<String>) -> Self {
+        Self {
+            run_name: run_name.into(),
+            journal: None,
+            settings: Settings::default(),
+            default_workers: None,
+            master_wait: Duration::from_secs(600),
+            progress_interval: None,
+        }
+    }
+}
+
+/// Result of a run.
+#[derive(Clone, Debug)]
+pub struct RunOutcome {
+    /// False if the run was stopped: open tasks are in the journal.
+    pub is_finished: bool,
+    pub statistics: StatisticsReport,
+    /// Number of masters that the run has had.
+    pub generation: u64,
+    /// Results of earlier masters that were repeated for the driver at the start.
+    pub repeated_results: usize,
+}
+
+/// Workers that a thread has started.
+struct Started {
+    class: ClassId,
+    tids: Vec<Tid>,
+    failed_count: u32,
+}
+
+/// Sends messages through the virtual machine, and starts workers in threads.
+struct VmTransport {
+    vm: Vm,
+    run_name: String,
+    sender: Sender<Started>,
+    /// Host names, for the choice of a migration's target.
+    hosts: BTreeMap<HostId, String>,
+}
+
+impl Transport for VmTransport {
+    fn send(&mut self, worker: WorkerId, message: &ToWorker) {
+        let Some(tid) = tid_of(worker) else {
+            return;
+        };
+        if let Ok(bytes) = postcard::to_allocvec(message) {
+            let body = Body {
+                bytes: bytes.into(),
+                ..Body::empty()
+            };
+            // A lost worker is reported by a notice, a lost daemon by the next wait.
+            let _ = self.vm.send(tid, TO_WORKER_TAG, body);
+        }
+    }
+
+    fn start_workers(&mut self, class: ClassId, program: &WorkerProgram, count: u32) {
+        let mut spawner = self
+            .vm
+            .spawner(program.program.clone())
+            .count(count)
+            .args(&program.arguments)
+            .env(RUN_VARIABLE, &self.run_name)
+            .env(CLASS_VARIABLE, class.0.to_string());
+        spawner = match &program.place {
+            WorkerPlace::Anywhere => spawner,
+            WorkerPlace::Host(host) => spawner.on_host(host),
+            WorkerPlace::Architecture(arch) => spawner.on_arch(arch),
+        };
+        let (sender, vm) = (self.sender.clone(), self.vm.clone());
+        // A spawn may take seconds, and the master must serve its workers meanwhile.
+        std::thread::spawn(move || {
+            let started = match spawner.start() {
+                Ok(outcome) => Started {
+                    class,
+                    tids: outcome.tasks.iter().map(libpvm::Task::tid).collect(),
+                    failed_count: outcome.failed.len() as u32,
+                },
+                Err(_) => Started {
+                    class,
+                    tids: Vec::new(),
+                    failed_count: count,
+                },
+            };
+            // The master may have ended.
+            let _ = sender.send(started);
+            vm.runtime().wake_waiting_threads();
+        });
+    }
+
+    fn move_worker(&mut self, worker: WorkerId) {
+        let Some(tid) = tid_of(worker) else {
+            return;
+        };
+        let vm = self.vm.clone();
+        let hosts: Vec<String> = self.hosts.values().cloned().collect();
+        std::thread::spawn(move || {
+            // The first host that accepts the worker gets it; the resource manager may have moved
+            // the worker already.
+            hosts.iter().any(|host| vm.task(tid).migrate(host).is_ok())
+        });
+    }
+}
+
+fn tid_of(worker: WorkerId) -> Option<Tid> {
+    i32::try_from(worker.0).ok().map(Tid::from_raw)
+}
+
+pub(crate) fn worker_of(tid: Tid) -> WorkerId {
+    WorkerId(u64::from(tid.raw().cast_unsigned()))
+}
+
+/// Returns a number that differs from that of any other call.
+fn random_number() -> u64 {
+    RandomState::new().hash_one(std::process::id())
+}
+
+/// Carries out a run, or continues the run of the journal. Returns when the run is finished or
+/// stopped.
+///
+/// # Errors
+/// The run cannot begin or cannot be continued; see [`RunError`].
+pub fn run_master<D: RawDriver>(
+    vm: &Vm,
+    driver: D,
+    options: &MasterOptions,
+) -> Result<(RunOutcome, D), RunError> {
+    let master_entry = MailboxEntry::register(vm, &options.run_name)?;
+    let clock = Instant::now();
+    let (sender, receiver) = channel();
+    let hosts = vm
+        .config()
+        .map_err(|error| RunError::Disconnected(error.to_string()))?;
+    let hosts: BTreeMap<HostId, String> = hosts.hosts.into_iter().map(|h| (h.id, h.name)).collect();
+    let mut transport = VmTransport {
+        vm: vm.clone(),
+        run_name: options.run_name.clone(),
+        sender,
+        hosts,
+    };
+    let start = begin_run(vm, driver, options)?;
+    let (generation, repeated_results) = (start.generation, start.repeated_results);
+    let mut shell = Shell {
+        vm: vm.clone(),
+        clock,
+        master: start.master,
+        receiver,
+        watched: BTreeSet::new(),
+        starting: BTreeMap::new(),
+        losses: LossReasons::default(),
+        busy: Duration::ZERO,
+        progress_interval: options.progress_interval,
+        next_progress: clock + options.progress_interval.unwrap_or_default(),
+    };
+    let subscribed = vm.subscribe_events(CONTEXT, EVENT_TAG);
+    subscribed.map_err(|error| RunError::Disconnected(error.to_string()))?;
+    shell.serve(&mut transport)?;
+    drop(master_entry);
+    shell.finish(generation, repeated_results)
+}
+
+/// The entry of a master in the mailbox of the virtual machine. Dropping this value removes the
+/// entry; the daemon removes the entry of a killed master.
+struct MailboxEntry {
+    vm: Vm,
+    name: String,
+    index: i32,
+}
+
+impl MailboxEntry {
+    fn register(vm: &Vm, run_name: &str) -> Result<Self, RunError> {
+        let name = format!("{MAILBOX_PREFIX}{run_name}");
+        let body = Body::items(|out| out.pack_int(vm.tid().raw()));
+        let index = vm.mailbox_put(&name, 0, body).map_err(|error| {
+            RunError::Start(format!(
+                "the run {run_name} was not begun: its name cannot be registered ({error}); if \
+                 another master of this name runs, choose another name or stop that run with \
+                 `pvm work stop {run_name}`"
+            ))
+        })?;
+        Ok(Self {
+            vm: vm.clone(),
+            name,
+            index,
+        })
+    }
+}
+
+impl Drop for MailboxEntry {
+    fn drop(&mut self) {
+        // The daemon removes the entry when this task ends.
+        let _ = self.vm.mailbox_delete(&self.name, self.index);
+    }
+}
+
+/// A run that is ready to serve workers.
+struct RunStart<D> {
+    master: Master<D>,
+    generation: u64,
+    repeated_results: usize,
+}
+
+/// Opens the journal and starts or restores the driver.
+fn begin_run<D: RawDriver>(
+    vm: &Vm,
+    mut driver: D,
+    options: &MasterOptions,
+) -> Result<RunStart<D>, RunError> {
+    let start_error = |error: crate::raw::Failure| {
+        RunError::Start(format!("the run was not begun: the driver failed: {error}"))
+    };
+    let mut generation = 1;
+    let mut journal = None;
+    let mut recovered = None;
+    let mut run_number = random_number();
+    if let Some(dir) = &options.journal {
+        let snapshots = Arc::new(SnapshotCount::default());
+        let (opened, previous) = open_journal(vm, dir, options, Arc::clone(&snapshots))?;
+        generation = opened.generation();
+        run_number = u64::from_le_bytes(opened.run().0[..8].try_into().unwrap_or_default());
+        if let Previous::Unfinished(found) = previous {
+            recovered = Some(*found);
+        }
+        journal = Some(JournalState::new(opened, snapshots, 0));
+    }
+    let number = u32::try_from(generation).unwrap_or(u32::MAX);
+    let was_begun = recovered
+        .as_ref()
+        .is_some_and(|found| found.driver_state.is_some());
+    let mut repeated_results = 0;
+    let mut run = match recovered.filter(|_| was_begun) {
+        Some(found) => {
+            let restart =
+                recovery::restart(&mut driver, found, options.settings.clone(), number, 0)?;
+            repeated_results = restart.repeated_results;
+            restart.run
+        }
+        None => {
+            let statistics = RunStatistics::default();
+            let dispatcher = Dispatcher::new(options.settings.clone(), number, statistics, 0);
+            Run::new(dispatcher, number, 0)
+        }
+    };
+    if !was_begun {
+        driver.start(&mut run).map_err(start_error)?;
+    }
+    driver.configure(&mut run).map_err(start_error)?;
+    if let (true, Some(program)) = (run.programs.is_empty(), &options.default_workers) {
+        run.set_workers(ClassId(0), program.clone());
+    }
+    let mut master = Master::new(MasterParts {
+        driver,
+        run,
+        run_number,
+        run_name: options.run_name.clone(),
+        journal,
+        master_wait: options.master_wait,
+    })?;
+    if !was_begun {
+        master.store_start(FIRST_SNAPSHOT_PATIENCE)?;
+    }
+    Ok(RunStart {
+        master,
+        generation,
+        repeated_results,
+    })
+}
+
+fn open_journal(
+    vm: &Vm,
+    dir: &std::path::Path,
+    options: &MasterOptions,
+    snapshots: Arc<SnapshotCount>,
+) -> Result<(Journal, Previous), RunError> {
+    let mut id = [0; 16];
+    id[..8].copy_from_slice(&random_number().to_le_bytes());
+    id[8..].copy_from_slice(&random_number().to_le_bytes());
+    let program = std::env::current_exe().ok().and_then(|path| {
+        let name = path.file_name()?;
+        Some(name.to_string_lossy().into_owned())
+    });
+    let settings = crate::journal::Settings::new(
+        program.unwrap_or_else(|| options.run_name.clone()),
+        RunId(id),
+    );
+    let waker = vm.clone();
+    let callbacks = Callbacks {
+        on_durable: Box::new(move |_| waker.runtime().wake_waiting_threads()),
+        on_notice: Box::new(move |notice| match notice {
+            Notice::SnapshotWritten { .. } => snapshots.increase(),
+            Notice::WritesResumed => eprintln!("{notice}"),
+            _ => eprintln!("warning: {notice}"),
+        }),
+    };
+    Journal::open(dir, settings, callbacks).map_err(|error| RunError::Start(error.to_string()))
+}
+
+/// What the master takes from the library at once.
+enum Arrived {
+    Messages(VecDeque<Message>),
+    /// A thread has woken the master: results are stored or workers were started.
+    Woken,
+}
+
+struct Shell<D> {
+    vm: Vm,
+    clock: Instant,
+    master: Master<D>,
+    receiver: Receiver<Started>,
+    /// Tasks whose end is reported.
+    watched: BTreeSet<Tid>,
+    /// Workers that were spawned and have not reported.
+    starting: BTreeMap<Tid, ClassId>,
+    losses: LossReasons,
+    /// Time that the master has spent with work.
+    busy: Duration,
+    progress_interval: Option<Duration>,
+    next_progress: Instant,
+}
+
+impl<D: RawDriver> Shell<D> {
+    fn now(&self) -> Micros {
+        u64::try_from(self.clock.elapsed().as_micros()).unwrap_or(u64::MAX)
+    }
+
+    /// Serves workers until the run is finished or stopped.
+    fn serve(&mut self, transport: &mut VmTransport) -> Result<(), RunError> {
+        self.tell(MasterEvent::Tick, transport)?;
+        while self.master.state == RunState::Running {
+            let arrived = self.wait()?;
+            let begun = Instant::now();
+            if let Arrived::Messages(messages) = arrived {
+                for message in messages {
+                    self.handle_message(&message, transport)?;
+                }
+            }
+            while let Ok(started) = self.receiver.try_recv() {
+                self.handle_started(started, transport)?;
+            }
+            for (tid, reason) in self.losses.due(Instant::now()) {
+                self.lose(tid, reason, transport)?;
+            }
+            self.tell(MasterEvent::Tick, transport)?;
+            self.busy += begun.elapsed();
+            self.master.set_busy(self.busy);
+            self.show_progress();
+        }
+        Ok(())
+    }
+
+    /// Waits for messages, for a thread, or for the time of the next check.
+    fn wait(&self) -> Result<Arrived, RunError> {
+        let wakeup = self.master.next_wakeup();
+        let wakeup = wakeup.and_then(|at| self.clock.checked_add(Duration::from_micros(at)));
+        let progress = self.progress_interval.map(|_| self.next_progress);
+        let deadlines = [wakeup, progress, self.losses.next_deadline()];
+        let deadline = deadlines.into_iter().flatten().min();
+        let mut calls = 0;
+        let mut take = |inbox: &mut Inbox| {
+            let mut messages = VecDeque::new();
+            while messages.len() < BATCH_MAX
+                && let Some(message) = inbox.take_first(is_for_master)
+            {
+                messages.push_back(message);
+            }
+            calls += 1;
+            match messages.is_empty() {
+                false => Some(Arrived::Messages(messages)),
+                // The first call is made before the wait.
+                true if calls > 1 => Some(Arrived::Woken),
+                true => None,
+            }
+        };
+        let arrived = self.vm.runtime().wait_for_inbox(deadline, &mut take);
+        match arrived {
+            Ok(arrived) => Ok(arrived.unwrap_or(Arrived::Woken)),
+            Err(_) => Err(RunError::Disconnected(self.vm.runtime().lost_reason())),
+        }
+    }
+
+    fn tell(&mut self, event: MasterEvent, transport: &mut VmTransport) -> Result<(), RunError> {
+        let now = self.now();
+        self.master.handle(now, event, transport)
+    }
+
+    fn handle_message(
+        &mut self,
+        message: &Message,
+        transport: &mut VmTransport,
+    ) -> Result<(), RunError> {
+        match message.tag {
+            TO_MASTER_TAG => {
+                // A message that cannot be read is not one of this version's workers.
+                let Ok(content) = postcard::from_bytes::<ToMaster>(&message.body) else {
+                    return Ok(());
+                };
+                if matches!(content, ToMaster::Hello(_)) {
+                    self.starting.remove(&message.src);
+                    self.watch(&[message.src])?;
+                }
+                let worker = worker_of(message.src);
+                self.tell(MasterEvent::Message(worker, content), transport)
+            }
+            QUESTION_TAG => self.handle_question(message, transport),
+            EVENT_TAG => {
+                let Some(event) = Vm::decode_event(message) else {
+                    return Ok(());
+                };
+                self.losses.note(&event.kind);
+                for event in translate_event(&event.kind, &mut transport.hosts) {
+                    self.tell(event, transport)?;
+                }
+                Ok(())
+            }
+            _ => {
+                let tid = Vm::unpack(message).and_then(|mut body| Ok(body.read_int()?));
+                if let Ok(tid) = tid {
+                    let tid = Tid::from_raw(tid);
+                    self.watched.remove(&tid);
+                    self.losses.end(tid, Instant::now());
+                }
+                Ok(())
+            }
+        }
+    }
+
+    fn handle_question(
+        &mut self,
+        message: &Message,
+        transport: &mut VmTransport,
+    ) -> Result<(), RunError> {
+        let Ok(question) = message.value::<Question>() else {
+            return Ok(());
+        };
+        let answer = self.master.answer(&question, transport)?;
+        // The task that asked may have ended.
+        let _ = self.vm.send(message.src, QUESTION_TAG, answer.as_str());
+        Ok(())
+    }
+
+    /// Requests notices about the end of tasks.
+    fn watch(&mut self, tids: &[Tid]) -> Result<(), RunError> {
+        let new_tids: Vec<Tid> = tids
+            .iter()
+            .copied()
+            .filter(|tid| self.watched.insert(*tid))
+            .collect();
+        if new_tids.is_empty() {
+            return Ok(());
+        }
+        let request = NotifyRequest {
+            subjects: NotifySubjects::TaskExit(new_tids),
+            ctx: CONTEXT,
+            tag: NOTICE_TAG,
+            is_cancellation: false,
+        };
+        let requested = self.vm.notify(request);
+        requested.map_err(|error| RunError::Disconnected(error.to_string()))
+    }
+
+    fn handle_started(
+        &mut self,
+        started: Started,
+        transport: &mut VmTransport,
+    ) -> Result<(), RunError> {
+        for tid in &started.tids {
+            if !self.watched.contains(tid) {
+                self.starting.insert(*tid, started.class);
+            }
+        }
+        self.watch(&started.tids)?;
+        if started.failed_count > 0 {
+            let failed = MasterEvent::StartFailed(started.class, started.failed_count);
+            self.tell(failed, transport)?;
+        }
+        Ok(())
+    }
+
+    fn lose(
+        &mut self,
+        tid: Tid,
+        reason: sempa_work_dispatch::LossReason,
+        transport: &mut VmTransport,
+    ) -> Result<(), RunError> {
+        if let Some(class) = self.starting.remove(&tid) {
+            return self.tell(MasterEvent::StartFailed(class, 1), transport);
+        }
+        self.tell(MasterEvent::WorkerLost(worker_of(tid), reason), transport)
+    }
+
+    fn show_progress(&mut self) {
+        let Some(interval) = self.progress_interval else {
+            return;
+        };
+        if Instant::now() >= self.next_progress {
+            self.next_progress = Instant::now() + interval;
+            eprintln!("{}: {}", self.master.run_name, self.master.run.progress());
+        }
+    }
+
+    /// Ends the journal and returns the result of the run.
+    fn finish(
+        mut self,
+        generation: u64,
+        repeated_results: usize,
+    ) -> Result<(RunOutcome, D), RunError> {
+        let outcome = RunOutcome {
+            is_finished: self.master.state == RunState::Finished,
+            statistics: self.master.report(),
+            generation,
+            repeated_results,
+        };
+        if !outcome.is_finished {
+            self.master.begin_snapshot()?;
+        }
+        if let Some(state) = self.master.journal.take()
+            && outcome.is_finished
+        {
+            let finished = state.journal.finish(FINISH_PATIENCE);
+            finished.map_err(|error| RunError::Journal(error.to_string()))?;
+        }
+        Ok((outcome, self.master.driver))
+    }
+}
+
+fn is_for_master(message: &Message) -> bool {
+    message.ctx == CONTEXT
+        && [TO_MASTER_TAG, QUESTION_TAG, EVENT_TAG, NOTICE_TAG].contains(&message.tag)
+}
