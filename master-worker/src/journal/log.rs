@@ -33,7 +33,7 @@ pub(super) struct LogContents {
     /// Sequence number of the next frame.
     next: u64,
     len: u64,
-    /// The frames after the last mark. They may be in the system's memory only.
+    /// The last mark and the frames after it. They may be in the system's memory only.
     unmarked: Vec<u8>,
     pub(super) truncated: Option<TruncatedTail>,
 }
@@ -161,7 +161,9 @@ impl LogContents {
             return Ok(Err(Damage { offset, what }));
         }
         match frame.kind {
-            FrameKind::Mark if self.key.finds_mark(&frame.raw, offset) => self.unmarked.clear(),
+            FrameKind::Mark if self.key.finds_mark(&frame.raw, offset) => {
+                self.unmarked = frame.raw;
+            }
             FrameKind::Mark | FrameKind::SnapshotPart => return Ok(Err(Damage { offset, what })),
             FrameKind::Record | FrameKind::Opened => {
                 if frame.kind == FrameKind::Record {
@@ -223,8 +225,8 @@ impl LogWriter {
         })
     }
 
-    /// Opens a log to append, and cuts an incomplete tail. The next commit writes the frames after
-    /// the last mark again, because their last sync may have failed.
+    /// Opens a log to append, and cuts an incomplete tail. The next commit writes all from the last
+    /// mark on again, because the last sync may have failed.
     ///
     /// # Errors
     /// A call fails. The call may be repeated.

@@ -9,10 +9,9 @@ const MARK_BYTES: usize = 29;
 /// Returns a disk with three durable commits in one log, and the history of the run.
 fn one_log() -> (FaultyStorage, History) {
     let (storage, mut history) = (FaultyStorage::default(), History::default());
-    let mut run = TestRun::open(&storage, &mut history).unwrap();
+    let mut run = TestRun::start(&storage, &mut history);
     for record in [added(0..3), accepted(1, 3..4), failed(2, 1)] {
-        run.run(&[Step::Append(record), Step::Settle], &mut history)
-            .unwrap();
+        run.complete(&[Step::Append(record), Step::Settle], &mut history);
     }
     run.close(&mut history);
     assert_eq!(storage.file_names(), ["log-1"]);
@@ -22,7 +21,7 @@ fn one_log() -> (FaultyStorage, History) {
 /// Returns a disk with a snapshot and two logs: a second snapshot was being written.
 fn snapshot_and_two_logs() -> (FaultyStorage, History) {
     let (storage, mut history) = (FaultyStorage::default(), History::default());
-    let mut run = TestRun::open(&storage, &mut history).unwrap();
+    let mut run = TestRun::start(&storage, &mut history);
     let steps = [
         Step::Append(added(0..3)),
         Step::Append(quarantined(2)),
@@ -32,14 +31,14 @@ fn snapshot_and_two_logs() -> (FaultyStorage, History) {
         Step::Settle,
         Step::SettleSnapshot,
     ];
-    run.run(&steps, &mut history).unwrap();
+    run.complete(&steps, &mut history);
     let held = storage.hold_snapshots();
     let steps = [
         Step::BeginSnapshot,
         Step::Append(accepted(1, 3..4)),
         Step::Settle,
     ];
-    run.run(&steps, &mut history).unwrap();
+    run.complete(&steps, &mut history);
     let disk = storage.after(Loss::Unsynced);
     drop(held);
     run.close(&mut history);
@@ -97,7 +96,7 @@ fn change_of_any_byte_of_a_log_loses_nothing() {
             let Previous::Unfinished(recovered) = &opened.previous else {
                 panic!("there is no run");
             };
-            let truncated = recovered.truncated.as_ref().unwrap();
+            let truncated = recovered.truncated.as_ref().expect("a cut");
             assert_eq!(
                 (truncated.offset, truncated.bytes),
                 (last_mark as u64, MARK_BYTES as u64)
@@ -185,7 +184,7 @@ fn missing_file_is_named() {
     let open_without = |names: &[&str]| {
         let disk = storage.after(Loss::Unsynced);
         names.iter().for_each(|name| disk.remove_content(name));
-        recover(&disk).err().unwrap().to_string()
+        recover(&disk).err().expect("an error").to_string()
     };
     assert!(open_without(&["log-2"]).contains("memory/log-2 is missing"));
     assert!(open_without(&["log-2", "log-3"]).contains("memory/log-2 is missing"));
@@ -205,14 +204,14 @@ fn foreign_files_are_refused() {
         new_run: RunId([8; 16]),
         ..settings()
     };
-    recovery::open(&other_disk, &other_settings).unwrap();
+    recovery::open(&other_disk, &other_settings).expect("an empty folder");
     let (storage, _) = one_log();
     let disk = storage.after(Loss::Unsynced);
     // Frames of another run behind the header of this one.
     let header_bytes = 8 + 4 + 4 + usize::from(disk.content("log-1")[12]) + 8;
     let mut mixed = storage.content("log-1")[..header_bytes].to_vec();
     mixed.extend(&other_disk.content("log-1")[header_bytes..]);
-    let opened = open_changed(&storage, "log-1", mixed).unwrap();
+    let opened = open_changed(&storage, "log-1", mixed).expect("a cut log");
     assert!(matches!(opened.previous, Previous::Nothing));
 
     let other = open_changed(&FaultyStorage::default(), "log-1", b"my own notes".to_vec());
@@ -224,7 +223,7 @@ fn other_programs_and_runs_are_refused() {
     let (storage, mut history) = one_log();
     let open = |settings| recovery::open(&storage.after(Loss::Unsynced), &settings);
     let newer_program = Settings::new("sieve 1.1", RunId([9; 16]));
-    let error = open(newer_program).err().unwrap();
+    let error = open(newer_program).err().expect("an error");
     assert!(matches!(error, OpenError::OtherProgram { .. }));
     assert!(
         error
@@ -248,7 +247,7 @@ fn other_programs_and_runs_are_refused() {
         resume: Some(RunId([7; 16])),
         ..Settings::new(PROGRAM, RunId([9; 16]))
     };
-    let opened = open(this_run).unwrap();
+    let opened = open(this_run).expect("the run");
     assert_eq!(opened.run, RunId([7; 16]));
     history.check(&opened.previous, opened.generation);
 }

@@ -68,17 +68,22 @@ fn at_each_crash(steps: &[Step], mut check: impl FnMut(u64, &FaultyStorage, &His
     }
 }
 
-fn check_recovery(storage: &FaultyStorage, history: &mut History, label: &str) {
-    match recover(storage) {
-        Ok(opened) => history.check(&opened.previous, opened.generation),
+/// Returns true if the end of the log was cut.
+fn check_recovery(storage: &FaultyStorage, history: &mut History, label: &str) -> bool {
+    let previous = match recover(storage) {
+        Ok(opened) => {
+            history.check(&opened.previous, opened.generation);
+            opened.previous
+        }
         Err(e) => panic!("{label}: {e}"),
-    }
+    };
     let leftover = |name: &String| name.starts_with(".tmp-");
     assert!(
         !storage.file_names().iter().any(leftover),
         "{label}: {:?}",
         storage.file_names()
     );
+    matches!(previous, Previous::Unfinished(recovered) if recovered.truncated.is_some())
 }
 
 /// After an end at any call and any loss of unsynced data, the next master finds all durable
@@ -91,9 +96,10 @@ fn every_durable_record_survives_a_crash_at_each_call() {
                 let label = format!("call {call}, {loss:?}");
                 let (disk, mut history) = (storage.after(loss), history.clone());
                 check_recovery(&disk, &mut history, &label);
-                // What was recovered is durable now.
+                // What was recovered is durable now, and what was cut is gone.
                 let disk = disk.after(Loss::Unsynced);
-                check_recovery(&disk, &mut history, &label);
+                let is_cut_again = check_recovery(&disk, &mut history, &label);
+                assert!(!is_cut_again, "{label}");
             }
         });
     }
@@ -127,7 +133,7 @@ fn run_goes_on_after_a_crash_at_each_call() {
     at_each_crash(&script(false), |call, storage, history| {
         for loss in [Loss::Kill, Loss::Unsynced, Loss::Random(call)] {
             let (disk, mut history) = (storage.after(loss), history.clone());
-            let mut run = TestRun::open(&disk, &mut history).unwrap();
+            let mut run = TestRun::start(&disk, &mut history);
             let steps = [
                 Step::Append(added(100..103)),
                 Step::BeginSnapshot,
@@ -135,7 +141,7 @@ fn run_goes_on_after_a_crash_at_each_call() {
                 Step::Settle,
                 Step::SettleSnapshot,
             ];
-            run.run(&steps, &mut history).unwrap();
+            run.complete(&steps, &mut history);
             run.close(&mut history);
             assert_eq!(history.durable, history.records.len());
             let label = format!("call {call}, {loss:?}");
@@ -149,7 +155,7 @@ fn run_goes_on_after_a_crash_at_each_call() {
 fn finished_run_is_not_restarted_after_a_crash_at_each_call() {
     for call in 1.. {
         let (storage, mut history) = (FaultyStorage::default(), History::default());
-        let mut run = TestRun::open(&storage, &mut history).unwrap();
+        let mut run = TestRun::start(&storage, &mut history);
         let steps = [
             Step::Append(added(0..2)),
             Step::BeginSnapshot,
@@ -157,7 +163,7 @@ fn finished_run_is_not_restarted_after_a_crash_at_each_call() {
             Step::Append(Record::Finished),
             Step::Settle,
         ];
-        run.run(&steps, &mut history).unwrap();
+        run.complete(&steps, &mut history);
         run.close(&mut history);
         storage.crash_at(call);
         let removal = recovery::remove_finished(&storage);
@@ -168,7 +174,7 @@ fn finished_run_is_not_restarted_after_a_crash_at_each_call() {
             Loss::Random(call + 99),
         ] {
             let disk = storage.after(loss);
-            let opened = recover(&disk).unwrap();
+            let opened = recover_valid(&disk);
             assert!(
                 !matches!(opened.previous, Previous::Unfinished(_)),
                 "call {call}, {loss:?}"
@@ -177,7 +183,7 @@ fn finished_run_is_not_restarted_after_a_crash_at_each_call() {
             assert_eq!(opened.generation, 1);
         }
         if !storage.has_crashed() {
-            removal.unwrap();
+            removal.expect("no call has failed");
             assert_eq!(storage.file_names(), Vec::<String>::new());
             break;
         }

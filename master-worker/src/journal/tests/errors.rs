@@ -33,15 +33,15 @@ fn failed_calls_lose_nothing() {
         for failures in [1, 2, 5] {
             for call in 1.. {
                 let (storage, mut history) = (FaultyStorage::default(), History::default());
-                let mut run = TestRun::open(&storage, &mut history).unwrap();
+                let mut run = TestRun::start(&storage, &mut history);
                 run.ends_at_errors = false;
                 let calls_before = storage.calls();
                 storage.fail(call..call + failures, errno);
-                run.run(&steps(), &mut history).unwrap();
+                run.complete(&steps(), &mut history);
                 run.close(&mut history);
                 assert_eq!(history.durable, history.records.len());
                 let disk = storage.after(Loss::Unsynced);
-                let opened = recover(&disk).unwrap();
+                let opened = recover_valid(&disk);
                 history.check(&opened.previous, opened.generation);
                 if storage.calls() - calls_before < call {
                     break;
@@ -51,12 +51,34 @@ fn failed_calls_lose_nothing() {
     }
 }
 
+/// After a failed sync the next master may find records that only the system's memory has. The
+/// master writes them again, so that they survive a loss of power from then on.
+#[test]
+fn records_of_a_failed_sync_are_durable_after_the_next_open() {
+    for call in 1.. {
+        let (storage, mut history) = (FaultyStorage::default(), History::default());
+        let mut run = TestRun::start(&storage, &mut history);
+        storage.fail(call..u64::MAX, Errno::EIO);
+        let interrupted = run.run(&steps(), &mut history).is_err();
+        run.close(&mut history);
+        let disk = storage.after(Loss::Kill);
+        let opened = recover_valid(&disk);
+        history.check(&opened.previous, opened.generation);
+        // All that was found counts as durable in the history.
+        let opened = recover_valid(&disk.after(Loss::Unsynced));
+        history.check(&opened.previous, opened.generation);
+        if !interrupted {
+            break;
+        }
+    }
+}
+
 /// An error of a call while the journal is opened is reported, and another attempt finds all.
 #[test]
 fn failed_call_of_an_open_loses_nothing() {
     let (storage, mut history) = (FaultyStorage::default(), History::default());
-    let mut run = TestRun::open(&storage, &mut history).unwrap();
-    run.run(&steps(), &mut history).unwrap();
+    let mut run = TestRun::start(&storage, &mut history);
+    run.complete(&steps(), &mut history);
     run.close(&mut history);
     for call in 1.. {
         let disk = storage.after(Loss::TornAt(10));
@@ -75,7 +97,7 @@ fn failed_call_of_an_open_loses_nothing() {
             }
         }
         let disk = disk.after(Loss::Unsynced);
-        let opened = recover(&disk).unwrap();
+        let opened = recover_valid(&disk);
         history.clone().check(&opened.previous, opened.generation);
     }
 }
@@ -91,7 +113,8 @@ fn full_disk_fills_the_queue_and_loses_nothing() {
         ..settings()
     };
     let shared_storage = Arc::new(storage.clone());
-    let (journal, _) = Journal::open_storage(shared_storage, settings, callbacks).unwrap();
+    let (journal, _) =
+        Journal::open_storage(shared_storage, settings, callbacks).expect("an empty folder");
     storage.fail(1..u64::MAX, Errno::ENOSPC);
     let mut records = Vec::new();
     let refused = loop {
@@ -106,7 +129,7 @@ fn full_disk_fills_the_queue_and_loses_nothing() {
     };
     assert_eq!(*refused, accepted(records.len() as u64, 0..0));
     assert!(journal.waiting_bytes() <= 4096);
-    let Event::Notice(notice) = events.recv().unwrap() else {
+    let Event::Notice(notice) = events.recv().expect("an open journal") else {
         panic!("a record is durable on a full disk");
     };
     assert!(
@@ -118,7 +141,7 @@ fn full_disk_fills_the_queue_and_loses_nothing() {
 
     storage.fail(0..0, Errno::ENOSPC);
     assert!(journal.wait_for_room(&refused, PATIENCE));
-    let last = journal.append((*refused).clone()).unwrap();
+    let last = journal.append((*refused).clone()).expect("room");
     records.push(*refused);
     assert!(journal.wait_durable(last, PATIENCE));
     drop(journal);
@@ -131,7 +154,7 @@ fn full_disk_fills_the_queue_and_loses_nothing() {
         matches!(notices[..], [Notice::WritesResumed]),
         "{notices:?}"
     );
-    let Previous::Unfinished(recovered) = recover(&storage).unwrap().previous else {
+    let Previous::Unfinished(recovered) = recover_valid(&storage).previous else {
         panic!("there is no run");
     };
     assert_eq!(recovered.records, records);
@@ -141,9 +164,8 @@ fn full_disk_fills_the_queue_and_loses_nothing() {
 #[test]
 fn close_on_a_failing_disk_reports_the_loss() {
     let (storage, mut history) = (FaultyStorage::default(), History::default());
-    let mut run = TestRun::open(&storage, &mut history).unwrap();
-    run.run(&[Step::Append(added(0..1)), Step::Settle], &mut history)
-        .unwrap();
+    let mut run = TestRun::start(&storage, &mut history);
+    run.complete(&[Step::Append(added(0..1)), Step::Settle], &mut history);
     storage.fail(1..u64::MAX, Errno::EIO);
     for id in 1..4 {
         let _ = run.step(&Step::Append(added(id..id + 1)), &mut history);
@@ -164,9 +186,8 @@ fn close_on_a_failing_disk_reports_the_loss() {
 #[test]
 fn records_become_durable_while_a_snapshot_is_written() {
     let (storage, mut history) = (FaultyStorage::default(), History::default());
-    let mut run = TestRun::open(&storage, &mut history).unwrap();
-    run.run(&[Step::Append(added(0..9)), Step::Settle], &mut history)
-        .unwrap();
+    let mut run = TestRun::start(&storage, &mut history);
+    run.complete(&[Step::Append(added(0..9)), Step::Settle], &mut history);
     let held = storage.hold_snapshots();
     let steps = [
         Step::BeginSnapshot,
@@ -175,20 +196,20 @@ fn records_become_durable_while_a_snapshot_is_written() {
         Step::Append(failed(4, 1)),
         Step::Settle,
     ];
-    run.run(&steps, &mut history).unwrap();
+    run.complete(&steps, &mut history);
     assert!(run.journal.is_snapshot_pending());
     let refusal = run.journal.begin_snapshot(Bytes::new(), Bytes::new());
     assert_eq!(refusal, Err(SnapshotRefused::InProgress));
     let disk = storage.after(Loss::Unsynced);
-    let opened = recover(&disk).unwrap();
+    let opened = recover_valid(&disk);
     history.clone().check(&opened.previous, opened.generation);
     assert!(disk.file_names().contains(&"log-2".to_string()));
 
     drop(held);
-    run.run(&[Step::SettleSnapshot], &mut history).unwrap();
+    run.complete(&[Step::SettleSnapshot], &mut history);
     run.close(&mut history);
     assert_eq!(storage.file_names(), ["log-2", "snapshot-2"]);
-    let opened = recover(&storage.after(Loss::Unsynced)).unwrap();
+    let opened = recover_valid(&storage.after(Loss::Unsynced));
     history.check(&opened.previous, opened.generation);
 }
 
@@ -196,19 +217,18 @@ fn records_become_durable_while_a_snapshot_is_written() {
 #[test]
 fn next_snapshot_replaces_a_failed_one() {
     let (storage, mut history) = (FaultyStorage::default(), History::default());
-    let mut run = TestRun::open(&storage, &mut history).unwrap();
-    run.run(&[Step::Append(added(0..9)), Step::Settle], &mut history)
-        .unwrap();
+    let mut run = TestRun::start(&storage, &mut history);
+    run.complete(&[Step::Append(added(0..9)), Step::Settle], &mut history);
     let held = storage.hold_snapshots();
     let steps = [
         Step::BeginSnapshot,
         Step::Append(accepted(3, 0..0)),
         Step::Settle,
     ];
-    run.run(&steps, &mut history).unwrap();
+    run.complete(&steps, &mut history);
     storage.fail(1..u64::MAX, Errno::ENOSPC);
     drop(held);
-    run.run(&[Step::SettleSnapshot], &mut history).unwrap();
+    run.complete(&[Step::SettleSnapshot], &mut history);
     storage.fail(0..0, Errno::ENOSPC);
     assert_eq!(
         storage
@@ -219,7 +239,7 @@ fn next_snapshot_replaces_a_failed_one() {
         2
     );
     let disk = storage.after(Loss::Unsynced);
-    let opened = recover(&disk).unwrap();
+    let opened = recover_valid(&disk);
     history.clone().check(&opened.previous, opened.generation);
     assert!(opened.log_bytes > opened.log.synced_bytes());
 
@@ -230,7 +250,7 @@ fn next_snapshot_replaces_a_failed_one() {
         Step::Settle,
         Step::SettleSnapshot,
     ];
-    run.run(&steps, &mut history).unwrap();
+    run.complete(&steps, &mut history);
     assert!(run.journal.log_bytes() < log_bytes);
     let notices = run.close(&mut history);
     assert!(
@@ -245,14 +265,14 @@ fn next_snapshot_replaces_a_failed_one() {
             .any(|name| ["log-1", "log-2"].contains(&name.as_str())),
         "{names:?}"
     );
-    let opened = recover(&storage.after(Loss::Unsynced)).unwrap();
+    let opened = recover_valid(&storage.after(Loss::Unsynced));
     history.check(&opened.previous, opened.generation);
 }
 
 #[test]
 fn record_above_the_limit_is_returned() {
     let (storage, mut history) = (FaultyStorage::default(), History::default());
-    let run = TestRun::open(&storage, &mut history).unwrap();
+    let run = TestRun::start(&storage, &mut history);
     let payload = Bytes::from(vec![0; 1 << 20]);
     let large_task = |id| StoredTask {
         payload: payload.clone(),
@@ -261,7 +281,7 @@ fn record_above_the_limit_is_returned() {
     let record = Record::TasksAdded {
         tasks: (0..1024).map(large_task).collect(),
     };
-    let refusal = run.journal.append(record).unwrap_err();
+    let refusal = run.journal.append(record).expect_err("a refusal");
     assert!(matches!(refusal, AppendError::TooLarge { .. }), "{refusal}");
     run.close(&mut history);
 }

@@ -216,7 +216,8 @@ impl FaultyStorage {
     ) -> io::Result<T> {
         let mut disk = self.lock();
         while disk.holds_snapshots && thread::current().name() == Some("mw-snapshot") {
-            disk = self.gate_opened.wait(disk).unwrap();
+            let opened = self.gate_opened.wait(disk);
+            disk = opened.unwrap_or_else(PoisonError::into_inner);
         }
         match disk.next_outcome()? {
             Outcome::Done => effect(&mut disk),

@@ -1,8 +1,5 @@
 //! Tests of the journal over a disk in memory, and what they share.
 
-// A failed unwrap fails the test, and names the line.
-#![allow(clippy::unwrap_used)]
-
 mod corruption;
 mod crash_points;
 mod errors;
@@ -76,6 +73,16 @@ impl TestRun {
         })
     }
 
+    /// Opens the journal of `history` on a disk that does not fail.
+    fn start(storage: &FaultyStorage, history: &mut History) -> Self {
+        Self::open(storage, history).unwrap_or_else(|error| panic!("{error}"))
+    }
+
+    /// Runs steps to their end.
+    fn complete(&mut self, steps: &[Step], history: &mut History) {
+        assert_eq!(self.run(steps, history), Ok(()));
+    }
+
     fn run(&mut self, steps: &[Step], history: &mut History) -> Result<(), Interrupted> {
         steps.iter().try_for_each(|step| self.step(step, history))
     }
@@ -84,7 +91,8 @@ impl TestRun {
         match step {
             Step::Append(record) => {
                 history.records.push(record.clone());
-                self.lsns.push(self.journal.append(record.clone()).unwrap());
+                let appended = self.journal.append(record.clone());
+                self.lsns.push(appended.expect("the queue has room"));
                 Ok(())
             }
             Step::Settle => self.settle(history),
@@ -118,7 +126,7 @@ impl TestRun {
     }
 
     fn wait_for_event(&mut self, history: &mut History) -> Result<(), Interrupted> {
-        match self.events.recv().unwrap() {
+        match self.events.recv().expect("an open journal") {
             Event::Durable(lsn) => self.take_in_durable(lsn, history),
             Event::Notice(Notice::WritesFail { .. }) if self.ends_at_errors => {
                 return Err(Interrupted);
@@ -174,7 +182,7 @@ impl History {
     fn check_recovered(&self, recovered: &Recovered) -> usize {
         let base = match recovered.driver_state {
             None => 0,
-            Some(_) => usize::from_le_bytes(*recovered.counters.first_chunk().unwrap()),
+            Some(_) => usize::from_le_bytes(*recovered.counters.first_chunk().expect("a count")),
         };
         let expected_state =
             (base > 0 || recovered.driver_state.is_some()).then(|| driver_state(base));
@@ -224,6 +232,10 @@ fn observed_callbacks() -> (Callbacks, Receiver<Event>) {
 /// Opens the storage without threads, as far as a master does before its first record.
 fn recover(storage: &FaultyStorage) -> Result<Opened, OpenError> {
     recovery::open(storage, &settings())
+}
+
+fn recover_valid(storage: &FaultyStorage) -> Opened {
+    recover(storage).unwrap_or_else(|error| panic!("{error}"))
 }
 
 fn driver_state(records: usize) -> Bytes {

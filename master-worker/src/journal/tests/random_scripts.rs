@@ -76,7 +76,7 @@ proptest! {
             };
             storage = storage.after(loss);
         }
-        let opened = recover(&storage).unwrap();
+        let opened = recover_valid(&storage);
         history.check(&opened.previous, opened.generation);
     }
 }
