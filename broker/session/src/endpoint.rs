@@ -19,14 +19,32 @@ const HEARTBEAT_BEFORE_WELCOME: Millis = Millis(5_000);
 /// Silence that ends a connection before the broker has told its own limit.
 const SILENCE_BEFORE_WELCOME: Millis = Millis(15_000);
 
-/// Selects mail to receive. `None` matches any value.
-///
-/// The source of a notice is the member that is gone; the source of a returned message is its
-/// receiver. A notice has no kind, so only a pattern without a kind matches.
+/// Selects mail to receive. `None` matches any value, also notices and returned messages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub struct Pattern {
     pub source: Option<MemberId>,
-    pub kind: Option<i32>,
+    pub kind: Option<MailKind>,
+}
+
+/// What mail is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum MailKind {
+    /// A message with the application's type.
+    Message(i32),
+    /// A notice that a member is gone.
+    Gone,
+    /// A message of this member that came back.
+    Returned,
+}
+
+/// Returns source and kind of mail. The source of a notice is the member that is gone; the source
+/// of a returned message is its receiver.
+fn describe(mail: &Mail) -> (MemberId, MailKind) {
+    match mail {
+        Mail::Message { from, kind, .. } => (*from, MailKind::Message(*kind)),
+        Mail::Gone { member, .. } => (*member, MailKind::Gone),
+        Mail::Returned { to, .. } => (*to, MailKind::Returned),
+    }
 }
 
 impl Pattern {
@@ -42,24 +60,24 @@ impl Pattern {
         }
     }
 
+    /// Selects messages of this type.
     #[must_use]
     pub fn kind(self, kind: i32) -> Self {
+        self.mail_kind(MailKind::Message(kind))
+    }
+
+    #[must_use]
+    pub fn mail_kind(self, kind: MailKind) -> Self {
         Self {
             kind: Some(kind),
             ..self
         }
     }
 
-    /// True if the mail is selected. A kind selects only messages that have arrived, not those
-    /// that were returned.
     pub fn matches(&self, mail: &Mail) -> bool {
-        let (source, kind) = match mail {
-            Mail::Message { from, kind, .. } => (*from, Some(*kind)),
-            Mail::Gone { member, .. } => (*member, None),
-            Mail::Returned { to, .. } => (*to, None),
-        };
+        let (source, kind) = describe(mail);
         self.source.is_none_or(|wanted| wanted == source)
-            && self.kind.is_none_or(|wanted| Some(wanted) == kind)
+            && self.kind.is_none_or(|wanted| wanted == kind)
     }
 }
 
@@ -68,8 +86,7 @@ impl Pattern {
 pub struct MailHead {
     pub seq: MailSeq,
     pub source: MemberId,
-    /// `None` for a notice or a returned message.
-    pub kind: Option<i32>,
+    pub kind: MailKind,
     pub byte_count: usize,
 }
 
@@ -121,7 +138,8 @@ pub struct Endpoint {
     room_offers: u64,
     /// Verdicts that arrived since the broker was told of the newest one.
     unconfirmed_verdicts: usize,
-    reports: VecDeque<SessionReport>,
+    /// Reports that have arrived; `None` for a question that was not allowed.
+    reports: VecDeque<Option<SessionReport>>,
     temporary_refusal: Option<Refusal>,
     out: VecDeque<ToBroker>,
     heartbeat: Millis,
@@ -185,8 +203,9 @@ impl Endpoint {
         self.temporary_refusal.take()
     }
 
-    /// Returns the newest report once.
-    pub fn take_report(&mut self) -> Option<SessionReport> {
+    /// Returns the answer to [`Endpoint::inspect`] once: the report, or `Some(None)` if this member
+    /// may not have one.
+    pub fn take_report(&mut self) -> Option<Option<SessionReport>> {
         self.reports.pop_front()
     }
 
@@ -270,7 +289,8 @@ impl Endpoint {
             }
             ToMember::Closed(reason) => self.close(Closing::Gone(reason)),
             ToMember::Superseded => self.close(Closing::Superseded),
-            ToMember::Report(report) => self.reports.push_back(*report),
+            ToMember::Report(report) => self.reports.push_back(Some(*report)),
+            ToMember::NotAllowed => self.reports.push_back(None),
             ToMember::Heartbeat | ToMember::Ending(_) => {}
         }
     }
@@ -352,11 +372,7 @@ impl Endpoint {
 
     fn find(&self, pattern: Pattern) -> Option<MailHead> {
         let (seq, mail) = self.store.iter().find(|(_, mail)| pattern.matches(mail))?;
-        let (source, kind) = match mail {
-            Mail::Message { from, kind, .. } => (*from, Some(*kind)),
-            Mail::Gone { member, .. } => (*member, None),
-            Mail::Returned { to, .. } => (*to, None),
-        };
+        let (source, kind) = describe(mail);
         Some(MailHead {
             seq: *seq,
             source,

@@ -17,7 +17,7 @@ mod state;
 mod tests;
 
 pub use backoff::Backoff;
-pub use endpoint::{Closing, Endpoint, MailHead, Pattern, Phase};
+pub use endpoint::{Closing, Endpoint, MailHead, MailKind, Pattern, Phase};
 pub use ids::{Incarnation, LinkId, MailSeq, MemberId, Millis, RequestSeq, Token};
 pub use limits::{ForemanPolicy, LimitName, Limits, Settings, Timing};
 pub use protocol::{

@@ -121,6 +121,12 @@ pub enum Destination {
     Foreman,
 }
 
+impl From<MemberId> for Destination {
+    fn from(member: MemberId) -> Self {
+        Self::Member(member)
+    }
+}
+
 /// Answer to a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub enum Verdict {
@@ -351,4 +357,6 @@ pub enum ToMember {
     Report(Box<SessionReport>),
     /// Answers [`ToBroker::End`].
     Ending(SessionEnd),
+    /// The connection's rights do not allow a report or an end; nothing else changes.
+    NotAllowed,
 }

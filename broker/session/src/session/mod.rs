@@ -354,7 +354,7 @@ impl Session {
                 self.send(now, link, ToMember::Ending(end));
             }
             (ToBroker::Inspect | ToBroker::End { .. }, _) => {
-                self.refuse(now, link, Refusal::NotAllowed);
+                self.send(now, link, ToMember::NotAllowed);
             }
             // A second hello, or a request before the hello, breaks the protocol.
             (_, _) => {

@@ -1,0 +1,321 @@
+//! Sessions in the mailbox of the virtual machine: finding a broker, starting one, and telling that
+//! a session is over.
+
+use crate::Error;
+use crate::wire::{BROKER_CTX, decode, encode};
+use libpvm::proto::message::ENC_XDR;
+use libpvm::proto::task::{NotifyRequest, NotifySubjects};
+use libpvm::proto::{PvmError, Tid};
+use libpvm::{Body, Match, Vm};
+use sempa_broker_session::SessionEnd;
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicI32, Ordering};
+use std::time::{Duration, Instant};
+
+/// Largest length of a session's name in bytes.
+pub const SESSION_NAME_BYTES_MAX: usize = 64;
+/// Largest number of running sessions in one virtual machine.
+pub const SESSIONS_MAX: usize = 480;
+/// Largest number of brokers on one host.
+pub const SESSIONS_PER_HOST_MAX: usize = 48;
+/// Name of the broker's program.
+const BROKER_PROGRAM: &str = "pvm-broker";
+
+/// Flag of a mailbox entry that stays when its owner ends.
+const PERSISTENT: i32 = 1;
+/// Flag of a mailbox entry that other tasks may replace.
+const OVERWRITABLE: i32 = 4;
+/// Pause before the mailbox is read again while another broker starts.
+const RETRY_PAUSE: Duration = Duration::from_millis(50);
+
+static NEXT_CONNECTION: AtomicI32 = AtomicI32::new(1);
+
+/// Returns a number that this process has not used for a connection to a broker. The number is the
+/// tag of all messages of the connection.
+pub fn next_connection() -> i32 {
+    NEXT_CONNECTION.fetch_add(1, Ordering::Relaxed)
+}
+
+/// What the mailbox tells about a session.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum SessionEntry {
+    Running {
+        /// Tid of the broker; the task may have ended.
+        broker: i32,
+        /// Name of the broker's host.
+        host: String,
+        /// Folder of the journal on that host.
+        folder: String,
+    },
+    Over {
+        end: SessionEnd,
+        /// Seconds since 1970.
+        ended_at: u64,
+    },
+}
+
+/// What a starting broker tells the task that has started it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum StartReport {
+    Ready,
+    /// Another broker serves the session.
+    Taken,
+    Failed(String),
+}
+
+/// True if the name can be part of a folder's name and of a mailbox name.
+pub fn is_session_name(name: &str) -> bool {
+    let is_allowed = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
+    !name.is_empty()
+        && name.len() <= SESSION_NAME_BYTES_MAX
+        && name.chars().all(is_allowed)
+        && !name.starts_with('.')
+}
+
+const ENTRY_PREFIX: &str = "sempa-broker:";
+const LOCK_PREFIX: &str = "sempa-broker-lock:";
+
+/// Takes the right to serve a session until this task ends. Returns false if another task has it.
+///
+/// # Errors
+/// Returns the daemon's error.
+pub fn lock_session(vm: &Vm, session: &str) -> Result<bool, Error> {
+    match vm.mailbox_put(&format!("{LOCK_PREFIX}{session}"), 0, "") {
+        Ok(_) => Ok(true),
+        Err(error) if error.code == PvmError::Denied => Ok(false),
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// Gives the right back.
+pub fn unlock_session(vm: &Vm, session: &str) {
+    // If the call fails, the entry goes with this task.
+    let _ = vm.mailbox_delete(&format!("{LOCK_PREFIX}{session}"), 0);
+}
+
+/// Stores the entry of a session.
+///
+/// # Errors
+/// Returns the daemon's error.
+pub fn publish(vm: &Vm, session: &str, entry: &SessionEntry) -> Result<(), Error> {
+    let body = Body {
+        enc: ENC_XDR,
+        bytes: encode(entry).into(),
+    };
+    let flags = PERSISTENT | OVERWRITABLE;
+    vm.mailbox_put(&format!("{ENTRY_PREFIX}{session}"), flags, body)?;
+    Ok(())
+}
+
+/// Returns the entry of a session, if there is one.
+///
+/// # Errors
+/// Returns the daemon's error.
+pub fn lookup(vm: &Vm, session: &str) -> Result<Option<SessionEntry>, Error> {
+    match vm.mailbox_take(&format!("{ENTRY_PREFIX}{session}"), 0, 0) {
+        Ok(message) => Ok(decode(&message.body)),
+        Err(error) if error.code == PvmError::NotFound => Ok(None),
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// Removes the entry of a session.
+///
+/// # Errors
+/// Returns the daemon's error.
+pub fn remove(vm: &Vm, session: &str) -> Result<(), Error> {
+    match vm.mailbox_delete(&format!("{ENTRY_PREFIX}{session}"), 0) {
+        Err(error) if error.code != PvmError::NotFound => Err(error.into()),
+        _ => Ok(()),
+    }
+}
+
+/// Returns all sessions of the virtual machine.
+///
+/// # Errors
+/// Returns the daemon's error.
+pub fn list(vm: &Vm) -> Result<BTreeMap<String, SessionEntry>, Error> {
+    let mut sessions = BTreeMap::new();
+    for class in vm.mailbox_list("")? {
+        if let Some(session) = class.name.strip_prefix(ENTRY_PREFIX)
+            && let Some(entry) = lookup(vm, session)?
+        {
+            sessions.insert(session.to_string(), entry);
+        }
+    }
+    Ok(sessions)
+}
+
+/// True if the task runs.
+fn is_running(vm: &Vm, tid: Tid) -> bool {
+    vm.tasks(tid).is_ok_and(|tasks| !tasks.is_empty())
+}
+
+/// Returns the tid of the session's broker. Starts the broker if the session has none: a new
+/// session begins, or the session of a killed broker goes on. `broker_options` are for a broker
+/// that this call starts.
+///
+/// # Errors
+/// [`Error::Over`] if the session is over; [`Error::NoBroker`] if no broker starts before the
+/// deadline.
+pub fn find_or_start(
+    vm: &Vm,
+    session: &str,
+    broker_options: &[String],
+    deadline: Instant,
+) -> Result<Tid, Error> {
+    if !is_session_name(session) {
+        return Err(no_broker(
+            session,
+            format!(
+                "a session's name has 1 to {SESSION_NAME_BYTES_MAX} letters, digits, '-', '_' or '.'"
+            ),
+        ));
+    }
+    let mut last_reason = String::from("no broker has answered in time");
+    loop {
+        let host = match lookup(vm, session)? {
+            Some(SessionEntry::Over { end, .. }) => {
+                let session = session.to_string();
+                return Err(Error::Over { session, end });
+            }
+            Some(SessionEntry::Running { broker, host, .. }) => {
+                let broker = Tid::from_raw(broker);
+                if is_running(vm, broker) {
+                    return Ok(broker);
+                }
+                // The journal is on the host of the broker that was killed.
+                Some(host)
+            }
+            None => choose_host(vm, session)?,
+        };
+        match start_broker(vm, session, broker_options, host.as_deref(), deadline)? {
+            (broker, StartReport::Ready) => return Ok(broker),
+            (_, StartReport::Taken) => {}
+            (_, StartReport::Failed(reason)) => last_reason = reason,
+        }
+        if Instant::now() >= deadline {
+            return Err(no_broker(session, last_reason));
+        }
+        // No message announces the entry of a broker that another task has started.
+        vm.recv_timeout(nothing(), RETRY_PAUSE)?;
+    }
+}
+
+/// A selection that no message matches.
+fn nothing() -> Match {
+    Match::any().ctx(BROKER_CTX).tag(0)
+}
+
+fn no_broker(session: &str, reason: String) -> Error {
+    Error::NoBroker {
+        session: session.to_string(),
+        reason,
+    }
+}
+
+/// Returns the host for a new broker: `None` leaves the choice to the resource manager. As soon as
+/// a host has too many brokers, the host with the fewest is named.
+fn choose_host(vm: &Vm, session: &str) -> Result<Option<String>, Error> {
+    let mut broker_counts: BTreeMap<String, usize> = vm
+        .config()?
+        .hosts
+        .into_iter()
+        .map(|host| (host.name, 0))
+        .collect();
+    let mut session_count = 0;
+    for entry in list(vm)?.into_values() {
+        if let SessionEntry::Running { host, .. } = entry {
+            session_count += 1;
+            if let Some(count) = broker_counts.get_mut(&host) {
+                *count += 1;
+            }
+        }
+    }
+    if session_count >= SESSIONS_MAX {
+        return Err(no_broker(
+            session,
+            format!(
+                "the limit sessions is reached: {SESSIONS_MAX} sessions run in this virtual machine; end some"
+            ),
+        ));
+    }
+    if broker_counts
+        .values()
+        .all(|count| *count < SESSIONS_PER_HOST_MAX)
+    {
+        return Ok(None);
+    }
+    let fewest = broker_counts.into_iter().min_by_key(|(_, count)| *count);
+    match fewest {
+        Some((host, count)) if count < SESSIONS_PER_HOST_MAX => Ok(Some(host)),
+        _ => Err(no_broker(
+            session,
+            format!(
+                "the limit sessions-per-host is reached: each host has {SESSIONS_PER_HOST_MAX} brokers; add hosts or \
+                 end sessions"
+            ),
+        )),
+    }
+}
+
+fn start_broker(
+    vm: &Vm,
+    session: &str,
+    broker_options: &[String],
+    host: Option<&str>,
+    deadline: Instant,
+) -> Result<(Tid, StartReport), Error> {
+    let connection = next_connection();
+    // The broker is a job of its own, so that it outlives the member that starts it.
+    let mut spawn = vm
+        .spawner(BROKER_PROGRAM)
+        .args(["serve", session, "--starter"])
+        .arg(format!("{}:{connection}", vm.tid().raw()))
+        .args(broker_options)
+        .hide_parent();
+    if let Some(host) = host {
+        spawn = spawn.on_host(host);
+    }
+    let outcome = spawn.start()?;
+    let Some(broker) = outcome.tasks.first().map(libpvm::Task::tid) else {
+        let cause = outcome
+            .failed
+            .first()
+            .map_or("unknown".to_string(), ToString::to_string);
+        return Err(no_broker(
+            session,
+            format!(
+                "the virtual machine did not start {BROKER_PROGRAM} ({cause}); install it on all hosts, or see \
+                 'pvm events'"
+            ),
+        ));
+    };
+    let notice = NotifyRequest {
+        subjects: NotifySubjects::TaskExit(vec![broker]),
+        ctx: BROKER_CTX,
+        tag: connection,
+        is_cancellation: false,
+    };
+    vm.notify(notice.clone())?;
+    let selection = Match::any().ctx(BROKER_CTX).tag(connection);
+    let timeout = deadline.saturating_duration_since(Instant::now());
+    let report = match vm.recv_timeout(selection, timeout)? {
+        Some(message) if message.src == broker => decode(&message.body).unwrap_or_else(|| {
+            StartReport::Failed("its version differs from this program's".into())
+        }),
+        Some(_) => StartReport::Failed(
+            "the broker ended while it started; 'pvm events' and the daemon's log tell why".into(),
+        ),
+        None => StartReport::Failed("the broker did not answer in time".into()),
+    };
+    // The cancellation sends the notice at once if it has not come; nobody reads it then.
+    let cancellation = NotifyRequest {
+        is_cancellation: true,
+        ..notice
+    };
+    vm.notify(cancellation)?;
+    while vm.try_recv(selection)?.is_some() {}
+    Ok((broker, report))
+}

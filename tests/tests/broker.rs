@@ -1,0 +1,320 @@
+//! Sessions of a foreman and workers that come and go, through the broker's programs and its C
+//! library, on real hosts.
+
+use sempa_tests::requirements::{build_folder, panic_if_unmet, require_program, require_testbed};
+use sempa_tests::run::{CommandResult, RunningCommand, run_successfully, run_to_end};
+use sempa_tests::testbed::Host;
+use sempa_tests::vm::VmSettings;
+use sempa_tests::{OrPanicWithLogs, Vm, wait_for};
+use serde_json::Value;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+const TIMEOUT: Duration = Duration::from_secs(120);
+/// Exit status of a program that comes after the end of its session.
+const EXIT_OVER: i32 = 79;
+
+/// A virtual machine with the broker's programs.
+struct BrokerVm<'a> {
+    vm: Vm<'a>,
+}
+
+fn programs_folder(vm: &Vm) -> PathBuf {
+    vm.user_home().join("pvm3/bin/LINUX64")
+}
+
+fn repository_folder() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
+}
+
+/// Compiles C sources against the broker's library of the build.
+fn compile(output: &Path, sources: &[PathBuf], options: &[&str]) {
+    require_program("gcc", "gcc");
+    let libraries = output.parent().expect("a folder");
+    let mut compiler = Command::new("gcc");
+    compiler
+        .args(["-std=gnu11", "-O1", "-Wall", "-Wextra", "-Werror", "-o"])
+        .arg(output)
+        .args(options)
+        .args(sources)
+        .arg("-I")
+        .arg(repository_folder().join("broker/capi/include"))
+        .arg("-L")
+        .arg(libraries)
+        .args(["-lsempa_broker", "-Wl,-rpath,$ORIGIN"]);
+    run_successfully(compiler, TIMEOUT).expect("gcc compiles");
+}
+
+impl<'a> BrokerVm<'a> {
+    /// Starts a virtual machine on all hosts and installs the broker's programs in the folder where
+    /// `spawn` searches.
+    fn start(bed: &'a sempa_tests::Testbed) -> Self {
+        let vm = Vm::start(bed, VmSettings::default()).expect("a virtual machine");
+        let names: Vec<&str> = bed.hosts().iter().skip(1).map(Host::name).collect();
+        if !names.is_empty() {
+            vm.add_hosts(&names).expect("they join");
+        }
+        let folder = programs_folder(&vm);
+        fs::create_dir_all(&folder).expect("a folder");
+        let build = build_folder().expect("a folder");
+        for name in ["pvm-broker", "libsempa_broker.so"] {
+            let file = build.join(name);
+            let missing =
+                format!("{name} is not built: run cargo build -p pvm-broker -p sempa-broker-capi");
+            panic_if_unmet((!file.exists()).then_some(missing));
+            // A child process copies, because another test may fork while a copy is open.
+            let mut copy = Command::new("cp");
+            copy.arg(file).arg(folder.join(name));
+            run_successfully(copy, TIMEOUT).expect("a copy");
+        }
+        let programs = Path::new(env!("CARGO_MANIFEST_DIR")).join("programs");
+        for name in ["broker_foreman", "broker_worker"] {
+            compile(
+                &folder.join(name),
+                &[programs.join(format!("{name}.c"))],
+                &[],
+            );
+        }
+        Self { vm }
+    }
+
+    fn command(&self, host: &Host, program_and_args: &[&str]) -> Command {
+        let program = programs_folder(&self.vm).join(program_and_args[0]);
+        let mut command = self.vm.user_command(host, program);
+        command.args(&program_and_args[1..]);
+        command
+    }
+
+    fn h1(&self) -> &Host {
+        self.vm.testbed().host(1)
+    }
+
+    fn start_on(&self, host: &Host, program_and_args: &[&str]) -> RunningCommand {
+        RunningCommand::start(self.command(host, program_and_args), Stdio::null()).expect("starts")
+    }
+
+    /// Starts a foreman on h1 whose session ends when the returned command's input is closed.
+    fn start_foreman(&self, session: &str, tasks: usize, workers: usize) -> RunningCommand {
+        let (tasks, workers) = (tasks.to_string(), workers.to_string());
+        let arguments = ["broker_foreman", session, &tasks, &workers, "hold"];
+        RunningCommand::start(self.command(self.h1(), &arguments), Stdio::piped()).expect("starts")
+    }
+
+    /// Runs `pvm-broker` on h1.
+    fn broker(&self, arguments: &[&str]) -> CommandResult {
+        let arguments = [&["pvm-broker"], arguments].concat();
+        run_to_end(self.command(self.h1(), &arguments), TIMEOUT).or_panic_with_logs(&self.vm)
+    }
+
+    fn broker_succeeds(&self, arguments: &[&str]) -> String {
+        let result = self.broker(arguments);
+        assert!(
+            result.succeeded(),
+            "{arguments:?}: {result:?}\n{}",
+            self.vm.events_and_logs()
+        );
+        result.stdout
+    }
+
+    fn report(&self, session: &str) -> Value {
+        let text = self.broker_succeeds(&["members", session, "--json"]);
+        serde_json::from_str(&text).expect("JSON")
+    }
+
+    /// Writes the session file of a worker outside and returns its path.
+    fn session_file(&self, session: &str) -> String {
+        let path = self.vm.user_home().join(format!("{session}.session"));
+        let path = path.to_str().expect("UTF-8").to_string();
+        self.broker_succeeds(&["secret", session, "--output", &path]);
+        path
+    }
+
+    /// Returns the processes of the broker on all hosts, as (host number, pid).
+    fn broker_pids(&self) -> Vec<(usize, u32)> {
+        let hosts = (1..).zip(self.vm.testbed().hosts());
+        let processes = hosts.flat_map(|(number, host)| {
+            let processes = host.processes().into_iter();
+            processes
+                .filter(|(_, line)| line.contains("pvm-broker serve"))
+                .map(move |(pid, _)| (number, pid))
+                .collect::<Vec<_>>()
+        });
+        processes.collect()
+    }
+
+    fn wait_for_line(&self, command: &RunningCommand, text: &str) {
+        wait_for(TIMEOUT, || {
+            let output = command.stdout_so_far().map_err(|e| e.to_string())?;
+            let errors = command.stderr_so_far().map_err(|e| e.to_string())?;
+            match output.contains(text) {
+                true => Ok(()),
+                false => Err(format!("no {text:?} in {output:?} {errors:?}")),
+            }
+        })
+        .or_panic_with_logs(&self.vm);
+    }
+
+    /// Closes the input of a foreman, and waits until it has ended the session.
+    fn release(&self, mut foreman: RunningCommand) -> String {
+        drop(foreman.take_stdin());
+        let result = foreman.wait_or_kill(TIMEOUT).or_panic_with_logs(&self.vm);
+        assert!(
+            result.succeeded(),
+            "{result:?}\n{}",
+            self.vm.events_and_logs()
+        );
+        result.stdout
+    }
+
+    fn expect_status(&self, command: RunningCommand, status: i32) {
+        let result = command.wait_or_kill(TIMEOUT).or_panic_with_logs(&self.vm);
+        assert_eq!(
+            result.status.code(),
+            Some(status),
+            "{result:?}\n{}",
+            self.vm.events_and_logs()
+        );
+    }
+
+    /// Waits until no broker and no file of a session is left, halts, and checks both again.
+    fn end(self) {
+        let state = self.vm.user_home().join(".local/state/sempa/broker");
+        wait_for(TIMEOUT, || {
+            let pids = self.broker_pids();
+            match pids.is_empty() && !state.exists() {
+                true => Ok(()),
+                false => Err(format!("{pids:?}, {}: {}", state.display(), state.exists())),
+            }
+        })
+        .or_panic_with_logs(&self.vm);
+        self.vm.halt_and_wait().expect("halts");
+        for host in self.vm.testbed().hosts() {
+            let leftovers = host.leftover_files(self.vm.testbed().folder());
+            assert_eq!(leftovers, Vec::<PathBuf>::new(), "{}", host.name());
+        }
+    }
+}
+
+fn sum_of_squares(count: u64) -> u64 {
+    (0..count).map(|number| number * number).sum()
+}
+
+/// Returns the value after `name` in the foreman's line of totals.
+fn total(output: &str, name: &str) -> u64 {
+    let line = output
+        .lines()
+        .find(|line| line.starts_with("results"))
+        .expect("totals");
+    let mut words = line.split(' ').skip_while(|word| *word != name);
+    words.nth(1).and_then(|w| w.parse().ok()).expect("a number")
+}
+
+/// Asserts that the broker counts every message it has taken.
+fn assert_counts_add_up(report: &Value) {
+    let count = |name: &str| report["counts"][name].as_u64().expect("a count");
+    let waiting = report["waiting"].as_u64().expect("a count");
+    assert_eq!(
+        count("taken"),
+        count("delivered") + count("returned") + count("dropped") + waiting,
+        "{report}"
+    );
+}
+
+/// The first member starts the broker. Members inside and outside the virtual machine work
+/// together. At the end of the session all get the exit status for the end, and nothing is left.
+#[test]
+#[ignore = "system tier: needs root and hosts"]
+fn members_inside_and_outside_work_together() {
+    let bed = require_testbed(2);
+    let broker = BrokerVm::start(&bed);
+    let foreman = broker.start_foreman("squares", 400, 4);
+    broker.wait_for_line(&foreman, "foreman is member 1");
+    let file = broker.session_file("squares");
+    let outside = broker.start_on(bed.outside_host(), &["broker_worker", &file, "2", "0"]);
+    let inside = broker.start_on(bed.host(2), &["broker_worker", "squares", "2", "0"]);
+    broker.wait_for_line(&foreman, "results 400");
+    let report = broker.report("squares");
+    assert_counts_add_up(&report);
+    let members = report["members"].as_array().expect("members");
+    let outside_count = members.iter().filter(|m| m["place"] == "outside").count();
+    assert_eq!((members.len(), outside_count), (5, 2), "{report}");
+    let output = broker.release(foreman);
+    assert_eq!(total(&output, "sum"), sum_of_squares(400));
+    broker.expect_status(outside, 0);
+    broker.expect_status(inside, 0);
+    broker.end();
+}
+
+/// Late comers inside and outside learn that the session is over, by an exit status of its own.
+#[test]
+#[ignore = "system tier: needs root and hosts"]
+fn late_comers_learn_that_the_session_is_over() {
+    let bed = require_testbed(1);
+    let broker = BrokerVm::start(&bed);
+    broker.broker_succeeds(&["start", "late", "--linger", "60"]);
+    let file = broker.session_file("late");
+    let worker = broker.start_on(bed.outside_host(), &["broker_worker", &file, "1", "0"]);
+    wait_for(TIMEOUT, || {
+        let report = broker.report("late");
+        match report["members"][0]["state"] == "present" {
+            true => Ok(()),
+            false => Err(report.to_string()),
+        }
+    })
+    .or_panic_with_logs(&broker.vm);
+    broker.broker_succeeds(&["end", "late", "--within", "0"]);
+    broker.expect_status(worker, EXIT_OVER);
+    let late_inside = broker.start_on(bed.host(1), &["broker_worker", "late", "1", "0"]);
+    broker.expect_status(late_inside, EXIT_OVER);
+    let late_outside = broker.start_on(bed.outside_host(), &["broker_worker", &file, "1", "0"]);
+    broker.expect_status(late_outside, EXIT_OVER);
+    assert_eq!(
+        broker.broker(&["members", "late"]).status.code(),
+        Some(EXIT_OVER)
+    );
+    // The virtual machine ends while the broker still answers late comers.
+    broker.vm.halt_and_wait().expect("halts");
+    let leftovers = bed.host(1).leftover_files(bed.folder());
+    assert_eq!(leftovers, Vec::<PathBuf>::new());
+}
+
+/// A killed broker is started again by a member, and no result is lost or counted twice.
+#[test]
+#[ignore = "system tier: needs root and hosts"]
+fn a_killed_broker_goes_on_without_loss() {
+    let bed = require_testbed(2);
+    let broker = BrokerVm::start(&bed);
+    let foreman = broker.start_foreman("killed", 1500, 4);
+    broker.wait_for_line(&foreman, "foreman is member 1");
+    let file = broker.session_file("killed");
+    let outside = broker.start_on(bed.outside_host(), &["broker_worker", &file, "2", "1"]);
+    let inside = broker.start_on(bed.host(2), &["broker_worker", "killed", "2", "1"]);
+    for progress in ["100 done", "300 done", "500 done"] {
+        broker.wait_for_line(&foreman, progress);
+        let pids = broker.broker_pids();
+        assert_eq!(pids.len(), 1, "{pids:?}");
+        let (number, pid) = pids[0];
+        bed.host(number)
+            .kill_matching_processes(|line| line.contains("pvm-broker serve"));
+        wait_for(TIMEOUT, || match broker.broker_pids() {
+            pids if pids.iter().any(|(_, new)| *new != pid) => Ok(()),
+            pids => Err(format!("{pids:?}")),
+        })
+        .or_panic_with_logs(&broker.vm);
+    }
+    broker.wait_for_line(&foreman, "results 1500");
+    let report = broker.report("killed");
+    assert_counts_add_up(&report);
+    assert_eq!(report["counts"]["joins"], 5, "{report}");
+    assert_eq!(report["counts"]["dropped"], 0, "{report}");
+    let output = broker.release(foreman);
+    assert_eq!(total(&output, "sum"), sum_of_squares(1500));
+    for name in ["departures", "doubled", "returned"] {
+        assert_eq!(total(&output, name), 0, "{output}");
+    }
+    broker.expect_status(outside, 0);
+    broker.expect_status(inside, 0);
+    broker.end();
+}
