@@ -5,6 +5,8 @@ use super::*;
 
 /// Length of a mark in the file.
 const MARK_BYTES: usize = 29;
+/// Length of the frame with a small generation.
+const OPENED_BYTES: usize = 22;
 
 /// Returns a disk with three durable commits in one log, and the history of the run.
 fn one_log() -> (FaultyStorage, History) {
@@ -46,6 +48,11 @@ fn snapshot_and_two_logs() -> (FaultyStorage, History) {
     names.retain(|name| !name.starts_with(".tmp-"));
     assert_eq!(names, ["log-2", "log-3", "snapshot-2"]);
     (disk, history)
+}
+
+/// Returns the length of a short header.
+fn header_bytes(log: &[u8]) -> usize {
+    8 + 4 + 4 + usize::from(log[12]) + 8
 }
 
 /// Opens the disk with one file changed. An error must leave all files as they are.
@@ -164,6 +171,23 @@ fn log_of_any_length_has_the_first_records() {
     assert_eq!(counts, [0, 1, 2, 3]);
 }
 
+/// An undamaged record at another place is cut.
+#[test]
+fn repeated_record_is_not_taken_twice() {
+    let (storage, mut history) = one_log();
+    let content = storage.content("log-1");
+    let start = header_bytes(&content) + OPENED_BYTES + MARK_BYTES;
+    let record = &content[start..][..13 + usize::from(content[start]) + 8];
+    let repeated = [&content[..], record].concat();
+    let opened = open_changed(&storage, "log-1", repeated).expect("a cut log");
+    let Previous::Unfinished(recovered) = &opened.previous else {
+        panic!("there is no run");
+    };
+    let truncated = recovered.truncated.as_ref().expect("a cut");
+    assert_eq!(truncated.bytes, record.len() as u64);
+    history.check(&opened.previous, opened.generation);
+}
+
 #[test]
 fn shorter_snapshot_is_an_error() {
     let (storage, _) = snapshot_and_two_logs();
@@ -208,7 +232,7 @@ fn foreign_files_are_refused() {
     let (storage, _) = one_log();
     let disk = storage.after(Loss::Unsynced);
     // Frames of another run behind the header of this one.
-    let header_bytes = 8 + 4 + 4 + usize::from(disk.content("log-1")[12]) + 8;
+    let header_bytes = header_bytes(&disk.content("log-1"));
     let mut mixed = storage.content("log-1")[..header_bytes].to_vec();
     mixed.extend(&other_disk.content("log-1")[header_bytes..]);
     let opened = open_changed(&storage, "log-1", mixed).expect("a cut log");

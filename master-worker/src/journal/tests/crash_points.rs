@@ -6,6 +6,8 @@ use super::*;
 /// Longest write of the script in bytes: torn writes end at each of these bytes.
 const TORN_BYTES_MAX: usize = 160;
 const RANDOM_LOSSES: u64 = 6;
+/// Enough to lose each of three removals without the others.
+const RANDOM_REMOVAL_LOSSES: u64 = 60;
 /// Calls of the script at least. Some snapshots are refused while another one is written.
 const CALLS_MIN: u64 = 20;
 
@@ -167,12 +169,11 @@ fn finished_run_is_not_restarted_after_a_crash_at_each_call() {
         run.close(&mut history);
         storage.crash_at(call);
         let removal = recovery::remove_finished(&storage);
-        for loss in [
-            Loss::Kill,
-            Loss::Unsynced,
-            Loss::Random(call),
-            Loss::Random(call + 99),
-        ] {
+        let random_losses = (0..RANDOM_REMOVAL_LOSSES).map(Loss::Random);
+        for loss in [Loss::Kill, Loss::Unsynced]
+            .into_iter()
+            .chain(random_losses)
+        {
             let disk = storage.after(loss);
             let opened = recover_valid(&disk);
             assert!(
