@@ -37,7 +37,7 @@
 //! # Measured
 //!
 //! With `examples/journal_speed.rs`, built for release, on two processors that other work shares
-//! (load average 7) and an ext4 file system whose `fdatasync` takes 4 ms. Ranges are those of three runs.
+//! (load average 7) and an ext4 file system whose `fdatasync` takes 4 ms. Three runs.
 //!
 //! | what | value |
 //! | --- | --- |
@@ -45,7 +45,7 @@
 //! | one record alone until it is durable | median 4.0 ms, p99 8 to 12 ms |
 //! | snapshot of 1,000,000 open tasks of 100 bytes | 1.9 to 3.0 s, 114 MB |
 //! | `append` meanwhile | median 0.07 to 0.16 µs, p99 5 µs, p99.9 43 to 106 µs |
-//! | from `append` until durable meanwhile | median 2 to 14 ms, p99 91 to 250 ms, at most 264 ms |
+//! | until durable meanwhile | median 2 to 14 ms, p99 91 to 250 ms, at most 264 ms |
 
 mod error;
 mod format;
