@@ -1,14 +1,17 @@
 //! `qap`: proves the optimum of a quadratic assignment problem.
 
 use std::path::PathBuf;
+use std::time::Duration;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, anyhow, bail};
 use clap::{Parser, ValueEnum};
+use master_worker::{ProgramOptions, RunOutcome};
 use nix::sys::resource::{UsageWho, getrusage};
-use sempa_qap::heuristic::TabuOptions;
-use sempa_qap::instance::{Cost, Instance};
+use sempa_qap::distributed::{self, ProofDriver};
+use sempa_qap::heuristic::{TabuOptions, tabu_search};
+use sempa_qap::instance::{Cost, Instance, Solution};
 use sempa_qap::nugent;
-use sempa_qap::proof::{FirstBound, Optimum, ProofOptions, solve};
+use sempa_qap::proof::{FirstBound, Optimum, Proof, ProofOptions, solve};
 use sempa_qap::search::{BoundKind, Directive};
 
 /// Proves the optimum of a quadratic assignment problem.
@@ -25,6 +28,27 @@ struct Arguments {
     /// Lower bound: Gilmore-Lawler (gl), Hahn-Grant (hg), or the faster one for the size
     #[arg(long, value_enum, default_value_t = BoundChoice::Auto)]
     bound: BoundChoice,
+    /// Search in this process only, without a virtual machine
+    #[arg(long)]
+    sequential: bool,
+    /// Number of workers
+    #[arg(long, value_name = "N", default_value_t = 2)]
+    workers: u32,
+    /// Name of the run, for `pvm work`; the default is the instance
+    #[arg(long, value_name = "NAME")]
+    run: Option<String>,
+    /// Directory of the journal: a killed master continues when it is started again
+    #[arg(long, value_name = "DIR")]
+    journal: Option<PathBuf>,
+    /// Counted losses of its worker after which a subproblem is given up
+    #[arg(long, value_name = "N", default_value_t = 5)]
+    attempts: u32,
+    /// Print a progress line every N seconds
+    #[arg(long, value_name = "SECONDS")]
+    progress: Option<u64>,
+    /// Print the result and all statistics as JSON
+    #[arg(long)]
+    json: bool,
     /// First upper bound: heuristic, optimum (of an embedded instance), or a value
     #[arg(long, value_name = "BOUND", default_value = "heuristic")]
     first_bound: String,
@@ -38,6 +62,9 @@ enum BoundChoice {
 }
 
 fn main() -> Result<()> {
+    if master_worker::is_worker() {
+        return distributed::run_as_worker().map_err(|error| anyhow!(error));
+    }
     let arguments = Arguments::parse();
     let (instance, known) = read_instance(&arguments)?;
     let bound = match arguments.bound {
@@ -46,23 +73,110 @@ fn main() -> Result<()> {
         BoundChoice::Auto => BoundKind::for_instance(&instance),
     };
     let first_bound = first_bound(&arguments.first_bound, known)?;
+    if !arguments.sequential {
+        return prove_with_workers(&arguments, instance, bound, &first_bound);
+    }
     let options = ProofOptions { bound, first_bound };
     let proof = solve(&instance, &options, |_| Directive::Continue)?;
+    print_proof(&proof);
+    println!("processor-seconds {:.3}", processor_seconds()?);
+    Ok(())
+}
+
+fn print_proof(proof: &Proof) {
     match &proof.optimum {
         Optimum::Solution(solution) => {
-            let numbers: Vec<String> = solution
-                .permutation
-                .iter()
-                .map(|facility| (facility + 1).to_string())
-                .collect();
             println!("optimum {}", solution.value);
-            println!("permutation {}", numbers.join(" "));
+            println!("permutation {}", permutation_text(solution));
         }
         Optimum::AtLeast(value) => println!("no permutation costs less than {value}"),
     }
     println!("nodes {}", proof.nodes);
-    println!("processor-seconds {:.3}", processor_seconds()?);
+}
+
+/// Returns the permutation as QAPLIB prints it: numbers from 1.
+fn permutation_text(solution: &Solution) -> String {
+    let numbers = solution
+        .permutation
+        .iter()
+        .map(|facility| (facility + 1).to_string());
+    numbers.collect::<Vec<_>>().join(" ")
+}
+
+/// Proves the optimum with workers on the virtual machine, and prints the proof and the statistics
+/// of the run.
+fn prove_with_workers(
+    arguments: &Arguments,
+    instance: Instance,
+    bound: BoundKind,
+    first_bound: &FirstBound,
+) -> Result<()> {
+    let (best_value, first_solution) = match first_bound {
+        FirstBound::Value(value) => (*value, None),
+        FirstBound::Heuristic(options) => {
+            let solution = tabu_search(&instance, *options);
+            (solution.value, Some(solution))
+        }
+    };
+    let run_name = arguments.run.clone().or_else(|| arguments.name.clone());
+    let run_name = run_name.unwrap_or_else(|| "qap".to_string());
+    let mut options = ProgramOptions::new(run_name, arguments.workers);
+    options.master.journal.clone_from(&arguments.journal);
+    options.master.progress_interval = arguments.progress.map(Duration::from_secs);
+    options.master.settings.retry.attempts_max = arguments.attempts;
+    let driver = ProofDriver::new(instance, bound, best_value, first_solution);
+    let (driver, outcome) = distributed::prove(driver, &options).map_err(|error| anyhow!(error))?;
+    let proof = driver.into_proof();
+    if arguments.json {
+        println!("{}", json_result(&proof, &outcome));
+    } else if outcome.is_finished {
+        print_proof(&proof);
+        print_statistics(&outcome);
+    }
+    if !outcome.is_finished {
+        bail!("the run was stopped before the proof was complete: nothing is proved");
+    }
     Ok(())
+}
+
+fn json_result(proof: &Proof, outcome: &RunOutcome) -> serde_json::Value {
+    let permutation = match &proof.optimum {
+        Optimum::Solution(solution) => Some(permutation_text(solution)),
+        Optimum::AtLeast(_) => None,
+    };
+    serde_json::json!({
+        "finished": outcome.is_finished,
+        "optimum": proof.optimum.value(),
+        "permutation": permutation,
+        "nodes": proof.nodes,
+        "masters": outcome.generation,
+        "repeated_results": outcome.repeated_results,
+        "statistics": outcome.statistics,
+    })
+}
+
+/// Prints the quantities of MW's paper.
+fn print_statistics(outcome: &RunOutcome) {
+    let statistics = &outcome.statistics;
+    let number = |value: Option<f64>| value.map_or("-".to_string(), |value| format!("{value:.2}"));
+    println!(
+        "W {:.1} s, T {:.1} s, N {:.1} s, P {}, A {}, efficiency {}",
+        statistics.wall_s,
+        statistics.cpu_s,
+        statistics.normalized_s,
+        number(statistics.pool_performance),
+        number(statistics.average_workers),
+        number(statistics.efficiency),
+    );
+    let counts = &statistics.counts;
+    println!(
+        "{} tasks, {} attempts, {} workers lost, {} migrations, {} results discarded",
+        counts.results_accepted,
+        counts.attempts,
+        counts.workers_lost,
+        counts.worker_migrations,
+        counts.results_discarded,
+    );
 }
 
 /// Returns the instance, and its optimum if it is an embedded one.
