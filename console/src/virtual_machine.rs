@@ -2,7 +2,7 @@
 //! implement the trait without a daemon.
 
 use bytes::Bytes;
-use libpvm::{Error, Match, Vm};
+use libpvm::{Content, Error, Match, Vm};
 use sempa_proto::body::Packer;
 use sempa_proto::event::Event;
 use sempa_proto::message::{CTX_BASE, DSIG_X86_64, ENC_XDR};
@@ -11,6 +11,7 @@ use sempa_proto::rm::{self, CTX_RM, RmQuery, RmReply, TAG_QUERY, TAG_REPLY};
 use sempa_proto::table::{HostReport, HostTable, TASK_RM, TaskInfo};
 use sempa_proto::task::{MailboxRequest, Reply, Request, SpawnRequest};
 use sempa_proto::{HostId, Message, PvmError, Tid};
+use sempa_work_dispatch::{QUESTION_TAG, Question};
 use std::ops::ControlFlow;
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::thread;
@@ -20,6 +21,8 @@ use std::time::Duration;
 const WAIT_INTERVAL: Duration = Duration::from_millis(200);
 /// Time limit for a reply of the resource manager.
 const RM_REPLY_TIMEOUT: Duration = Duration::from_secs(5);
+/// Time limit for a reply of the master of a master-worker run.
+const MASTER_REPLY_TIMEOUT: Duration = Duration::from_secs(10);
 /// Error text for a query to the resource manager when none is running.
 const NO_RM_TEXT: &str = "this needs a resource manager, and none is running: start the virtual machine with PVM_RM=pvm-rm, or 'pvm spawn pvm-rm'";
 
@@ -49,6 +52,9 @@ pub(crate) trait VirtualMachine {
     fn send(&self, message: Message) -> Result<(), Error>;
     /// Sends a query to the resource manager and waits for the reply.
     fn ask_rm(&self, query: &RmQuery) -> Result<RmReply, Error>;
+    /// Sends a question to the master of a master-worker run, and waits for the answer, which is
+    /// JSON.
+    fn ask_master(&self, master: Tid, question: &Question) -> Result<String, Error>;
     /// Sends a request to the daemon and waits for the reply. [`Reply::Failed`] becomes an error.
     fn ask(&self, request: Request) -> Result<Reply, Error>;
     /// As [`VirtualMachine::ask`]. Calls `on_wait` at intervals until the reply arrives. Returns
@@ -143,6 +149,21 @@ impl VirtualMachine for Vm {
                 format!("the answer of resource manager {rm_tid}: {error}"),
             )),
         }
+    }
+
+    fn ask_master(&self, master: Tid, question: &Question) -> Result<String, Error> {
+        self.send_value(master, QUESTION_TAG, question)?;
+        let from_master = Match::any().src(master).tag(QUESTION_TAG);
+        let Some(answer) = self.recv_timeout(from_master, MASTER_REPLY_TIMEOUT)? else {
+            let reason = format!(
+                "the master {master} did not answer within {} s: a callback of its program takes \
+                 long, or the program hangs; the run itself is not changed",
+                MASTER_REPLY_TIMEOUT.as_secs()
+            );
+            return Err(Error::new(PvmError::NoData, reason));
+        };
+        let text = answer.items()?.read_str()?;
+        Ok(String::from_utf8_lossy(&text).into_owned())
     }
 
     fn ask(&self, request: Request) -> Result<Reply, Error> {

@@ -4,7 +4,7 @@ use crate::master::{Master, MasterEvent, MasterParts, RunError, RunState, Transp
 use crate::protocol::{ToMaster, ToWorker};
 use crate::raw::{Failure, RawDriver, RawWorker};
 use crate::run::{Run, WorkerProgram};
-use crate::vm_master::RunOutcome;
+use crate::start::RunOutcome;
 use crate::worker_loop::{WorkerIdentity, WorkerInput, WorkerPort, run_worker};
 use sempa_work_dispatch::{ClassId, Dispatcher, RunStatistics, Settings, WorkerId};
 use std::cell::RefCell;

@@ -88,7 +88,10 @@ pub mod protocol;
 mod raw;
 mod recovery;
 mod run;
+mod start;
 mod status;
+#[cfg(test)]
+mod tests;
 mod typed;
 mod vm_master;
 mod vm_worker;
@@ -106,9 +109,10 @@ pub use sempa_work_dispatch::{
     AttemptRecord, ClassId, Grain, Groups, PausePolicy, Progress, RetryPolicy, Settings,
     StatisticsReport, TaskId, WorkerId, WorkerOrder,
 };
+pub use start::{MasterOptions, RunOutcome};
 pub use typed::{
     Driver, Nothing, PackedDriver, PackedWorker, RunHandle, Task, TaskContext, Worker,
 };
-pub use vm_master::{MasterOptions, RunOutcome, run_master};
+pub use vm_master::run_master;
 pub use vm_worker::work;
 pub use worker_loop::WorkerEnd;

@@ -4,8 +4,8 @@
 use crate::init_hosts::{InitHosts, InitOffer};
 use crate::journal::{AppendError, FailedAttempt, Journal, Lsn, Record, StoredTask, TaskStats};
 use crate::protocol::{
-    AttemptContent, AttemptResult, Hello, InitSource, PROTOCOL_VERSION, Question, RawTask,
-    TaskOrder, ToMaster, ToWorker, Welcome,
+    AttemptContent, AttemptResult, Hello, InitSource, PROTOCOL_VERSION, RawTask, TaskOrder,
+    ToMaster, ToWorker, Welcome,
 };
 use crate::raw::{Failure, PoolEvent, RawDriver, ResultInfo};
 use crate::recovery::encode;
@@ -14,7 +14,7 @@ use crate::status;
 use bytes::Bytes;
 use sempa_work_dispatch::{
     AttemptId, AttemptOutcome, AttemptRecord, AttemptReport, ClassId, Event, Key, LossReason,
-    Micros, NewTask, Output, PauseCause, StatisticsReport, TaskId, WorkerId,
+    Micros, NewTask, Output, PauseCause, Question, StatisticsReport, TaskId, WorkerId,
 };
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Arc, Condvar, Mutex};
@@ -88,31 +88,34 @@ pub(crate) enum RunState {
     Stopped,
 }
 
-/// Number of snapshots that the journal of this master has written.
+/// Outcome of the first snapshot of this master.
 #[derive(Debug, Default)]
-pub(crate) struct SnapshotCount {
-    count: Mutex<u64>,
+pub(crate) struct FirstSnapshot {
+    outcome: Mutex<Option<Result<(), String>>>,
     changed: Condvar,
 }
 
-impl SnapshotCount {
-    /// Counts a snapshot.
-    pub(crate) fn increase(&self) {
-        if let Ok(mut count) = self.count.lock() {
-            *count += 1;
+impl FirstSnapshot {
+    /// Notes the outcome of a snapshot.
+    pub(crate) fn note(&self, outcome: Result<(), String>) {
+        if let Ok(mut first) = self.outcome.lock() {
+            first.get_or_insert(outcome);
         }
         self.changed.notify_all();
     }
 
-    /// Waits for the first snapshot. Returns false if `patience` is over before.
-    fn wait_for_first(&self, patience: Duration) -> bool {
-        let Ok(count) = self.count.lock() else {
-            return false;
-        };
+    /// Waits for the first snapshot.
+    ///
+    /// # Errors
+    /// The snapshot has failed, or `patience` is over.
+    fn wait(&self, patience: Duration) -> Result<(), String> {
+        let late = || format!("nothing was stored for {} s", patience.as_secs());
+        let outcome = self.outcome.lock().map_err(|error| error.to_string())?;
         let waited = self
             .changed
-            .wait_timeout_while(count, patience, |count| *count == 0);
-        waited.is_ok_and(|(count, _)| *count > 0)
+            .wait_timeout_while(outcome, patience, |first| first.is_none());
+        let (outcome, _) = waited.map_err(|error| error.to_string())?;
+        outcome.clone().unwrap_or_else(|| Err(late()))
     }
 }
 
@@ -120,17 +123,17 @@ impl SnapshotCount {
 #[derive(Debug)]
 pub(crate) struct JournalState {
     pub(crate) journal: Journal,
-    snapshots: Arc<SnapshotCount>,
+    first_snapshot: Arc<FirstSnapshot>,
     unacknowledged: VecDeque<(Lsn, WorkerId, AttemptId)>,
     next_statistics: Micros,
     next_snapshot: Micros,
 }
 
 impl JournalState {
-    pub(crate) fn new(journal: Journal, snapshots: Arc<SnapshotCount>, now: Micros) -> Self {
+    pub(crate) fn new(journal: Journal, first_snapshot: Arc<FirstSnapshot>, now: Micros) -> Self {
         Self {
             journal,
-            snapshots,
+            first_snapshot,
             unacknowledged: VecDeque::new(),
             next_statistics: now + STATISTICS_INTERVAL,
             next_snapshot: now + SNAPSHOT_INTERVAL,
@@ -693,6 +696,7 @@ impl<D: RawDriver> Master<D> {
     fn finish_callbacks(&mut self, transport: &mut dyn Transport) -> Result<(), RunError> {
         let added = std::mem::take(&mut self.run.added);
         let pruned = std::mem::take(&mut self.run.pruned);
+        let changed_keys = std::mem::take(&mut self.run.changed_keys);
         if let Some(journal) = &self.journal {
             if !added.is_empty() {
                 let tasks = stored_tasks(&added);
@@ -701,6 +705,9 @@ impl<D: RawDriver> Master<D> {
             if !pruned.is_empty() {
                 let tasks = pruned.iter().map(|task| task.0).collect();
                 journal.append(Record::Pruned { tasks })?;
+            }
+            for (task, key) in changed_keys {
+                journal.append(Record::KeyChanged { task: task.0, key })?;
             }
         }
         if std::mem::take(&mut self.run.update_is_new)
@@ -766,24 +773,29 @@ impl<D: RawDriver> Master<D> {
 
     /// Stores the first tasks and the driver's state of a new run, and waits until they are durable:
     /// no result may come before.
-    pub(crate) fn store_start(&mut self, patience: Duration) -> Result<(), RunError> {
+    /// `abandoned_tasks` are those of a master that was killed before its state was stored.
+    pub(crate) fn store_start(
+        &mut self,
+        abandoned_tasks: Vec<u64>,
+        patience: Duration,
+    ) -> Result<(), RunError> {
         let added = std::mem::take(&mut self.run.added);
         let Some(journal) = &self.journal else {
             return Ok(());
         };
+        if !abandoned_tasks.is_empty() {
+            journal.append(Record::Pruned {
+                tasks: abandoned_tasks,
+            })?;
+        }
         let tasks = stored_tasks(&added);
         journal.append(Record::TasksAdded { tasks })?;
         self.begin_snapshot()?;
         let Some(journal) = &self.journal else {
             return Ok(());
         };
-        match journal.snapshots.wait_for_first(patience) {
-            true => Ok(()),
-            false => Err(RunError::Journal(format!(
-                "the first state could not be stored within {} s",
-                patience.as_secs()
-            ))),
-        }
+        let stored = journal.first_snapshot.wait(patience);
+        stored.map_err(RunError::Journal)
     }
 
     /// Sets the time that the master has spent with work.

@@ -1,4 +1,4 @@
-//! Messages between the master and the workers of a run, and questions about a run.
+//! Messages between the master and the workers of a run.
 //!
 //! The messages use two tags of their own, so that drivers and workers may also send PVM messages
 //! with other tags.
@@ -11,29 +11,12 @@ use serde::{Deserialize, Serialize};
 pub const TO_MASTER_TAG: i32 = 0x5357_4d01;
 /// Tag of messages to a worker.
 pub const TO_WORKER_TAG: i32 = 0x5357_4d02;
-/// Tag of questions to a master: a [`Question`] in PVM's encoding of one value. The answer has the
-/// same tag and is one string with JSON.
-pub const QUESTION_TAG: i32 = 0x5357_4d03;
 /// Version of these messages. Masters and workers of one run must have the same one.
 pub const PROTOCOL_VERSION: u32 = 1;
-/// Prefix of the name under which a master is registered in the mailbox of the virtual machine.
-pub const MAILBOX_PREFIX: &str = "sempa-work:";
 /// Environment variable of workers: name of the run.
 pub const RUN_VARIABLE: &str = "SEMPA_WORK_RUN";
 /// Environment variable of workers: number of the worker's class.
 pub const CLASS_VARIABLE: &str = "SEMPA_WORK_CLASS";
-
-/// A question about a run.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Question {
-    Status,
-    Workers,
-    Quarantine,
-    /// End the run after the present callbacks. Open tasks stay in the journal.
-    Stop,
-    /// Let a quarantined task wait again.
-    Retry(u64),
-}
 
 /// A task that a driver or a worker creates.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]

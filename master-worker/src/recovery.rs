@@ -117,6 +117,20 @@ pub(crate) fn restart<D: RawDriver>(
     })
 }
 
+/// Returns the tasks in a journal without a state of the driver: its master was killed at the start.
+pub(crate) fn abandoned_tasks(recovered: &Recovered) -> Vec<u64> {
+    let added = recovered.records.iter().flat_map(|record| match record {
+        Record::TasksAdded { tasks } => tasks.as_slice(),
+        _ => &[],
+    });
+    recovered
+        .open_tasks
+        .iter()
+        .chain(added)
+        .map(|task| task.id)
+        .collect()
+}
+
 /// Returns the newest stored statistics with the results that were accepted after them.
 fn restore_statistics(counters: &Bytes, records: &[Record]) -> Result<RunStatistics, RunError> {
     let mut statistics = match counters.is_empty() {

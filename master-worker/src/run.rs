@@ -75,6 +75,8 @@ pub struct Run {
     pub(crate) added: Vec<AddedTask>,
     /// Tasks that the present callback has pruned.
     pub(crate) pruned: Vec<TaskId>,
+    /// Keys that the present callback has changed.
+    pub(crate) changed_keys: Vec<(TaskId, f64)>,
     pub(crate) update: Option<Update>,
     pub(crate) update_is_new: bool,
     pub(crate) programs: BTreeMap<ClassId, WorkerProgram>,
@@ -102,6 +104,7 @@ impl Run {
             payloads: FxHashMap::default(),
             added: Vec::new(),
             pruned: Vec::new(),
+            changed_keys: Vec::new(),
             update: None,
             update_is_new: false,
             programs: BTreeMap::new(),
@@ -210,16 +213,41 @@ impl Run {
     /// ones are closed too, and their workers are requested to cancel them. Returns the number of
     /// removed tasks.
     pub fn prune(&mut self, bound: f64, with_running: bool) -> usize {
+        self.prune_tasks(bound, with_running).len()
+    }
+
+    /// As [`Run::prune`]. Returns the removed tasks.
+    pub fn prune_tasks(&mut self, bound: f64, with_running: bool) -> Vec<TaskId> {
         if self.mode == Mode::Replay {
-            return 0;
+            return Vec::new();
         }
         let pruned = self.dispatcher.prune(self.now, key_of(bound), with_running);
         for task in &pruned {
             self.payloads.remove(task);
         }
-        let count = pruned.len();
-        self.pruned.extend(pruned);
-        count
+        self.pruned.extend(&pruned);
+        pruned
+    }
+
+    /// Changes the key of an open task. Returns false if the task is closed.
+    pub fn set_key(&mut self, task: TaskId, key: f64) -> bool {
+        if self.mode == Mode::Replay || !self.dispatcher.set_key(task, key_of(key)) {
+            return false;
+        }
+        if let Some(stored) = self.payloads.get_mut(&task) {
+            stored.task.key = key_of(key).value();
+        }
+        self.changed_keys.push((task, key_of(key).value()));
+        true
+    }
+
+    /// Returns the open tasks in no particular order: number, content, and true if an attempt of
+    /// the task runs.
+    pub fn open_tasks(&self) -> impl Iterator<Item = (TaskId, &RawTask, bool)> {
+        self.payloads.iter().filter_map(|(id, stored)| {
+            let is_running = self.dispatcher.is_running(*id)?;
+            Some((*id, &stored.task, is_running))
+        })
     }
 
     /// Sets the program of a class of workers and the number of workers that the run should have.

@@ -1,28 +1,18 @@
 //! The master of a run as a task of the virtual machine.
 
 use crate::events::{LossReasons, translate_event};
-use crate::journal::{Callbacks, Journal, Notice, Previous, RunId};
-use crate::master::{
-    JournalState, Master, MasterEvent, MasterParts, RunError, RunState, SnapshotCount, Transport,
-};
+use crate::master::{Master, MasterEvent, RunError, RunState, Transport};
 use crate::protocol::{
-    CLASS_VARIABLE, MAILBOX_PREFIX, QUESTION_TAG, Question, RUN_VARIABLE, TO_MASTER_TAG,
-    TO_WORKER_TAG, ToMaster, ToWorker,
+    CLASS_VARIABLE, RUN_VARIABLE, TO_MASTER_TAG, TO_WORKER_TAG, ToMaster, ToWorker,
 };
 use crate::raw::RawDriver;
-use crate::recovery;
-use crate::run::{Run, WorkerPlace, WorkerProgram};
+use crate::run::{WorkerPlace, WorkerProgram};
+use crate::start::{MasterOptions, RunOutcome, begin_run};
 use libpvm::proto::task::{NotifyRequest, NotifySubjects};
 use libpvm::proto::{HostId, Message, Tid};
 use libpvm::{Body, Content, Inbox, Vm};
-use sempa_work_dispatch::{
-    ClassId, Dispatcher, Micros, RunStatistics, Settings, StatisticsReport, WorkerId,
-};
-use std::collections::hash_map::RandomState;
+use sempa_work_dispatch::{ClassId, MAILBOX_PREFIX, Micros, QUESTION_TAG, Question, WorkerId};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
-use std::hash::BuildHasher;
-use std::path::PathBuf;
-use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::{Duration, Instant};
 
@@ -33,51 +23,7 @@ const NOTICE_TAG: i32 = 0x5357_4d05;
 const CONTEXT: i32 = 0;
 /// Messages that the master takes from the library at once.
 const BATCH_MAX: usize = 256;
-/// Time for which the first snapshot of a run may take.
-const FIRST_SNAPSHOT_PATIENCE: Duration = Duration::from_secs(600);
 const FINISH_PATIENCE: Duration = Duration::from_secs(60);
-
-/// How a run is carried out.
-#[derive(Clone, Debug)]
-pub struct MasterOptions {
-    /// Name of the run, by which `pvm work` and workers find it. Two runs of a virtual machine must
-    /// have different names.
-    pub run_name: String,
-    /// Directory of the run's journal. `None`: a run whose master is killed is lost.
-    pub journal: Option<PathBuf>,
-    pub settings: Settings,
-    /// Workers of class 0, unless the driver sets the workers itself.
-    pub default_workers: Option<WorkerProgram>,
-    /// Time for which workers wait for the next master.
-    pub master_wait: Duration,
-    /// Interval of the progress line on standard error; `None` for no progress line.
-    pub progress_interval: Option<Duration>,
-}
-
-impl MasterOptions {
-    pub fn new(run_name: impl Into<String>) -> Self {
-        Self {
-            run_name: run_name.into(),
-            journal: None,
-            settings: Settings::default(),
-            default_workers: None,
-            master_wait: Duration::from_secs(600),
-            progress_interval: None,
-        }
-    }
-}
-
-/// Result of a run.
-#[derive(Clone, Debug)]
-pub struct RunOutcome {
-    /// False if the run was stopped: open tasks are in the journal.
-    pub is_finished: bool,
-    pub statistics: StatisticsReport,
-    /// Number of masters that the run has had.
-    pub generation: u64,
-    /// Results of earlier masters that were repeated for the driver at the start.
-    pub repeated_results: usize,
-}
 
 /// Workers that a thread has started.
 struct Started {
@@ -166,11 +112,6 @@ pub(crate) fn worker_of(tid: Tid) -> WorkerId {
     WorkerId(u64::from(tid.raw().cast_unsigned()))
 }
 
-/// Returns a number that differs from that of any other call.
-fn random_number() -> u64 {
-    RandomState::new().hash_one(std::process::id())
-}
-
 /// Carries out a run, or continues the run of the journal. Returns when the run is finished or
 /// stopped.
 ///
@@ -194,7 +135,9 @@ pub fn run_master<D: RawDriver>(
         sender,
         hosts,
     };
-    let start = begin_run(vm, driver, options)?;
+    let waker = vm.clone();
+    let wake = Box::new(move || waker.runtime().wake_waiting_threads());
+    let start = begin_run(driver, options, wake)?;
     let (generation, repeated_results) = (start.generation, start.repeated_results);
     let mut shell = Shell {
         vm: vm.clone(),
@@ -247,108 +190,6 @@ impl Drop for MailboxEntry {
         // The daemon removes the entry when this task ends.
         let _ = self.vm.mailbox_delete(&self.name, self.index);
     }
-}
-
-/// A run that is ready to serve workers.
-struct RunStart<D> {
-    master: Master<D>,
-    generation: u64,
-    repeated_results: usize,
-}
-
-/// Opens the journal and starts or restores the driver.
-fn begin_run<D: RawDriver>(
-    vm: &Vm,
-    mut driver: D,
-    options: &MasterOptions,
-) -> Result<RunStart<D>, RunError> {
-    let start_error = |error: crate::raw::Failure| {
-        RunError::Start(format!("the run was not begun: the driver failed: {error}"))
-    };
-    let mut generation = 1;
-    let mut journal = None;
-    let mut recovered = None;
-    let mut run_number = random_number();
-    if let Some(dir) = &options.journal {
-        let snapshots = Arc::new(SnapshotCount::default());
-        let (opened, previous) = open_journal(vm, dir, options, Arc::clone(&snapshots))?;
-        generation = opened.generation();
-        run_number = u64::from_le_bytes(opened.run().0[..8].try_into().unwrap_or_default());
-        if let Previous::Unfinished(found) = previous {
-            recovered = Some(*found);
-        }
-        journal = Some(JournalState::new(opened, snapshots, 0));
-    }
-    let number = u32::try_from(generation).unwrap_or(u32::MAX);
-    let was_begun = recovered
-        .as_ref()
-        .is_some_and(|found| found.driver_state.is_some());
-    let mut repeated_results = 0;
-    let mut run = match recovered.filter(|_| was_begun) {
-        Some(found) => {
-            let restart =
-                recovery::restart(&mut driver, found, options.settings.clone(), number, 0)?;
-            repeated_results = restart.repeated_results;
-            restart.run
-        }
-        None => {
-            let statistics = RunStatistics::default();
-            let dispatcher = Dispatcher::new(options.settings.clone(), number, statistics, 0);
-            Run::new(dispatcher, number, 0)
-        }
-    };
-    if !was_begun {
-        driver.start(&mut run).map_err(start_error)?;
-    }
-    driver.configure(&mut run).map_err(start_error)?;
-    if let (true, Some(program)) = (run.programs.is_empty(), &options.default_workers) {
-        run.set_workers(ClassId(0), program.clone());
-    }
-    let mut master = Master::new(MasterParts {
-        driver,
-        run,
-        run_number,
-        run_name: options.run_name.clone(),
-        journal,
-        master_wait: options.master_wait,
-    })?;
-    if !was_begun {
-        master.store_start(FIRST_SNAPSHOT_PATIENCE)?;
-    }
-    Ok(RunStart {
-        master,
-        generation,
-        repeated_results,
-    })
-}
-
-fn open_journal(
-    vm: &Vm,
-    dir: &std::path::Path,
-    options: &MasterOptions,
-    snapshots: Arc<SnapshotCount>,
-) -> Result<(Journal, Previous), RunError> {
-    let mut id = [0; 16];
-    id[..8].copy_from_slice(&random_number().to_le_bytes());
-    id[8..].copy_from_slice(&random_number().to_le_bytes());
-    let program = std::env::current_exe().ok().and_then(|path| {
-        let name = path.file_name()?;
-        Some(name.to_string_lossy().into_owned())
-    });
-    let settings = crate::journal::Settings::new(
-        program.unwrap_or_else(|| options.run_name.clone()),
-        RunId(id),
-    );
-    let waker = vm.clone();
-    let callbacks = Callbacks {
-        on_durable: Box::new(move |_| waker.runtime().wake_waiting_threads()),
-        on_notice: Box::new(move |notice| match notice {
-            Notice::SnapshotWritten { .. } => snapshots.increase(),
-            Notice::WritesResumed => eprintln!("{notice}"),
-            _ => eprintln!("warning: {notice}"),
-        }),
-    };
-    Journal::open(dir, settings, callbacks).map_err(|error| RunError::Start(error.to_string()))
 }
 
 /// What the master takes from the library at once.

@@ -1,15 +1,13 @@
 //! A worker as a task of the virtual machine.
 
 use crate::host_store::HostStore;
-use crate::protocol::{
-    CLASS_VARIABLE, MAILBOX_PREFIX, RUN_VARIABLE, TO_MASTER_TAG, TO_WORKER_TAG, ToMaster,
-};
+use crate::protocol::{CLASS_VARIABLE, RUN_VARIABLE, TO_MASTER_TAG, TO_WORKER_TAG, ToMaster};
 use crate::raw::{Failure, RawWorker};
 use crate::worker_loop::{WorkerEnd, WorkerIdentity, WorkerInput, WorkerPort, run_worker};
 use libpvm::proto::task::{NotifyRequest, NotifySubjects};
 use libpvm::proto::{Message, Tid};
 use libpvm::{Body, Content, Inbox, Vm};
-use sempa_work_dispatch::{ClassId, Groups};
+use sempa_work_dispatch::{ClassId, Groups, MAILBOX_PREFIX};
 use std::path::Path;
 use std::time::{Duration, Instant};
 

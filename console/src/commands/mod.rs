@@ -42,6 +42,7 @@ mod undrain;
 mod usage;
 mod version;
 mod why;
+mod work;
 
 pub(crate) use self::hints::{hint_lines, unknown_command_hint};
 pub(crate) use self::version::banner;
@@ -96,6 +97,7 @@ pub(crate) const COMMANDS: CommandTable = &[
     &usage::SPEC,
     &version::SPEC,
     &why::SPEC,
+    &work::SPEC,
 ];
 
 /// Returns the table entry of the command with this name.

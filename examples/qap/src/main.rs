@@ -131,7 +131,7 @@ fn prove_with_workers(
         println!("{}", json_result(&proof, &outcome));
     } else if outcome.is_finished {
         print_proof(&proof);
-        print_statistics(&outcome);
+        println!("{}", outcome.statistics);
     }
     if !outcome.is_finished {
         bail!("the run was stopped before the proof was complete: nothing is proved");
@@ -153,30 +153,6 @@ fn json_result(proof: &Proof, outcome: &RunOutcome) -> serde_json::Value {
         "repeated_results": outcome.repeated_results,
         "statistics": outcome.statistics,
     })
-}
-
-/// Prints the quantities of MW's paper.
-fn print_statistics(outcome: &RunOutcome) {
-    let statistics = &outcome.statistics;
-    let number = |value: Option<f64>| value.map_or("-".to_string(), |value| format!("{value:.2}"));
-    println!(
-        "W {:.1} s, T {:.1} s, N {:.1} s, P {}, A {}, efficiency {}",
-        statistics.wall_s,
-        statistics.cpu_s,
-        statistics.normalized_s,
-        number(statistics.pool_performance),
-        number(statistics.average_workers),
-        number(statistics.efficiency),
-    );
-    let counts = &statistics.counts;
-    println!(
-        "{} tasks, {} attempts, {} workers lost, {} migrations, {} results discarded",
-        counts.results_accepted,
-        counts.attempts,
-        counts.workers_lost,
-        counts.worker_migrations,
-        counts.results_discarded,
-    );
 }
 
 /// Returns the instance, and its optimum if it is an embedded one.

@@ -566,6 +566,12 @@ impl Dispatcher {
         self.running_keys.first().map(|(key, _)| *key)
     }
 
+    /// True if an attempt of the task runs; `None` if the task is not open.
+    pub fn is_running(&self, id: TaskId) -> Option<bool> {
+        let task = self.tasks.open.get(&id)?;
+        Some(matches!(task.stage, Stage::Running(_)))
+    }
+
     pub fn open_task_count(&self) -> usize {
         self.tasks.open.len()
     }

@@ -15,6 +15,7 @@ mod ids;
 mod losses;
 mod pool;
 mod progress;
+mod question;
 mod results;
 mod settings;
 mod statistics;
@@ -31,6 +32,7 @@ pub use event::{
 pub use grain::Grain;
 pub use ids::{AttemptId, ClassId, Groups, Key, Micros, TaskId, WorkerId};
 pub use progress::Progress;
+pub use question::{MAILBOX_PREFIX, QUESTION_TAG, Question};
 pub use settings::{Limits, PausePolicy, RetryPolicy, Settings, WorkerOrder};
 pub use statistics::{
     NumberSummary, RunStatistics, StatisticsReport, WorkerReport, WorkerTimes, WorkerTotals,

@@ -17,6 +17,7 @@ use crate::pool::WorkerPool;
 use crate::worker::{Worker, WorkerCondition, WorkerStage};
 use crate::{Micros, RunCounts, WorkerId};
 use serde::{Deserialize, Serialize};
+use std::fmt;
 use std::sync::Arc;
 
 const MICROS_PER_SECOND: f64 = 1e6;
@@ -287,6 +288,38 @@ pub struct StatisticsReport {
     pub counts: RunCounts,
     /// The present workers.
     pub workers: Vec<WorkerReport>,
+}
+
+impl fmt::Display for StatisticsReport {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        let number = |value: Option<f64>| match value {
+            Some(value) => format!("{value:.2}"),
+            None => "-".to_string(),
+        };
+        writeln!(
+            f,
+            "W {:.1} s, T {:.1} s, N {:.1} s, P {}, A {}, efficiency {}, N/W {}",
+            self.wall_s,
+            self.cpu_s,
+            self.normalized_s,
+            number(self.pool_performance),
+            number(self.average_workers),
+            number(self.efficiency),
+            number(self.normalized_per_wall),
+        )?;
+        let counts = &self.counts;
+        write!(
+            f,
+            "{} tasks in {} attempts; {} workers lost, {} migrations, {} pauses; {} results \
+             discarded",
+            counts.results_accepted,
+            counts.attempts,
+            counts.workers_lost,
+            counts.worker_migrations,
+            counts.worker_pauses,
+            counts.results_discarded,
+        )
+    }
 }
 
 /// Statistics of one present worker.

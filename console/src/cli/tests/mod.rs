@@ -254,6 +254,14 @@ impl VirtualMachine for FakeVm {
         Ok((from..5).take(2).map(event).collect())
     }
 
+    fn ask_master(
+        &self,
+        _master: Tid,
+        _question: &sempa_work_dispatch::Question,
+    ) -> Result<String, Error> {
+        Ok(r#"{"summary":"3 finished","progress":{"finished":3}}"#.to_string())
+    }
+
     fn send(&self, message: Message) -> Result<(), Error> {
         self.sent_messages.borrow_mut().push(message);
         Ok(())

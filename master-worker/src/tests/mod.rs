@@ -1,0 +1,3 @@
+//! Tests of masters and workers without a virtual machine.
+
+mod restarts;
