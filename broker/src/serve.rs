@@ -20,6 +20,7 @@ use sempa_broker_session::{
     ToMember,
 };
 use std::collections::BTreeMap;
+use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
@@ -470,17 +471,17 @@ impl Broker {
 const LAST_FRAMES_TIME: Duration = Duration::from_millis(50);
 
 fn log_event(session: &str, event: &SessionEvent) {
-    match event {
-        SessionEvent::Joined { member, host } => {
-            eprintln!("session {session}: {member} joined from {host}");
-        }
-        SessionEvent::Resumed { member } => eprintln!("session {session}: {member} is back"),
-        SessionEvent::Away { member } => eprintln!("session {session}: {member} is away"),
-        SessionEvent::Gone { member, reason } => {
-            eprintln!("session {session}: {member} is gone: {reason}");
-        }
-        SessionEvent::Ending(end) => eprintln!("session {session} ends: {end}"),
-    }
+    let text = match event {
+        SessionEvent::Joined { member, host } => format!("{member} joined from {host}"),
+        SessionEvent::Resumed { member } => format!("{member} is back"),
+        SessionEvent::Away { member } => format!("{member} is away"),
+        SessionEvent::Gone { member, reason } => format!("{member} is gone: {reason}"),
+        SessionEvent::Ending(end) => format!("it ends: {end}"),
+    };
+    // One write is one line in the log of the virtual machine.
+    let line = format!("session {session}: {text}\n");
+    // Without standard error there is no log.
+    let _ = std::io::stderr().write_all(line.as_bytes());
 }
 
 /// Returns the identity of a session whose broker runs on this host or shares the folder.

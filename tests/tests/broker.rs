@@ -123,6 +123,23 @@ impl<'a> BrokerVm<'a> {
         serde_json::from_str(&text).expect("JSON")
     }
 
+    /// Waits until `count` members are present.
+    fn wait_until_present(&self, session: &str, count: usize) {
+        wait_for(TIMEOUT, || {
+            // A broker that was killed answers again after a while.
+            let result = self.broker(&["members", session, "--json"]);
+            let report: Value = serde_json::from_str(&result.stdout)
+                .map_err(|error| format!("{error}: {result:?}"))?;
+            let members = report["members"].as_array().ok_or("no members")?;
+            let present = members.iter().filter(|m| m["state"] == "present").count();
+            match present == count {
+                true => Ok(()),
+                false => Err(report.to_string()),
+            }
+        })
+        .or_panic_with_logs(&self.vm);
+    }
+
     /// Writes the session file of a worker outside and returns its path.
     fn session_file(&self, session: &str) -> String {
         let path = self.vm.user_home().join(format!("{session}.session"));
@@ -256,14 +273,7 @@ fn late_comers_learn_that_the_session_is_over() {
     broker.broker_succeeds(&["start", "late", "--linger", "60"]);
     let file = broker.session_file("late");
     let worker = broker.start_on(bed.outside_host(), &["broker_worker", &file, "1", "0"]);
-    wait_for(TIMEOUT, || {
-        let report = broker.report("late");
-        match report["members"][0]["state"] == "present" {
-            true => Ok(()),
-            false => Err(report.to_string()),
-        }
-    })
-    .or_panic_with_logs(&broker.vm);
+    broker.wait_until_present("late", 1);
     broker.broker_succeeds(&["end", "late", "--within", "0"]);
     broker.expect_status(worker, EXIT_OVER);
     let late_inside = broker.start_on(bed.host(1), &["broker_worker", "late", "1", "0"]);
@@ -303,6 +313,7 @@ fn a_killed_broker_goes_on_without_loss() {
             pids => Err(format!("{pids:?}")),
         })
         .or_panic_with_logs(&broker.vm);
+        broker.wait_until_present("killed", 5);
     }
     broker.wait_for_line(&foreman, "results 1500");
     let report = broker.report("killed");

@@ -7,6 +7,7 @@ use crate::tls::{SERVER_NAME, client_config, make_proof};
 use crate::wire::{
     FRAME_BYTES_MAX, append_frame, decode_to_member, encode, read_frame, write_frame,
 };
+use nix::sys::signal::{SigSet, Signal};
 use ring::rand::{SecureRandom, SystemRandom};
 use rustls::pki_types::ServerName;
 use sempa_broker_session::{Backoff, Closing, GoneReason, Millis, Phase};
@@ -52,6 +53,13 @@ impl OutsideLink {
         std::thread::Builder::new()
             .name("broker-link".into())
             .spawn(move || {
+                // A write to a connection that the broker has closed must be an error, and must not
+                // end a C program. The signal goes to the thread that writes.
+                let mut broken_pipe = SigSet::empty();
+                broken_pipe.add(Signal::SIGPIPE);
+                if broken_pipe.thread_block().is_err() {
+                    return;
+                }
                 let dialer = Dialer {
                     link: thread_link,
                     file,
