@@ -34,7 +34,9 @@ static void give_tasks(void) {
   while (idle_count > 0) {
     while (first_waiting < tasks && holder[first_waiting] != WAITING) first_waiting++;
     if (first_waiting == tasks) return;
-    int worker = idle[--idle_count];
+    /* First come, first served: every worker gets tasks. */
+    int worker = idle[0];
+    memmove(idle, idle + 1, --idle_count * sizeof *idle);
     long number = first_waiting;
     int code = SMBL_Send_opt(&number, sizeof number, worker, TASK, SMBL_RETURN, 60);
     if (code == SMBL_GONE) continue;

@@ -32,7 +32,8 @@ static void work(const char *session, int pause_ms, const char *life) {
   int rank = 0, limit = -1;
   check("rank", SMBL_Comm_rank(&rank));
   if (life) limit = atoi(strchr(life, ':') + 1);
-  check("ready", SMBL_Send_opt(&rank, sizeof rank, SMBL_FOREMAN, READY, 0, 120));
+  check("watch", SMBL_Watch(SMBL_ANY_SOURCE));
+  int foreman = 0, must_announce = 1;
   for (int done = 0;; done++) {
     if (done == limit) {
       if (strncmp(life, "kill", 4) == 0) kill(getpid(), SIGKILL);
@@ -40,10 +41,20 @@ static void work(const char *session, int pause_ms, const char *life) {
       _exit(0);
     }
     long number = 0;
-    SMBL_Status status;
-    int code = SMBL_Recv(&number, sizeof number, SMBL_ANY_SOURCE, TASK, &status);
-    if (code == SMBL_ERR_OVER) _exit(SMBL_EXIT_OVER);
-    check("receive", code);
+    int code;
+    SMBL_Status status = {.type = SMBL_TYPE_RETURNED};
+    while (status.type != TASK) {
+      /* The next foreman has to hear of this worker, too. */
+      if (must_announce) code = SMBL_Send_opt(&rank, sizeof rank, SMBL_FOREMAN, READY, SMBL_RETURN, 120);
+      if (must_announce && code == SMBL_ERR_OVER) _exit(SMBL_EXIT_OVER);
+      if (must_announce && code != SMBL_GONE) check("ready", code);
+      code = SMBL_Recv(&number, sizeof number, SMBL_ANY_SOURCE, SMBL_ANY_TYPE, &status);
+      if (code == SMBL_ERR_OVER) _exit(SMBL_EXIT_OVER);
+      check("receive", code);
+      must_announce = status.type == SMBL_TYPE_RETURNED ||
+                      (status.type == SMBL_TYPE_GONE && status.source == foreman);
+    }
+    foreman = status.source;
     if (pause_ms) usleep(pause_ms * 1000);
     long answer[2] = {number, number * number};
     code = SMBL_Send_opt(answer, sizeof answer, SMBL_FOREMAN, RESULT, 0, 120);

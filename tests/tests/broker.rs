@@ -329,3 +329,116 @@ fn a_killed_broker_goes_on_without_loss() {
     broker.expect_status(inside, 0);
     broker.end();
 }
+
+/// A worker that migrates keeps its number and its messages; nobody else notices.
+#[test]
+#[ignore = "system tier: needs root and hosts"]
+fn a_worker_that_migrates_keeps_its_number_and_messages() {
+    let bed = require_testbed(2);
+    let broker = BrokerVm::start(&bed);
+    let foreman = broker.start_foreman("moves", 1200, 2);
+    broker.wait_for_line(&foreman, "foreman is member 1");
+    let spawn = ["-h2", "broker_worker", "moves", "1", "1"];
+    let tid = broker.vm.spawn_connected(&spawn).expect("spawned");
+    let other = broker.start_on(bed.host(1), &["broker_worker", "moves", "1", "1"]);
+    for (progress, host) in [("100 done", "h1"), ("300 done", "h2"), ("500 done", "h1")] {
+        broker.wait_for_line(&foreman, progress);
+        broker.vm.migrate_or_panic(&tid, host);
+    }
+    broker.wait_for_line(&foreman, "results 1200");
+    let report = broker.report("moves");
+    assert_counts_add_up(&report);
+    let members = report["members"].as_array().expect("members");
+    assert_eq!(members.len(), 3, "{report}");
+    for member in members {
+        assert_eq!(member["incarnation"], 1, "{report}");
+        assert!(
+            member["received"].as_u64().expect("a count") > 100,
+            "{report}"
+        );
+    }
+    let output = broker.release(foreman);
+    assert_eq!(total(&output, "sum"), sum_of_squares(1200));
+    for name in ["departures", "doubled", "returned"] {
+        assert_eq!(total(&output, name), 0, "{output}");
+    }
+    broker.expect_status(other, EXIT_OVER);
+    broker.end();
+}
+
+/// When the foreman is killed, workers wait for the next foreman, or the session ends: as the
+/// session was started.
+#[test]
+#[ignore = "system tier: needs root and hosts"]
+fn a_killed_foreman_ends_the_session_or_is_replaced() {
+    let bed = require_testbed(1);
+    let broker = BrokerVm::start(&bed);
+    for policy in ["wait", "end"] {
+        broker.broker_succeeds(&["start", policy, "--foreman-death", policy]);
+        let worker = broker.start_on(bed.host(1), &["broker_worker", policy, "1", "1"]);
+        let first = broker.start_foreman(policy, 100_000, 1);
+        broker.wait_for_line(&first, "50 done");
+        first.kill_children_and_wait().expect("killed");
+        if policy == "wait" {
+            let next = broker.start_foreman(policy, 200, 1);
+            broker.wait_for_line(&next, "results 200");
+            assert_eq!(total(&broker.release(next), "sum"), sum_of_squares(200));
+        }
+        broker.expect_status(worker, EXIT_OVER);
+    }
+    broker.end();
+}
+
+/// Asserts the number of gone members for each reason, all of them workers.
+fn assert_gone(report: &Value, expected: &[(&str, usize)]) {
+    let members = report["members"].as_array().expect("members");
+    for (reason, count) in expected {
+        let gone = members.iter().filter(|m| m["state"]["gone"] == *reason);
+        assert_eq!(gone.count(), *count, "{reason}: {report}");
+    }
+}
+
+/// 61 workers, of which each departs twice, inside and outside the virtual machine: each message is
+/// received once, returned, or counted as dropped.
+#[test]
+#[ignore = "system tier: needs root and hosts"]
+fn sixty_one_workers_with_122_departures() {
+    let bed = require_testbed(2);
+    let broker = BrokerVm::start(&bed);
+    let options = ["start", "churn", "--grace", "1", "--foreman-death", "end"];
+    broker.broker_succeeds(&options);
+    let file = broker.session_file("churn");
+    let foreman = broker.start_foreman("churn", 4000, 61);
+    let lives = ["leave:6", "kill:9"];
+    let place = |host: &Host, session: &str, count: &str| {
+        let arguments = ["broker_worker", session, count, "2", lives[0], lives[1]];
+        broker.start_on(host, &arguments)
+    };
+    let groups = [
+        place(bed.host(1), "churn", "20"),
+        place(bed.host(2), "churn", "21"),
+        place(bed.outside_host(), &file, "20"),
+    ];
+    broker.wait_for_line(&foreman, "results 4000");
+    let report = wait_for(TIMEOUT, || {
+        let report = broker.report("churn");
+        let members = report["members"].as_array().ok_or("no members")?;
+        let gone = members.iter().filter(|m| m["state"]["gone"].is_string());
+        match gone.count() {
+            122 => Ok(report),
+            count => Err(format!("{count} are gone")),
+        }
+    })
+    .or_panic_with_logs(&broker.vm);
+    assert_counts_add_up(&report);
+    assert_eq!(report["counts"]["joins"], 1 + 61 + 122, "{report}");
+    assert_gone(&report, &[("left", 61), ("killed", 41), ("lost", 20)]);
+    println!("{}", report["counts"]);
+    let output = broker.release(foreman);
+    println!("{output}");
+    assert_eq!(total(&output, "sum"), sum_of_squares(4000));
+    for group in groups {
+        broker.expect_status(group, 0);
+    }
+    broker.end();
+}
