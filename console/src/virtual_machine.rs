@@ -2,7 +2,7 @@
 //! implement the trait without a daemon.
 
 use bytes::Bytes;
-use libpvm::{Content, Error, Match, Vm};
+use libpvm::{Body, Content, Error, Match, Vm};
 use sempa_proto::body::Packer;
 use sempa_proto::event::Event;
 use sempa_proto::message::{CTX_BASE, DSIG_X86_64, ENC_XDR};
@@ -152,7 +152,7 @@ impl VirtualMachine for Vm {
     }
 
     fn ask_master(&self, master: Tid, question: &Question) -> Result<String, Error> {
-        self.send_value(master, QUESTION_TAG, question)?;
+        Self::send(self, master, QUESTION_TAG, Body::value(question)?)?;
         let from_master = Match::any().src(master).tag(QUESTION_TAG);
         let Some(answer) = self.recv_timeout(from_master, MASTER_REPLY_TIMEOUT)? else {
             let reason = format!(

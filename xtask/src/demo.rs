@@ -57,23 +57,61 @@ struct DemoOutcome {
 /// # Errors
 /// A step cannot be performed.
 pub(crate) fn run(json_file: &Path) -> Result<bool> {
-    setup::set_up_all()?;
-    print_demo_line("building (release)");
-    let profile = install::build_profile()?;
-    install::build(&profile, BuildParts::ProgramsAndHosts)?;
-    let prefix = install::target_folder()?.join("sempa-prefix");
-    install::install_files(&prefix, &profile)?;
-    let prefix = prefix.canonicalize()?;
+    let prefix = build_and_install(&[])?;
     if let Some(missing_requirement) = requirements::unmet_requirement() {
         println!(
             "demo: {missing_requirement}; so the demo has no login and no migration, only a virtual machine of this one host"
         );
         return one_host_demo::run(&prefix);
     }
+    with_test_hosts(&prefix, KERNEL_COUNT, |vm| {
+        let outcome = run_scenario(vm).inspect_err(|_| eprintln!("{}", vm.events_and_logs()))?;
+        save_json(json_file, &outcome)?;
+        for reason in &outcome.reasons {
+            println!("demo: NOT GOOD: {reason}");
+        }
+        if outcome.good {
+            print_demo_line("everything held");
+        }
+        Ok(outcome.good)
+    })
+}
+
+/// Builds and installs what a demo needs, and the further `packages`. Returns the prefix of the
+/// installation.
+///
+/// # Errors
+/// A step cannot be performed.
+pub(crate) fn build_and_install(packages: &[&str]) -> Result<PathBuf> {
+    setup::set_up_all()?;
+    print_demo_line("building (release)");
+    let profile = install::build_profile()?;
+    install::build(&profile, BuildParts::ProgramsAndHosts)?;
+    if !packages.is_empty() {
+        let mut command =
+            install::cargo_command(&["build", "--locked", "--profile", profile.as_str()])?;
+        command.args(packages.iter().flat_map(|name| ["--package", name]));
+        ensure!(command.status()?.success(), "the build failed");
+    }
+    let prefix = install::target_folder()?.join("sempa-prefix");
+    install::install_files(&prefix, &profile)?;
+    Ok(prefix.canonicalize()?)
+}
+
+/// Runs `scenario` on a virtual machine of the ordinary user alice, whose master is on the first of
+/// `host_count` hosts, each with the tasker service.
+///
+/// # Errors
+/// The hosts or the virtual machine cannot be started, or `scenario` fails.
+pub(crate) fn with_test_hosts<T>(
+    prefix: &Path,
+    host_count: usize,
+    scenario: impl FnOnce(&Vm) -> Result<T>,
+) -> Result<T> {
     print_demo_line(&format!(
-        "making {KERNEL_COUNT} hosts, each with its own network, files, processes and sshd"
+        "making {host_count} hosts, each with its own network, files, processes and sshd"
     ));
-    let testbed = Testbed::new(KERNEL_COUNT, Some(&prefix), &[])?;
+    let testbed = Testbed::new(host_count, Some(prefix), &[])?;
     let key_dir = install::target_folder()?.canonicalize()?;
     let _services = TaskerServices::start(&testbed, &key_dir)?;
     print_demo_line("the tasker service runs on each host; alice is an ordinary user");
@@ -86,7 +124,14 @@ pub(crate) fn run(json_file: &Path) -> Result<bool> {
             ..VmSettings::default()
         },
     )?;
-    let outcome = run_scenario(&vm).inspect_err(|_| eprintln!("{}", vm.events_and_logs()))?;
+    scenario(&vm)
+}
+
+/// Writes the results of a demo to a JSON file.
+///
+/// # Errors
+/// The file cannot be written.
+pub(crate) fn save_json(json_file: &Path, outcome: &impl Serialize) -> Result<()> {
     let json_path = if json_file.is_absolute() {
         json_file.to_path_buf()
     } else {
@@ -95,16 +140,10 @@ pub(crate) fn run(json_file: &Path) -> Result<bool> {
     if let Some(folder) = json_path.parent() {
         fs::create_dir_all(folder)?;
     }
-    fs::write(&json_path, serde_json::to_vec_pretty(&outcome)?)
+    fs::write(&json_path, serde_json::to_vec_pretty(outcome)?)
         .with_context(|| json_path.display().to_string())?;
     print_demo_line(&format!("the same as JSON: {}", json_path.display()));
-    for reason in &outcome.reasons {
-        println!("demo: NOT GOOD: {reason}");
-    }
-    if outcome.good {
-        print_demo_line("everything held");
-    }
-    Ok(outcome.good)
+    Ok(())
 }
 
 fn run_scenario(vm: &Vm) -> Result<DemoOutcome> {
@@ -394,7 +433,7 @@ pub(crate) fn read_solutions(vm: &Vm) -> Result<Vec<Solution>> {
 
 /// Halts the virtual machine. Adds a reason to `reasons` for each process or file that remains on a
 /// host after [`WAIT_TIMEOUT`]. The tasker service forgets an ended tasker shortly after its end.
-fn halt_and_check_leftovers(vm: &Vm, reasons: &mut Vec<String>) -> Result<()> {
+pub(crate) fn halt_and_check_leftovers(vm: &Vm, reasons: &mut Vec<String>) -> Result<()> {
     vm.halt_and_wait()?;
     let previous_count = reasons.len();
     for host in vm.testbed().hosts() {

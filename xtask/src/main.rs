@@ -9,6 +9,7 @@ mod conformance;
 mod demo;
 mod demo_output;
 mod one_host_demo;
+mod qap_demo;
 mod runner;
 mod setup;
 mod skips;
@@ -38,6 +39,10 @@ enum XtaskCommand {
         /// The JSON file for the timeline
         #[arg(long, default_value = "target/demo.json")]
         json: PathBuf,
+        /// Another demo: `qap` proves an optimum with a master-worker run, while owners log in and
+        /// the master is killed
+        #[arg(long, value_parser = ["owner", "qap"], default_value = "owner")]
+        only: String,
     },
     /// Set up, build, install under target/ and run all tests
     Test {
@@ -70,7 +75,10 @@ enum XtaskCommand {
 
 fn main() -> ExitCode {
     let command_result = match XtaskArgs::parse().command {
-        XtaskCommand::Demo { json } => demo::run(&json),
+        XtaskCommand::Demo { json, only } => match only.as_str() {
+            "qap" => qap_demo::run(&json),
+            _ => demo::run(&json),
+        },
         XtaskCommand::Test { words } => test::run(&words),
         XtaskCommand::Tidy => tidy::run_checks(),
         XtaskCommand::Campaign(words) => campaign::run(&words),
