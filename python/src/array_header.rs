@@ -65,8 +65,8 @@ impl ArrayHeader {
             .ok_or_else(|| format!("an array has at most {DIMENSIONS_MAX} dimensions"))?;
         let format_bytes = u16::try_from(format.len())
             .map_err(|_| format!("the format of an element has at most {} bytes", u16::MAX))?;
-        let header_bytes = (FIXED_BYTES + self.shape.len() * 8 + format.len())
-            .next_multiple_of(ALIGNMENT_BYTES);
+        let header_bytes =
+            (FIXED_BYTES + self.shape.len() * 8 + format.len()).next_multiple_of(ALIGNMENT_BYTES);
         let mut out = Vec::with_capacity(header_bytes);
         out.extend_from_slice(&MAGIC);
         // The header has at most 24 + 64 * 8 + 65535 bytes and a rest of 63.

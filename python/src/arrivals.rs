@@ -39,24 +39,24 @@ impl WatchedMessages {
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum WatchState {
-    /// The next selected message rings.
+    /// The next selected message signals the watch.
     Armed,
     /// The loop has been woken and has not looked yet.
-    Rung,
+    Signalled,
 }
 
 struct WatchEntry {
     id: u64,
     messages: WatchedMessages,
     state: WatchState,
-    bell: Arc<EventFd>,
+    waker: Arc<EventFd>,
 }
 
 impl WatchEntry {
-    fn ring(&mut self) {
-        self.state = WatchState::Rung;
+    fn signal(&mut self) {
+        self.state = WatchState::Signalled;
         // A full counter means that the loop is woken already.
-        let _ = self.bell.write(1);
+        let _ = self.waker.write(1);
     }
 }
 
@@ -64,8 +64,8 @@ impl WatchEntry {
 enum ThreadState {
     #[default]
     Running,
-    /// The task has left the virtual machine, or its Python objects are gone. New watches ring at
-    /// once, so that coroutines see it.
+    /// The task has left the virtual machine, or its Python objects are gone. New watches are
+    /// signalled at once, so that coroutines see it.
     Ended,
 }
 
@@ -77,18 +77,18 @@ struct Watches {
 }
 
 impl Watches {
-    fn ring_matching(&mut self, inbox: &Inbox) {
+    fn signal_matching(&mut self, inbox: &Inbox) {
         for entry in &mut self.entries {
             if entry.state == WatchState::Armed
                 && inbox.iter().any(|message| entry.messages.contains(message))
             {
-                entry.ring();
+                entry.signal();
             }
         }
     }
 
-    fn ring_all(&mut self) {
-        self.entries.iter_mut().for_each(WatchEntry::ring);
+    fn signal_all(&mut self) {
+        self.entries.iter_mut().for_each(WatchEntry::signal);
     }
 }
 
@@ -132,16 +132,16 @@ impl Arrivals {
     fn run(&self) {
         // The lock of the watches is taken under the lock of the runtime, so no other function
         // calls the runtime while it holds the watches.
-        let mut ring_matching = |inbox: &mut Inbox| -> Option<()> {
+        let mut signal_matching = |inbox: &mut Inbox| -> Option<()> {
             let mut watches = lock(&self.watches);
-            watches.ring_matching(inbox);
+            watches.signal_matching(inbox);
             (watches.thread_state == ThreadState::Ended).then_some(())
         };
         // The wait ends with the thread's use, or with an error when the connection is lost.
-        let _ = self.runtime.wait_for_inbox(None, &mut ring_matching);
+        let _ = self.runtime.wait_for_inbox(None, &mut signal_matching);
         let mut watches = lock(&self.watches);
         watches.thread_state = ThreadState::Ended;
-        watches.ring_all();
+        watches.signal_all();
     }
 
     /// Makes the thread end.
@@ -150,11 +150,11 @@ impl Arrivals {
         self.runtime.wake_waiting_threads();
     }
 
-    /// Adds a watch that rings `bell` when a message arrives.
+    /// Adds a watch that wakes a loop when a message arrives.
     pub(crate) fn watch(
         self: &Arc<Self>,
         messages: WatchedMessages,
-        bell: &PyBell,
+        waker: &PyLoopWaker,
     ) -> PyWatch {
         let mut watches = lock(&self.watches);
         watches.last_id += 1;
@@ -163,10 +163,10 @@ impl Arrivals {
             id,
             messages,
             state: WatchState::Armed,
-            bell: bell.eventfd.clone(),
+            waker: waker.eventfd.clone(),
         };
         if watches.thread_state == ThreadState::Ended {
-            entry.ring();
+            entry.signal();
         }
         watches.entries.push(entry);
         drop(watches);
@@ -179,13 +179,13 @@ impl Arrivals {
 }
 
 /// Descriptor by which watches wake one event loop.
-#[pyclass(name = "Bell", module = "sempa_pvm._native", frozen)]
-pub(crate) struct PyBell {
+#[pyclass(name = "LoopWaker", module = "sempa_pvm._native", frozen)]
+pub(crate) struct PyLoopWaker {
     eventfd: Arc<EventFd>,
 }
 
 #[pymethods]
-impl PyBell {
+impl PyLoopWaker {
     #[new]
     fn new() -> PyResult<Self> {
         let flags = EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK;
@@ -196,14 +196,14 @@ impl PyBell {
         })
     }
 
-    /// Returns the descriptor, which is readable after a watch has rung.
+    /// Returns the descriptor, which is readable after a watch was signalled.
     fn fileno(&self) -> RawFd {
         self.eventfd.as_raw_fd()
     }
 
-    /// Makes the descriptor unreadable until the next ring.
+    /// Makes the descriptor unreadable until the next signal.
     fn clear(&self) {
-        // The only error is that nothing has rung.
+        // The only error is that the descriptor is not readable.
         let _ = self.eventfd.read();
     }
 }
@@ -218,25 +218,21 @@ pub(crate) struct PyWatch {
 #[pymethods]
 impl PyWatch {
     /// Returns whether a message has arrived since the watch was armed.
-    fn is_rung(&self) -> bool {
+    fn is_signalled(&self) -> bool {
         let watches = lock(&self.arrivals.watches);
         let entry = watches.entries.iter().find(|entry| entry.id == self.id);
-        entry.is_none_or(|entry| entry.state == WatchState::Rung)
+        entry.is_none_or(|entry| entry.state == WatchState::Signalled)
     }
 
-    /// Makes the next selected message ring, including those that have arrived already.
+    /// Makes the next selected message signal the watch, including those that have arrived already.
     fn rearm(&self, py: Python<'_>) {
         py.detach(|| {
             let mut watches = lock(&self.arrivals.watches);
             let has_ended = watches.thread_state == ThreadState::Ended;
-            if let Some(entry) = watches
-                .entries
-                .iter_mut()
-                .find(|entry| entry.id == self.id)
-            {
+            if let Some(entry) = watches.entries.iter_mut().find(|entry| entry.id == self.id) {
                 entry.state = WatchState::Armed;
                 if has_ended {
-                    entry.ring();
+                    entry.signal();
                 }
             }
             drop(watches);
@@ -244,13 +240,10 @@ impl PyWatch {
         });
     }
 
-    /// Ends the watch. After the call the watch does not ring.
+    /// Ends the watch. After the call the watch wakes no loop.
     fn close(&self) {
         let mut watches = lock(&self.arrivals.watches);
-        let position = watches
-            .entries
-            .iter()
-            .position(|entry| entry.id == self.id);
+        let position = watches.entries.iter().position(|entry| entry.id == self.id);
         let entry = position.map(|position| watches.entries.remove(position));
         // The entry may own the last reference to an iterator, whose end calls the runtime.
         drop(watches);

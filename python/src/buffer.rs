@@ -68,7 +68,7 @@ impl ExportedArray {
         }
     }
 
-    /// Exports bytes.
+    /// Exports bytes as one-dimensional elements.
     pub(crate) fn from_bytes(bytes: Bytes) -> Self {
         let header = ArrayHeader {
             order: ElementOrder::C,
@@ -93,10 +93,9 @@ impl ExportedArray {
         let wants = |flag: c_int| flags & flag == flag;
         let is_c = self.order == ElementOrder::C || self.shape.len() <= 1;
         let is_fortran = self.order == ElementOrder::Fortran || self.shape.len() <= 1;
-        let has_strides = wants(ffi::PyBUF_STRIDES);
-        (has_strides || is_c)
-            && (!wants(ffi::PyBUF_C_CONTIGUOUS) || is_c)
-            && (!wants(ffi::PyBUF_F_CONTIGUOUS) || is_fortran)
+        // Without strides a consumer assumes C order.
+        let needs_c = !wants(ffi::PyBUF_STRIDES) || wants(ffi::PyBUF_C_CONTIGUOUS);
+        (is_c || !needs_c) && (is_fortran || !wants(ffi::PyBUF_F_CONTIGUOUS))
     }
 }
 

@@ -7,6 +7,7 @@ use libpvm::{Error, Inbox, Match, Runtime, Vm};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use sempa_proto::PvmError;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
@@ -28,6 +29,8 @@ pub(crate) struct Enrolled {
     vm: Vm,
     arrivals: Mutex<Option<Arc<Arrivals>>>,
     event_subscription: Mutex<EventSubscription>,
+    /// True from the call of exit() on, so that errors say so.
+    is_leaving: AtomicBool,
 }
 
 impl Enrolled {
@@ -36,6 +39,7 @@ impl Enrolled {
             vm,
             arrivals: Mutex::default(),
             event_subscription: Mutex::default(),
+            is_leaving: AtomicBool::new(false),
         }
     }
 
@@ -122,13 +126,27 @@ impl Enrolled {
 
     /// Returns the exception for an error. The loss of the connection is reported with its reason.
     pub(crate) fn exception(&self, py: Python<'_>, mut error: Error) -> PyErr {
-        if error.code == PvmError::SysErr && error.reason == error.code.text() {
+        if error.code == PvmError::SysErr {
             let lost_reason = self.runtime().lost_reason();
-            if !lost_reason.is_empty() {
-                error.reason = lost_reason;
+            if self.is_leaving.load(Ordering::Relaxed) {
+                // The daemon may close the connection before the exit is over.
+                error.reason = "this task has left the virtual machine".into();
+            } else if !lost_reason.is_empty() {
+                error.reason = error.reason.replace(error.code.text(), &lost_reason);
             }
         }
         errors::from_error(py, &error)
+    }
+
+    /// Leaves the virtual machine.
+    ///
+    /// # Errors
+    /// `NotEnrolledError` if the connection was lost before.
+    pub(crate) fn exit(&self, py: Python<'_>) -> PyResult<()> {
+        if self.runtime().is_connected() {
+            self.is_leaving.store(true, Ordering::Relaxed);
+        }
+        self.long_request(py, Vm::exit)
     }
 
     /// Subscribes to the event log for one stream. `new_context` returns an unused message context.
@@ -178,8 +196,7 @@ impl Enrolled {
     }
 
     fn drop_messages_in(&self, ctx: i32) {
-        let mut take_message =
-            |inbox: &mut Inbox| inbox.take_first(|message| message.ctx == ctx);
+        let mut take_message = |inbox: &mut Inbox| inbox.take_first(|message| message.ctx == ctx);
         while self.runtime().check_inbox(&mut take_message).is_some() {}
     }
 }

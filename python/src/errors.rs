@@ -47,11 +47,14 @@ pub(crate) fn from_spawn_failures(
     let Some(first_error) = failed.first() else {
         return PyRuntimeError::new_err("no task of the spawn has failed");
     };
+    // The event log names the limit or the constraint that left a task without a place.
+    let hint = match first_error {
+        PvmError::OutOfRes | PvmError::NoHost => "; 'pvm events' shows the reason",
+        _ => "",
+    };
+    let (failed_count, all_count) = (failed.len(), started.len() + failed.len());
     let reason = format!(
-        "{} of {} tasks of '{program}' were not started: {first_error}; the event log has the reason \
-         (pvm events)",
-        failed.len(),
-        started.len() + failed.len(),
+        "{failed_count} of {all_count} tasks of '{program}' were not started: {first_error}{hint}"
     );
     let codes: Vec<i32> = failed.iter().map(|error| error.code()).collect();
     make_exception(py, "spawn_failed", (reason, started, codes))

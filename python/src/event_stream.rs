@@ -1,6 +1,6 @@
 //! Reads the event log as events happen.
 
-use crate::arrivals::{PyBell, PyWatch, WatchedMessages};
+use crate::arrivals::{PyLoopWaker, PyWatch, WatchedMessages};
 use crate::enrolled::{EVENT_TAG, Enrolled, lock};
 use crate::{errors, records, waits};
 use libpvm::proto::event::{Event, EventKind};
@@ -151,7 +151,7 @@ impl PyEventStream {
         self.next_event(py, receive).map(|(event, _)| event)
     }
 
-    /// True after close().
+    /// True if the stream was closed, so that no further event comes.
     #[getter]
     fn is_exhausted(&self) -> bool {
         lock(&self.state).is_closed
@@ -162,9 +162,9 @@ impl PyEventStream {
         py.detach(|| self.end());
     }
 
-    fn _watch(&self, bell: &PyBell) -> PyResult<PyWatch> {
+    fn _watch(&self, waker: &PyLoopWaker) -> PyResult<PyWatch> {
         let messages = WatchedMessages::Selected(self.selection);
-        Ok(self.enrolled.arrivals()?.watch(messages, bell))
+        Ok(self.enrolled.arrivals()?.watch(messages, waker))
     }
 
     fn __iter__(slf: PyRef<'_, Self>) -> PyRef<'_, Self> {

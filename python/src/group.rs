@@ -1,4 +1,4 @@
-//! Groups of tasks.
+//! Groups of tasks, and messages to several tasks.
 
 use crate::content::body_of;
 use crate::enrolled::{Enrolled, check_tag};
@@ -25,8 +25,7 @@ impl PyGroup {
     }
 
     fn member_tids(&self, py: Python<'_>) -> PyResult<Vec<Option<Tid>>> {
-        self.enrolled
-            .request(py, |vm| vm.group_members(&self.name))
+        self.enrolled.request(py, |vm| vm.group_members(&self.name))
     }
 }
 

@@ -4,8 +4,8 @@
 //! handles Python's signals while it waits ([`waits`]). The package in `python/sempa_pvm` adds the
 //! exceptions, the records and the parts for asyncio.
 
-mod arrivals;
 mod array_header;
+mod arrivals;
 mod buffer;
 mod content;
 mod enrolled;
@@ -26,7 +26,7 @@ mod waits;
 #[pyo3::pymodule(name = "_native")]
 mod native {
     #[pymodule_export]
-    use crate::arrivals::PyBell;
+    use crate::arrivals::PyLoopWaker;
     #[pymodule_export]
     use crate::arrivals::PyWatch;
     #[pymodule_export]

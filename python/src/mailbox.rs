@@ -88,7 +88,7 @@ impl PyMailbox {
         Ok(PyMessage::new(&self.enrolled, message))
     }
 
-    /// Removes an entry.
+    /// Removes the entry with this index under a name.
     #[pyo3(signature = (name, index = 0))]
     fn delete(&self, py: Python<'_>, name: &str, index: i32) -> PyResult<()> {
         self.enrolled
@@ -98,15 +98,11 @@ impl PyMailbox {
     /// Returns the entries whose name matches a pattern; the empty pattern matches all names.
     #[pyo3(signature = (pattern = ""))]
     fn list<'py>(&self, py: Python<'py>, pattern: &str) -> PyResult<Vec<Bound<'py, PyAny>>> {
-        let classes = self
-            .enrolled
-            .request(py, |vm| vm.mailbox_list(pattern))?;
+        let classes = self.enrolled.request(py, |vm| vm.mailbox_list(pattern))?;
         let mut entries = Vec::new();
         for class in &classes {
             for (index, owner, flags) in &class.entries {
-                let owner = owner
-                    .is_task()
-                    .then(|| PyTask::new(&self.enrolled, *owner));
+                let owner = owner.is_task().then(|| PyTask::new(&self.enrolled, *owner));
                 let is_persistent = flags & PERSISTENT != 0;
                 let fields = (class.name.as_str(), *index, owner, is_persistent);
                 entries.push(records::make(py, "MailboxEntry", fields)?);

@@ -1,4 +1,4 @@
-//! Received messages.
+//! Received messages, and the contents that they may have.
 
 use crate::array_header::ArrayHeader;
 use crate::buffer::ExportedArray;
@@ -67,8 +67,8 @@ impl PyMessage {
         if self.message.enc != Encoding::Raw.enc_field() {
             return Err(self.bad_message(py, "array", "it was not sent with send_array"));
         }
-        let (header, header_bytes) = ArrayHeader::decode(body)
-            .map_err(|detail| self.bad_message(py, "array", &detail))?;
+        let (header, header_bytes) =
+            ArrayHeader::decode(body).map_err(|detail| self.bad_message(py, "array", &detail))?;
         ExportedArray::new(header, body.slice(header_bytes..)).into_memoryview(py)
     }
 

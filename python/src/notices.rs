@@ -1,6 +1,6 @@
 //! Iterators over notices about tasks that end and hosts that join or leave.
 
-use crate::arrivals::{PyBell, PyWatch, WatchedMessages};
+use crate::arrivals::{PyLoopWaker, PyWatch, WatchedMessages};
 use crate::enrolled::{Enrolled, lock};
 use crate::task::PyTask;
 use crate::{records, waits};
@@ -14,7 +14,7 @@ use std::time::Instant;
 #[pyclass(name = "Notices", module = "sempa_pvm", frozen)]
 pub(crate) struct PyNotices {
     enrolled: Arc<Enrolled>,
-    /// `None` after close().
+    /// `None` after the iterator was closed.
     notices: Arc<Mutex<Option<Notices>>>,
 }
 
@@ -92,9 +92,7 @@ impl PyNotices {
             Notice::TaskEnded(tid) => {
                 records::make(py, "TaskEnded", (PyTask::new(&self.enrolled, tid),))
             }
-            Notice::HostRemoved(host) => {
-                records::make(py, "HostRemoved", (host.tid().raw(),))
-            }
+            Notice::HostRemoved(host) => records::make(py, "HostRemoved", (host.tid().raw(),)),
             Notice::HostJoined(host) => records::make(py, "HostJoined", (host.tid().raw(),)),
         }
     }
@@ -142,9 +140,9 @@ impl PyNotices {
         });
     }
 
-    fn _watch(&self, bell: &PyBell) -> PyResult<PyWatch> {
+    fn _watch(&self, waker: &PyLoopWaker) -> PyResult<PyWatch> {
         let messages = WatchedMessages::Notices(self.notices.clone());
-        Ok(self.enrolled.arrivals()?.watch(messages, bell))
+        Ok(self.enrolled.arrivals()?.watch(messages, waker))
     }
 
     fn __iter__(slf: PyRef<'_, Self>) -> PyRef<'_, Self> {

@@ -297,8 +297,7 @@ impl PyPacker {
             )));
         }
         let pack = |values: &[u8]| element_type.pack_values(&mut lock(&slf.get().packer), values);
-        let is_packed = buffer.is_c_contiguous()
-            && with_contiguous_bytes(&buffer, pack).is_some();
+        let is_packed = buffer.is_c_contiguous() && with_contiguous_bytes(&buffer, pack).is_some();
         if !is_packed {
             let bytes = pyo3::types::PyMemoryView::from(array)?.call_method0("tobytes")?;
             element_type.pack_values(

@@ -35,8 +35,7 @@ impl PyTask {
         if is_small && py.detach(|| runtime.try_send_inline(self.tid, head, &body.bytes, false)) {
             return Ok(());
         }
-        self.enrolled
-            .request(py, |vm| vm.send(self.tid, tag, body))
+        self.enrolled.request(py, |vm| vm.send(self.tid, tag, body))
     }
 }
 
@@ -163,7 +162,10 @@ impl PyTask {
         self.enrolled.long_request(py, move |vm| {
             let targets = vm.can_migrate(tid, None)?;
             let hosts = vm.config()?;
-            let accepting_hosts = targets.verdicts.iter().filter(|(_, verdict)| verdict.is_empty());
+            let accepting_hosts = targets
+                .verdicts
+                .iter()
+                .filter(|(_, verdict)| verdict.is_empty());
             Ok::<_, Error>(
                 accepting_hosts
                     .filter_map(|(host, _)| hosts.get(*host))

@@ -250,9 +250,7 @@ impl PyUnpacker {
         let value_bytes = element_type.value_bytes();
         let elements = self.read(py, |unpacker| match (self.encoding, element_type) {
             (_, ElementType::Bytes) => unpacker.read_bytes(value_count),
-            (Encoding::Raw, _) => {
-                unpacker.read_unpadded(value_count.saturating_mul(value_bytes))
-            }
+            (Encoding::Raw, _) => unpacker.read_unpadded(value_count.saturating_mul(value_bytes)),
             (Encoding::Xdr, ElementType::Short) => {
                 read_native(unpacker, value_count, i16::to_ne_bytes)
             }
@@ -282,9 +280,8 @@ impl PyUnpacker {
             order: ElementOrder::C,
             element_bytes: value_bytes * values_per_element,
             shape: vec![count],
-            format: CString::new(format).map_err(|_| {
-                PyValueError::new_err("the format contains a NUL character")
-            })?,
+            format: CString::new(format)
+                .map_err(|_| PyValueError::new_err("the format contains a NUL character"))?,
         };
         ExportedArray::new(header, elements).into_memoryview(py)
     }

@@ -1,6 +1,6 @@
 //! The virtual machine, as this process sees it as one of its tasks.
 
-use crate::arrivals::{PyBell, PyWatch, WatchedMessages};
+use crate::arrivals::{PyLoopWaker, PyWatch, WatchedMessages};
 use crate::enrolled::{Enrolled, selection};
 use crate::event_stream::{self, PyEventStream, ShownEvent};
 use crate::group::{self, PyGroup};
@@ -90,7 +90,7 @@ impl PyVm {
         self.enrolled.vm().tid().raw()
     }
 
-    /// This task itself.
+    /// The handle of this task itself.
     #[getter]
     fn me(&self) -> PyTask {
         self.task_of(self.enrolled.vm().tid())
@@ -130,7 +130,11 @@ impl PyVm {
     /// Returns the hosts of the virtual machine.
     fn config<'py>(&self, py: Python<'py>) -> PyResult<Vec<Bound<'py, PyAny>>> {
         let table = self.enrolled.request(py, Vm::config)?;
-        table.hosts.iter().map(|host| host_record(py, host)).collect()
+        table
+            .hosts
+            .iter()
+            .map(|host| host_record(py, host))
+            .collect()
     }
 
     /// Returns the tasks of the virtual machine, or of one host.
@@ -234,9 +238,7 @@ impl PyVm {
         source: Option<&Bound<'_, PyAny>>,
         tag: Option<i32>,
     ) -> PyResult<Option<PyMessage>> {
-        let message = self
-            .enrolled
-            .try_receive(py, selection_of(source, tag)?)?;
+        let message = self.enrolled.try_receive(py, selection_of(source, tag)?)?;
         Ok(message.map(|message| PyMessage::new(&self.enrolled, message)))
     }
 
@@ -338,8 +340,8 @@ impl PyVm {
             .collect()
     }
 
-    /// Returns an iterator over events as they happen. With `first` it begins with the entry of this
-    /// number. A task has one such iterator at a time.
+    /// Returns an iterator over events as they happen. With `first` it begins with the entry of
+    /// this number. A task has one such iterator at a time.
     #[pyo3(signature = (first = None))]
     fn watch_events(&self, py: Python<'_>, first: Option<u64>) -> PyResult<PyEventStream> {
         PyEventStream::start(py, &self.enrolled, first)
@@ -395,18 +397,18 @@ impl PyVm {
 
     /// Sends what is queued, and leaves the virtual machine.
     fn exit(&self, py: Python<'_>) -> PyResult<()> {
-        self.enrolled.long_request(py, Vm::exit)
+        self.enrolled.exit(py)
     }
 
-    #[pyo3(signature = (source, tag, bell))]
+    #[pyo3(signature = (source, tag, waker))]
     fn _watch(
         &self,
         source: Option<&Bound<'_, PyAny>>,
         tag: Option<i32>,
-        bell: &PyBell,
+        waker: &PyLoopWaker,
     ) -> PyResult<PyWatch> {
         let messages = WatchedMessages::Selected(selection_of(source, tag)?);
-        Ok(self.enrolled.arrivals()?.watch(messages, bell))
+        Ok(self.enrolled.arrivals()?.watch(messages, waker))
     }
 
     fn __enter__(slf: PyRef<'_, Self>) -> PyRef<'_, Self> {

@@ -1,6 +1,6 @@
 """Waiting for messages in coroutines.
 
-A native thread of the task rings the bell of an event loop when a message arrives for which a
+A native thread of the task wakes an event loop when a message arrives for which a
 coroutine of the loop waits. The coroutine then takes the message itself, so a coroutine that is
 cancelled has taken nothing.
 """
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TypeVar
 from weakref import WeakKeyDictionary
 
-from ._native import Bell, EventStream, Message, Notices, Task, Vm, Watch
+from ._native import EventStream, LoopWaker, Message, Notices, Task, Vm, Watch
 from .records import Event, Notice
 
 T = TypeVar("T")
@@ -22,21 +22,21 @@ class _End:
     """Stands for the end of an iterator."""
 
 
-class _LoopBell:
-    """The bell of one event loop, and the coroutines that wait for it."""
+class _LoopWatches:
+    """The waker of one event loop, and the coroutines that wait for messages."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._bell = Bell()
+        self._waker = LoopWaker()
         self._waiting: dict[Watch, asyncio.Future[None]] = {}
-        loop.add_reader(self._bell.fileno(), self._wake_rung)
+        loop.add_reader(self._waker.fileno(), self._wake_signalled)
 
     @property
-    def bell(self) -> Bell:
-        return self._bell
+    def waker(self) -> LoopWaker:
+        return self._waker
 
     async def wait(self, loop: asyncio.AbstractEventLoop, watch: Watch) -> None:
-        """Waits until the watch has rung."""
-        while not watch.is_rung():
+        """Waits until the watch is signalled."""
+        while not watch.is_signalled():
             future: asyncio.Future[None] = loop.create_future()
             self._waiting[watch] = future
             try:
@@ -44,34 +44,34 @@ class _LoopBell:
             finally:
                 del self._waiting[watch]
 
-    def _wake_rung(self) -> None:
-        self._bell.clear()
+    def _wake_signalled(self) -> None:
+        self._waker.clear()
         for watch, future in self._waiting.items():
-            if watch.is_rung() and not future.done():
+            if watch.is_signalled() and not future.done():
                 future.set_result(None)
 
 
-_bells: WeakKeyDictionary[asyncio.AbstractEventLoop, _LoopBell] = WeakKeyDictionary()
+_watches_of_loops: WeakKeyDictionary[asyncio.AbstractEventLoop, _LoopWatches] = WeakKeyDictionary()
 
 
-def _bell_of(loop: asyncio.AbstractEventLoop) -> _LoopBell:
-    loop_bell = _bells.get(loop)
-    if loop_bell is None:
-        loop_bell = _bells[loop] = _LoopBell(loop)
-    return loop_bell
+def _watches_of(loop: asyncio.AbstractEventLoop) -> _LoopWatches:
+    loop_watches = _watches_of_loops.get(loop)
+    if loop_watches is None:
+        loop_watches = _watches_of_loops[loop] = _LoopWatches(loop)
+    return loop_watches
 
 
-async def _next_item(take: Callable[[], T | None], watch_with: Callable[[Bell], Watch]) -> T:
+async def _next_item(take: Callable[[], T | None], watch_with: Callable[[LoopWaker], Watch]) -> T:
     """Returns the next item that `take` returns, as soon as there is one."""
     item = take()
     if item is not None:
         return item
     loop = asyncio.get_running_loop()
-    loop_bell = _bell_of(loop)
-    watch = watch_with(loop_bell.bell)
+    loop_watches = _watches_of(loop)
+    watch = watch_with(loop_watches.waker)
     try:
         while True:
-            await loop_bell.wait(loop, watch)
+            await loop_watches.wait(loop, watch)
             # Nothing between this call and the end of the coroutine can be cancelled.
             item = take()
             if item is not None:
@@ -85,7 +85,7 @@ async def recv(vm: Vm, source: Task | int | None, tag: int | None) -> Message:
     """Waits for a message."""
     return await _next_item(
         lambda: vm.try_recv(source, tag),
-        lambda bell: vm._watch(source, tag, bell),
+        lambda waker: vm._watch(source, tag, waker),
     )
 
 

@@ -97,7 +97,7 @@ class NoTaskError(PvmError):
 
 
 class DeniedError(PvmError):
-    """The operation is not permitted."""
+    """The operation is not permitted, or a mailbox entry belongs to another task."""
 
 
 class OutOfResourcesError(PvmError):
@@ -110,10 +110,6 @@ class GroupError(PvmError):
 
 class NotFoundError(PvmError):
     """The mailbox has no such entry."""
-
-
-class ExistsError(PvmError):
-    """The mailbox has such an entry already."""
 
 
 class MigrationError(PvmError):
@@ -152,7 +148,6 @@ _CLASSES: dict[int, type[PvmError]] = {
     -27: OutOfResourcesError,
     -31: NoTaskError,
     -32: NotFoundError,
-    -33: ExistsError,
 }
 
 
