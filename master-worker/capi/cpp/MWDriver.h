@@ -249,6 +249,20 @@ protected:
 
 private:
     typedef std::unordered_map<uint64_t, MWTask *> Tasks;
+    typedef MWKey (MWDriver::*KeyOfTask)(MWTask *) const;
+
+    /* An open task with a number that was computed for the task. */
+    struct KeyedTask {
+        uint64_t id;
+        MWKey key;
+        bool is_running;
+    };
+    /* Argument of visit_key. */
+    struct KeyList {
+        MWDriver *driver;
+        KeyOfTask key;
+        std::vector<KeyedTask> entries;
+    };
 
     MWDriver(const MWDriver &);
     MWDriver &operator=(const MWDriver &);
@@ -282,13 +296,17 @@ private:
     void send_all();
     void add(const std::vector<MWTask *> &added, bool in_front);
     void set_keys();
+    std::vector<KeyedTask> keys(KeyOfTask key);
     MWKey best_key(bool is_running);
+    static int visit_key(void *user, const sempa_open_task *open);
+    static void delete_task(void *user, uint64_t id);
     MWTask *find(uint64_t id, const void *payload, size_t size, bool takes);
 
     bool orders_by_key() const
     {
         return task_key && (add_mode_ == ADD_BY_KEY || retrieval_mode_ == GET_FROM_KEY);
     }
+    MWKey user_key(MWTask *task) const { return task_key(task); }
     /* Key by which a task is dispatched. Tasks in the order of their addition have equal keys. */
     MWKey dispatch_key(MWTask *task) const { return orders_by_key() ? task_key(task) : 0; }
 

@@ -109,7 +109,11 @@ inline void MWDriver::add(const std::vector<MWTask *> &added, bool in_front)
     for (size_t i = 0; i < added.size(); ++i) {
         added[i]->task_id = ids[i];
         added[i]->number = static_cast<int>(ids[i] & INT_MAX);
-        std::swap(tasks_[ids[i]], added[i]->task_id ? const_cast<MWTask *&>(added[i]) : tasks_[0]);
+        // During a repetition a task without a number is not one of the run.
+        if (ids[i] == 0)
+            delete added[i];
+        else
+            tasks_[ids[i]] = added[i];
     }
 }
 
@@ -136,6 +140,233 @@ inline MWTask *MWDriver::find(uint64_t id, const void *payload, size_t size, boo
     if (takes)
         tasks_.erase(id);
     return task;
+}
+
+inline int MWDriver::visit_key(void *user, const sempa_open_task *open)
+{
+    KeyList *list = static_cast<KeyList *>(user);
+    MWDriver *driver = list->driver;
+    return sempa_mw_guarded([&]() -> int {
+        bool is_known = driver->tasks_.count(open->id) != 0;
+        MWTask *task = driver->find(open->id, open->payload, open->length, !is_known);
+        KeyedTask entry = {open->id, (driver->*list->key)(task), open->is_running != 0};
+        list->entries.push_back(entry);
+        if (!is_known)
+            delete task;
+        return 0;
+    });
+}
+
+/* Returns the open tasks with a number for each. */
+inline std::vector<MWDriver::KeyedTask> MWDriver::keys(KeyOfTask key)
+{
+    KeyList list = {this, key, std::vector<KeyedTask>()};
+    int code = sempa_run_each_task(run_, visit_key, &list);
+    sempa_mw_check(code);
+    if (code != SEMPA_WORK_OK)
+        throw std::runtime_error("the keys of the open tasks cannot be computed");
+    return list.entries;
+}
+
+/* Gives each open task the key by which the present modes dispatch tasks. */
+inline void MWDriver::set_keys()
+{
+    if (!run_)
+        return;
+    std::vector<KeyedTask> entries = keys(&MWDriver::dispatch_key);
+    for (size_t i = 0; i < entries.size(); ++i)
+        sempa_mw_check(sempa_run_set_key(run_, entries[i].id, entries[i].key));
+}
+
+inline void MWDriver::delete_task(void *user, uint64_t id)
+{
+    Tasks &tasks = static_cast<MWDriver *>(user)->tasks_;
+    Tasks::iterator found = tasks.find(id);
+    if (found == tasks.end())
+        return;
+    delete found->second;
+    tasks.erase(found);
+}
+
+inline int MWDriver::delete_tasks_worse_than(MWKey bound)
+{
+    if (!run_ || !task_key)
+        return 0;
+    if (!orders_by_key()) {
+        // All tasks have the key 0. The worse ones get a greater one, and are deleted with it.
+        std::vector<KeyedTask> entries = keys(&MWDriver::user_key);
+        for (size_t i = 0; i < entries.size(); ++i)
+            if (!entries[i].is_running && entries[i].key > bound)
+                sempa_mw_check(sempa_run_set_key(run_, entries[i].id, 1));
+        bound = 0;
+    }
+    size_t count = 0;
+    sempa_mw_check(sempa_run_prune(run_, bound, 0, delete_task, this, &count));
+    return static_cast<int>(count);
+}
+
+inline MWKey MWDriver::best_key(bool is_running)
+{
+    MWKey best = DBL_MAX;
+    if (!run_ || !task_key)
+        return best;
+    if (orders_by_key()) {
+        sempa_mw_check((is_running ? sempa_run_best_running_key : sempa_run_best_waiting_key)(
+            run_, &best));
+        return best;
+    }
+    std::vector<KeyedTask> entries = keys(&MWDriver::user_key);
+    for (size_t i = 0; i < entries.size(); ++i)
+        if (entries[i].is_running == is_running)
+            best = std::min(best, entries[i].key);
+    return best;
+}
+
+inline int MWDriver::print_task_keys()
+{
+    if (!run_ || !task_key)
+        return -1;
+    std::vector<KeyedTask> entries = keys(&MWDriver::user_key);
+    for (size_t i = 0; i < entries.size(); ++i)
+        if (!entries[i].is_running)
+            MWprintf(10, "  Task %d: key %g\n", static_cast<int>(entries[i].id & INT_MAX),
+                     entries[i].key);
+    return 0;
+}
+
+inline int MWDriver::start(void *user, sempa_run *run)
+{
+    MWDriver *driver = static_cast<MWDriver *>(user);
+    return driver->in_run(run, [&]() -> int {
+        int count = 0;
+        MWTask **tasks = 0;
+        if (driver->setup_initial_tasks(&count, &tasks) != OK)
+            throw std::runtime_error("setup_initial_tasks did not return OK");
+        driver->addTasks(count, tasks);
+        if (driver->tasks_.empty())
+            throw std::runtime_error("setup_initial_tasks created no task");
+        return 0;
+    });
+}
+
+inline int MWDriver::configure(void *user, sempa_run *run)
+{
+    MWDriver *driver = static_cast<MWDriver *>(user);
+    return driver->in_run(run, [&]() -> int {
+        driver->send_all();
+        return 0;
+    });
+}
+
+inline int MWDriver::save(void *user, sempa_buffer *state)
+{
+    MWDriver *driver = static_cast<MWDriver *>(user);
+    return sempa_mw_guarded([&]() -> int {
+        driver->has_no_state_ = false;
+        MWOutputFile file;
+        driver->write_master_state(file.file());
+        std::string content = file.content();
+        if (driver->has_no_state_)
+            throw std::runtime_error("the run has a journal, but the driver does not define "
+                                     "write_master_state and read_master_state; a restart would "
+                                     "lose what the driver has computed");
+        return sempa_buffer_append(state, content.data(), content.size());
+    });
+}
+
+inline int MWDriver::restore(void *user, const void *state, size_t size)
+{
+    MWDriver *driver = static_cast<MWDriver *>(user);
+    return sempa_mw_guarded([&]() -> int {
+        MWInputFile file(static_cast<const char *>(state), size);
+        driver->read_master_state(file.file());
+        return 0;
+    });
+}
+
+inline int MWDriver::init_data(void *user, sempa_buffer *data)
+{
+    MWDriver *driver = static_cast<MWDriver *>(user);
+    return sempa_mw_guarded([&]() -> int {
+        MWPackScope scope(RMC);
+        if (driver->pack_worker_init_data() != OK)
+            throw std::runtime_error("pack_worker_init_data did not return OK");
+        return sempa_buffer_append(data, scope.packed().data(), scope.packed().size());
+    });
+}
+
+inline int MWDriver::pack_benchmark(void *user, sempa_buffer *payload)
+{
+    MWDriver *driver = static_cast<MWDriver *>(user);
+    if (!driver->benchmark_)
+        return SEMPA_WORK_NONE;
+    return sempa_mw_guarded([&]() -> int {
+        std::string packed = MWPayload::pack(driver->benchmark_, std::string());
+        return sempa_buffer_append(payload, packed.data(), packed.size());
+    }) == 0 ? 0 : -1;
+}
+
+inline int MWDriver::on_result(void *user, sempa_run *run, const sempa_result *result)
+{
+    MWDriver *driver = static_cast<MWDriver *>(user);
+    MWTask *task = 0;
+    int code = driver->in_run(run, [&]() -> int {
+        task = driver->find(result->task, result->payload, result->payload_length, true);
+        task->working_time = result->wall_s;
+        task->cpu_time = result->cpu_s;
+        {
+            MWPackScope scope(RMC, result->data, result->length);
+            task->unpack_results();
+            scope.check("unpack_results");
+        }
+        return driver->finish(driver->act_on_completed_task(task), "act_on_completed_task");
+    });
+    delete task;
+    return code;
+}
+
+inline int MWDriver::on_partial_result(void *user, sempa_run *run, const sempa_partial_result *part)
+{
+    MWDriver *driver = static_cast<MWDriver *>(user);
+    return driver->in_run(run, [&]() -> int {
+        MWTask *task = driver->find(part->task, part->payload, part->payload_length, false);
+        {
+            MWPackScope scope(RMC, part->data, part->length);
+            int number = 0;
+            RMC->unpack(&number, 1);
+            task->unpack_subresults(number);
+            scope.check("unpack_subresults");
+        }
+        return driver->finish(driver->act_on_completed_subtask(task), "act_on_completed_subtask");
+    });
+}
+
+inline int MWDriver::on_quarantined(void *user, sempa_run *run, const sempa_quarantined *facts)
+{
+    MWDriver *driver = static_cast<MWDriver *>(user);
+    MWTask *task = 0;
+    int code = driver->in_run(run, [&]() -> int {
+        task = driver->find(facts->task, facts->payload, facts->payload_length, true);
+        return driver->finish(driver->act_on_quarantined_task(task, facts),
+                              "act_on_quarantined_task");
+    });
+    delete task;
+    return code;
+}
+
+inline int MWDriver::on_pool_event(void *user, sempa_run *run, const sempa_pool_event *event)
+{
+    MWDriver *driver = static_cast<MWDriver *>(user);
+    return driver->in_run(run, [&]() -> int {
+        if (event->kind == SEMPA_WORKER_READY) {
+            MWWorkerID worker(event->worker, event->host);
+            int code = driver->finish(driver->act_on_starting_worker(&worker),
+                                      "act_on_starting_worker");
+            if (code != 0)
+                return code;
+        }
+        return driver->finish(driver->act_on_pool_event(event), "act_on_pool_event");
+    });
 }
 
 #endif
