@@ -77,6 +77,9 @@ pub struct Search {
     engine: Box<dyn LowerBound + Send>,
     /// The path whose levels the engine holds; `None` before the root is computed.
     computed: Option<Vec<Placement>>,
+    /// The smallest target of the levels that the engine holds. They know nothing of solutions
+    /// above, so they are of no use for a larger target.
+    held_target: Cost,
     frames: Vec<Frame>,
 }
 
@@ -109,6 +112,7 @@ impl Search {
             ceiling,
             engine,
             computed: None,
+            held_target: Cost::MAX,
             frames: Vec::new(),
         })
     }
@@ -140,6 +144,10 @@ impl Search {
                 rest: Vec::new(),
             },
         };
+        if run.target() > self.held_target {
+            self.computed = None;
+            self.held_target = Cost::MAX;
+        }
         let base = node.path.len();
         self.frames
             .resize_with(self.instance.size() + 1, Frame::default);
@@ -188,6 +196,7 @@ impl Search {
             return;
         }
         let target = run.target();
+        self.held_target = self.held_target.min(target);
         self.restore(path, target);
         let children = &mut self.frames[depth].children;
         match path.last() {

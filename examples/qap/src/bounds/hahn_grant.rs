@@ -43,6 +43,7 @@ const NODE_PATIENCE: Patience = Patience {
 };
 
 pub(crate) struct HahnGrant {
+    instance: Instance,
     symmetry: Symmetry,
     /// Every value is a multiple of this.
     step: Cost,
@@ -95,6 +96,7 @@ impl HahnGrant {
             levels.push(Level::empty(left, &symmetry));
         }
         Ok(Self {
+            instance: instance.clone(),
             symmetry,
             step: instance.value_step(),
             scale,
@@ -145,7 +147,9 @@ impl HahnGrant {
 impl LowerBound for HahnGrant {
     fn expand_root(&mut self, target: Cost, children: &mut Vec<Child>) {
         let target = self.scaled(target);
-        let size = self.levels[0].free.size;
+        // A root that was computed before knows nothing of solutions above its own target.
+        self.levels[0] = Level::root(&self.instance, &self.symmetry, self.scale);
+        let size = self.instance.size();
         with_best_vectors(
             #[inline(always)]
             || for_width!(size, W => self.bound::<W>(0, target, ROOT_PATIENCE, children)),
