@@ -143,6 +143,7 @@ pub fn run_in_process<D: RawDriver + 'static, W: RawWorker>(
         statistics: shared.master.report(),
         generation: 1,
         repeated_results: 0,
+        init_bytes_sent: shared.master.init_bytes_sent(),
     };
     Ok((outcome, shared.master.driver))
 }

@@ -58,6 +58,8 @@ pub struct RunOutcome {
     pub generation: u64,
     /// Results of earlier masters that were repeated for the driver at the start.
     pub repeated_results: usize,
+    /// Bytes of init data in messages to workers.
+    pub init_bytes_sent: u64,
 }
 
 /// Returns a number that differs from that of any other call.

@@ -406,6 +406,7 @@ impl<D: RawDriver> Shell<D> {
             statistics: self.master.report(),
             generation,
             repeated_results,
+            init_bytes_sent: self.master.init_bytes_sent(),
         };
         if !outcome.is_finished {
             self.master.begin_snapshot()?;
