@@ -66,8 +66,8 @@ fn reason_of_status(status: i32) -> LossReason {
     }
 }
 
-/// Reasons of workers' ends. The notice that a worker has ended and the event with the reason arrive
-/// in either order.
+/// Reasons of workers' ends. The notice that a worker has ended and the event with the reason
+/// arrive in either order.
 #[derive(Debug, Default)]
 pub(crate) struct LossReasons {
     reasons: BTreeMap<Tid, LossReason>,

@@ -12,7 +12,7 @@ use std::collections::VecDeque;
 use std::rc::Rc;
 use std::time::{Duration, Instant};
 
-/// The only worker.
+/// Number of the only worker.
 const WORKER: WorkerId = WorkerId(1);
 
 /// Messages to the worker.

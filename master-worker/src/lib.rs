@@ -9,7 +9,9 @@
 //! An application implements [`Task`], [`Driver`] and [`Worker`], and calls [`run_program`]:
 //!
 //! ```
-//! use master_worker::{Driver, Failure, Nothing, ProgramOptions, RunHandle, Task, TaskContext, Worker};
+//! use master_worker::{
+//!     Driver, Failure, Nothing, ProgramOptions, RunHandle, Task, TaskContext, Worker,
+//! };
 //! use serde::{Deserialize, Serialize};
 //!
 //! #[derive(Serialize, Deserialize)]
@@ -28,7 +30,10 @@
 //!     type Update = Nothing;
 //!     type Partial = Nothing;
 //!
-//!     fn initial_tasks(&mut self, _run: &mut RunHandle<'_, Self>) -> Result<Vec<Square>, Failure> {
+//!     fn initial_tasks(
+//!         &mut self,
+//!         _run: &mut RunHandle<'_, Self>,
+//!     ) -> Result<Vec<Square>, Failure> {
 //!         Ok((1..=100).map(Square).collect())
 //!     }
 //!

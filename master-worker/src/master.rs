@@ -23,7 +23,7 @@ use thiserror::Error;
 
 /// Interval of the statistics in the journal.
 const STATISTICS_INTERVAL: Micros = 5_000_000;
-/// Interval of snapshots.
+/// Interval of the snapshots in the journal.
 const SNAPSHOT_INTERVAL: Micros = 60_000_000;
 /// Size of the log at which a snapshot is due before the interval is over.
 const LOG_BYTES_MAX: u64 = 256 << 20;
@@ -771,9 +771,9 @@ impl<D: RawDriver> Master<D> {
         Ok(())
     }
 
-    /// Stores the first tasks and the driver's state of a new run, and waits until they are durable:
-    /// no result may come before.
-    /// `abandoned_tasks` are those of a master that was killed before its state was stored.
+    /// Stores the first tasks and the driver's state of a new run, and waits until they are
+    /// durable: no result may come before. `abandoned_tasks` are those of a master that was killed
+    /// before its state was stored.
     pub(crate) fn store_start(
         &mut self,
         abandoned_tasks: Vec<u64>,

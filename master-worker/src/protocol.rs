@@ -103,7 +103,7 @@ pub(crate) struct Welcome {
     pub(crate) run: u64,
     pub(crate) run_name: String,
     pub(crate) init: Option<InitSource>,
-    /// The benchmark task.
+    /// Payload of the benchmark task, if the run has one.
     pub(crate) benchmark: Option<Bytes>,
     /// The newest update, if there was one.
     pub(crate) update: Option<Update>,

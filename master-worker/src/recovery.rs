@@ -117,7 +117,8 @@ pub(crate) fn restart<D: RawDriver>(
     })
 }
 
-/// Returns the tasks in a journal without a state of the driver: its master was killed at the start.
+/// Returns the tasks in a journal without a state of the driver: its master was killed at the
+/// start.
 pub(crate) fn abandoned_tasks(recovered: &Recovered) -> Vec<u64> {
     let added = recovered.records.iter().flat_map(|record| match record {
         Record::TasksAdded { tasks } => tasks.as_slice(),

@@ -301,8 +301,8 @@ impl Run {
         self.dispatcher.best_waiting_key().map(Key::value)
     }
 
-    /// Returns the lowest key of a running task. The lower of both keys is the lower bound of a tree
-    /// search.
+    /// Returns the lowest key of a running task. The lower of both keys is the lower bound of a
+    /// tree search.
     pub fn best_running_key(&self) -> Option<f64> {
         self.dispatcher.best_running_key().map(Key::value)
     }

@@ -31,8 +31,8 @@ pub trait Task: Serialize + DeserializeOwned {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Nothing {}
 
-/// The application's part of the master. The value itself is saved in the journal, and restored when
-/// a master starts again.
+/// The application's part of the master. The value itself is saved in the journal, and restored
+/// when a master starts again.
 ///
 /// A restart repeats [`Driver::on_result`] and [`Driver::on_quarantined`] for what happened after
 /// the newest saved state, so these two must depend only on the driver and their arguments.
@@ -68,8 +68,8 @@ pub trait Driver: Serialize + DeserializeOwned {
         result: <Self::Task as Task>::Result,
     ) -> Result<(), Failure>;
 
-    /// Sets targets, settings and other parts of the run that are not saved. Called after each start
-    /// and restart.
+    /// Sets targets, settings and other parts of the run that are not saved. Called after each
+    /// start and restart.
     ///
     /// # Errors
     /// The application's; the run does not begin.

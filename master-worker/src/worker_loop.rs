@@ -1,5 +1,5 @@
-//! The loop of a worker: gets tasks, executes them in order, reports results, and waits for the next
-//! master if the present one is lost.
+//! The loop of a worker: gets tasks, executes them in order, reports results, and waits for the
+//! next master if the present one is lost.
 
 use crate::context::{Context, TaskLink};
 use crate::host_store::HostStore;
@@ -279,7 +279,7 @@ impl<P: WorkerPort> WorkerState<P> {
             self.end = Some(WorkerEnd::NoMaster(patience));
             return Ok(());
         }
-        // The next master numbers its updates anew.
+        // The next master numbers its updates from 1.
         self.update = None;
         self.greet()
     }

@@ -1,5 +1,5 @@
-//! Master-worker runs on hosts: workers and masters are killed and migrated, and the number of nodes
-//! of a proof shows that each task counts once.
+//! Master-worker runs on hosts: workers and masters are killed and migrated, and the number of
+//! nodes of a proof shows that each task counts once.
 
 use sempa_tests::faults::tests_all_cases;
 use sempa_tests::requirements::{build_folder, panic_if_unmet, require_testbed};
@@ -272,8 +272,8 @@ fn migrated_workers_keep_their_tasks() {
     vm.halt_and_wait().expect("halts");
 }
 
-/// A master that is killed again and again continues with its journal: the workers wait for the next
-/// master, and each node counts once. The finished run leaves no journal.
+/// A master that is killed again and again continues with its journal: the workers wait for the
+/// next master, and each node counts once. The finished run leaves no journal.
 #[test]
 #[ignore = "system tier: needs root and hosts"]
 fn killed_masters_lose_nothing() {

@@ -14,7 +14,7 @@ use std::io::{self, Write};
 use std::thread;
 use std::time::Duration;
 
-/// Interval of `--follow`.
+/// Interval at which `--follow` repeats the output.
 const FOLLOW_INTERVAL: Duration = Duration::from_secs(2);
 
 pub(crate) const SPEC: CommandSpec = CommandSpec {

@@ -2,8 +2,8 @@
 //! search within their time limit.
 //!
 //! The number of nodes of a run does not depend on the order of the tasks, on the number of workers
-//! or on lost workers: an attempt that is lost adds no nodes, and the nodes of each subproblem count
-//! once. If the first bound is the optimum, the number is that of the sequential search.
+//! or on lost workers: an attempt that is lost adds no nodes, and the nodes of each subproblem
+//! count once. If the first bound is the optimum, the number is that of the sequential search.
 
 use crate::instance::{Cost, Instance, Solution};
 use crate::proof::{Optimum, Proof};

@@ -31,7 +31,7 @@ struct Arguments {
     /// Search in this process only, without a virtual machine
     #[arg(long)]
     sequential: bool,
-    /// Number of workers
+    /// Number of worker processes on the virtual machine
     #[arg(long, value_name = "N", default_value_t = 2)]
     workers: u32,
     /// Name of the run, for `pvm work`; the default is the instance

@@ -25,7 +25,7 @@ const FLOWS_30: &str = "32002A50525002056301A0A211101/40A40022105000020161012251
      20422106215500155/21053A0042004255/451010502005110/0302202050525A/2200065350051/\
      512AA4005000/055105212AA/5213156553/401000500/50445025/0441022/550100/10A10/0000/00A/22/2";
 
-/// One embedded instance.
+/// An embedded instance with its known optimum.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Nugent {
     pub name: &'static str,

@@ -104,7 +104,7 @@ impl Dispatcher {
             if !(is_straggler || is_paused && duplicates_paused) {
                 continue;
             }
-            // All tasks of a paused worker stand still; of a slow one only the first.
+            // No task of a paused worker makes progress; a slow worker has begun only its first.
             let copied = if is_paused { worker.held.len() } else { 1 };
             let tasks: Vec<TaskId> = worker.held.iter().take(copied).map(|h| h.task).collect();
             for task in tasks {

@@ -283,7 +283,7 @@ impl Dispatcher {
         self.settle(now);
     }
 
-    /// Changes the settings.
+    /// Changes the settings; they hold for all further events.
     pub fn set_settings(&mut self, now: Micros, settings: Settings) {
         self.settings = settings;
         let ids: Vec<WorkerId> = self.pool.iter().map(|worker| worker.id).collect();

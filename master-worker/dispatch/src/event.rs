@@ -116,8 +116,8 @@ pub enum Event {
         groups: Groups,
         host: Arc<str>,
     },
-    /// The worker has its init data and, if there is a benchmark, has executed the benchmark in this
-    /// time.
+    /// The worker has its init data and, if there is a benchmark, has executed the benchmark in
+    /// this time.
     WorkerReady {
         worker: WorkerId,
         benchmark: Option<Micros>,
@@ -193,7 +193,7 @@ pub enum TaskFailure {
     Delayed(Micros),
     /// Another worker executes a copy of the task.
     CopyContinues,
-    /// [`Output::Quarantined`] follows.
+    /// The task is not tried again; [`Output::Quarantined`] follows.
     Quarantined,
 }
 

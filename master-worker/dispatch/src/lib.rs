@@ -2,10 +2,10 @@
 //!
 //! A *task* is a unit of work here, as in MW (Goux, Kulkarni, Linderoth, Yoder 2000); the processes
 //! of the virtual machine that execute tasks are *workers*. Each dispatch of a task to a worker is
-//! an *attempt* with a number of its own. [`Dispatcher`] decides which worker gets which task, which
-//! result counts, and how many workers a run requests. It has no clock, socket, file or random
-//! number: a shell passes events with the time of their arrival, carries out the outputs, and keeps
-//! the contents of tasks and results.
+//! an *attempt* with a number of its own. [`Dispatcher`] decides which worker gets which task,
+//! which result counts, and how many workers a run requests. It has no clock, socket, file or
+//! random number: a shell passes events with the time of their arrival, carries out the outputs,
+//! and keeps the contents of tasks and results.
 
 mod copies;
 mod dispatcher;

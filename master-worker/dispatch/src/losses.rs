@@ -121,8 +121,8 @@ impl Dispatcher {
         }
     }
 
-    /// Moves a task to its next stage after the end of the attempt at `worker`. `counted_attempts` is
-    /// the number of counted attempts if the latest one counts.
+    /// Moves a task to its next stage after the end of the attempt at `worker`. `counted_attempts`
+    /// is the number of counted attempts if the latest one counts.
     fn place_again(
         &mut self,
         now: Micros,

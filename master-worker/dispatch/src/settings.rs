@@ -52,7 +52,7 @@ pub struct Limits {
     /// Attempts in the history of a task; older ones are forgotten.
     pub history: usize,
     /// Quarantined tasks. When the limit is reached, the run ends with a failure: a program that
-    /// kills so many workers is wrong.
+    /// kills many workers is wrong.
     pub quarantined: usize,
     /// Tasks that a worker may hold.
     pub tasks_per_worker: usize,

@@ -100,13 +100,13 @@ impl Worker {
     }
 }
 
-/// Sums over workers.
+/// Sums over the workers of a run.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct WorkerTotals {
     pub available: Micros,
     pub paused: Micros,
     pub working: Micros,
-    /// Σ f u in microseconds.
+    /// P times W in microseconds: Σ f u.
     weighted_available: f64,
     factor: NumberSummary,
     available_s: NumberSummary,
@@ -147,7 +147,7 @@ pub struct RunStatistics {
     departed: WorkerTotals,
     /// T: processor time of all accepted tasks.
     cpu: Micros,
-    /// N in microseconds.
+    /// Normalized time N in microseconds.
     weighted_cpu: f64,
     task_cpu_s: NumberSummary,
     task_wall_s: NumberSummary,
@@ -261,19 +261,19 @@ impl RunStatistics {
 /// 0.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct StatisticsReport {
-    /// W.
+    /// W, the duration of the run.
     pub wall_s: f64,
-    /// T.
+    /// T, the processor time of all accepted tasks.
     pub cpu_s: f64,
-    /// N.
+    /// N, the processor time weighted with the factors.
     pub normalized_s: f64,
-    /// P.
+    /// P, the sum of the factors of an average moment.
     pub pool_performance: Option<f64>,
-    /// A.
+    /// A, the average number of workers.
     pub average_workers: Option<f64>,
     /// As A, but with the time of pauses.
     pub average_workers_with_paused: Option<f64>,
-    /// η.
+    /// η, the share of the available time that tasks have used.
     pub efficiency: Option<f64>,
     /// N / W, which MW's later releases print as the pool performance.
     pub normalized_per_wall: Option<f64>,
@@ -286,7 +286,7 @@ pub struct StatisticsReport {
     pub paused_s: NumberSummary,
     pub task_cpu_s: NumberSummary,
     pub counts: RunCounts,
-    /// The present workers.
+    /// One entry for each present worker.
     pub workers: Vec<WorkerReport>,
 }
 

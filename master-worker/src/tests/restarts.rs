@@ -77,7 +77,7 @@ impl RawDriver for Adder {
     }
 }
 
-/// Random numbers: xorshift64*.
+/// Random numbers of the generator xorshift64*.
 struct Random(u64);
 
 impl Random {

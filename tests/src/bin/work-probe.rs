@@ -1,5 +1,5 @@
-//! A master-worker program for tests: `work-probe MODE [NUMBER]` prints what the driver has seen, one
-//! fact per line.
+//! A master-worker program for tests: `work-probe MODE [NUMBER]` prints what the driver has seen,
+//! one fact per line.
 //!
 //! | mode | the run |
 //! | --- | --- |

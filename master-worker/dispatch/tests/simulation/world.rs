@@ -19,7 +19,7 @@ const CLASS: ClassId = ClassId(0);
 /// A run that takes more steps than this does not make progress.
 const STEPS_MAX: u64 = 20_000_000;
 
-/// Random numbers: xorshift64*.
+/// Random numbers of the generator xorshift64*.
 pub(crate) struct Random(u64);
 
 impl Random {
