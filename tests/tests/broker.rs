@@ -43,7 +43,7 @@ fn compile(output: &Path, sources: &[PathBuf], options: &[&str]) {
         .arg(repository_folder().join("broker/capi/include"))
         .arg("-L")
         .arg(libraries)
-        .args(["-lsempa_broker", "-Wl,-rpath,$ORIGIN"]);
+        .args(["-lsempa_broker", "-lm", "-Wl,-rpath,$ORIGIN"]);
     run_successfully(compiler, TIMEOUT).expect("gcc compiles");
 }
 
@@ -440,5 +440,173 @@ fn sixty_one_workers_with_122_departures() {
     for group in groups {
         broker.expect_status(group, 0);
     }
+    broker.end();
+}
+
+/// Fetches fastDNAml's source from Debian into a folder: by `apt-get source` if sources are
+/// configured, else from the pool of the configured mirror. Returns `None` if apt cannot fetch it.
+fn fetch_fastdnaml(folder: &Path) -> Option<PathBuf> {
+    let archive = "fastdnaml_1.2.2.orig.tar.gz";
+    let run = |program: &str, arguments: &[&str]| {
+        let mut command = Command::new(program);
+        command.current_dir(folder).args(arguments);
+        run_to_end(command, TIMEOUT)
+            .ok()
+            .filter(CommandResult::succeeded)
+    };
+    if run("apt-get", &["source", "--download-only", "fastdnaml"]).is_none() {
+        let uris = run("apt-get", &["download", "--print-uris", "fastdnaml"])?.stdout;
+        let (pool, _) = uris.split('\'').nth(1)?.rsplit_once('/')?;
+        let uri = format!("{pool}/{archive}");
+        run("/usr/lib/apt/apt-helper", &["download-file", &uri, archive])?;
+    }
+    run("tar", &["xzf", archive])?;
+    let source = folder.join("fastDNAml_1.2.2/source");
+    source.join("fastDNAml.c").exists().then_some(source)
+}
+
+/// Returns sequences of `species` species in PHYLIP's format, evolved along a random tree.
+fn make_sequences(species: usize, sites: usize) -> String {
+    let mut random = sempa_tests::rng::Rng::new(7);
+    let mut sequences: Vec<Vec<u8>> =
+        vec![(0..sites).map(|_| b"ACGT"[random.next_below(4)]).collect()];
+    while sequences.len() < species {
+        let parent = random.next_below(sequences.len());
+        sequences.push(sequences[parent].clone());
+        for sequence in &mut sequences {
+            for _ in 0..sites / 40 {
+                sequence[random.next_below(sites)] = b"ACGT"[random.next_below(4)];
+            }
+        }
+    }
+    let mut text = format!("{species} {sites}\n");
+    for (number, sequence) in sequences.iter().enumerate() {
+        let letters = String::from_utf8_lossy(sequence);
+        text.push_str(&format!("{:<10}{letters}\n", format!("s{number}")));
+    }
+    text
+}
+
+/// Returns the likelihood of the final tree from the output of fastDNAml, and the tree's branches
+/// in order, each as the species at its end, or "" for an inner branch, and its length in units of
+/// 0.00001. Inner nodes have no fixed numbers.
+fn final_tree(output: &str) -> (String, Vec<(String, i64)>) {
+    let likelihood = output.rfind("Ln Likelihood").expect("a result");
+    let likelihood = output[likelihood..].lines().next().expect("a line");
+    let branch = |line: &str| {
+        let words: Vec<&str> = line.split_whitespace().collect();
+        let [start, end, length, "(", ..] = words[..] else {
+            return None;
+        };
+        start.parse::<u32>().ok()?;
+        let species = if end.starts_with('s') { end } else { "" };
+        let length = length.parse::<f64>().ok()? * 1e5;
+        Some((species.to_string(), length.round() as i64))
+    };
+    let mut branches: Vec<_> = output.lines().filter_map(branch).collect();
+    branches.sort();
+    (likelihood.to_string(), branches)
+}
+
+/// Asserts that two trees are equal. Trees travel as text, which rounds lengths.
+fn assert_same_tree(parallel: &str, sequential: &str) {
+    let (parallel, sequential) = (final_tree(parallel), final_tree(sequential));
+    assert_eq!(parallel.0, sequential.0);
+    assert_eq!(parallel.1.len(), 37, "{parallel:?}");
+    for (one, other) in parallel.1.iter().zip(&sequential.1) {
+        let is_near = one.1.abs_diff(other.1) <= 2;
+        assert!(one.0 == other.0 && is_near, "{one:?} and {other:?}");
+    }
+}
+
+/// fastDNAml's own master and slaves, unmodified, find the tree that the sequential program finds,
+/// while a slave is killed and another one joins from outside.
+#[test]
+#[ignore = "system tier: needs root and hosts"]
+fn unmodified_fastdnaml_finds_the_sequential_result() {
+    let bed = require_testbed(2);
+    let source = fetch_fastdnaml(bed.folder());
+    let unmet = source
+        .is_none()
+        .then(|| "apt cannot fetch the source package fastdnaml".to_string());
+    panic_if_unmet(unmet);
+    let source_folder = source.expect("fetched");
+    let broker = BrokerVm::start(&bed);
+    let folder = programs_folder(&broker.vm);
+    let shim = repository_folder().join("broker/examples/fastdnaml-shim");
+    let (source, shim_source) = (source_folder.join("fastDNAml.c"), shim.join("p4_shim.c"));
+    let include = format!("-I{}", shim.display());
+    let old_c = ["-w", "-std=gnu99", "-O2", &include];
+    let build = |name: &str, sources: &[&PathBuf], options: &[&str]| {
+        let sources: Vec<PathBuf> = sources.iter().map(|path| (*path).clone()).collect();
+        compile(&folder.join(name), &sources, options);
+    };
+    build("dnaml", &[&source], &old_c);
+    build(
+        "dnaml_slave",
+        &[&source, &shim_source],
+        &[&old_c[..], &["-DSlave=1"]].concat(),
+    );
+    let master_options = [&old_c[..], &["-DMaster=1", "-DSHIM_MASTER=1"]].concat();
+    build("dnaml_master", &[&source, &shim_source], &master_options);
+    build(
+        "dnaml_host",
+        &[&shim.join("dnaml_host.c")],
+        &["-O2", &include],
+    );
+
+    let input = broker.vm.user_home().join("input.phy");
+    fs::write(&input, make_sequences(20, 400)).expect("a file");
+    let stdin = Stdio::from(fs::File::open(&input).expect("a file"));
+    let sequential = RunningCommand::start(broker.command(bed.host(1), &["dnaml"]), stdin)
+        .and_then(|command| command.wait_or_kill(TIMEOUT))
+        .expect("the sequential program ends");
+
+    broker.broker_succeeds(&["start", "trees"]);
+    let file = broker.session_file("trees");
+    let input = input.to_str().expect("UTF-8");
+    let host = broker.start_on(bed.host(1), &["dnaml_host", "trees", input]);
+    let start = |host: &Host, program: &str, variable: &str, value: &str| {
+        let mut command = broker.command(host, &[program]);
+        command.env(variable, value);
+        RunningCommand::start(command, Stdio::null()).expect("starts")
+    };
+    let doomed = start(bed.host(2), "dnaml_slave", "SEMPA_SESSION", "trees");
+    let inside = start(bed.host(2), "dnaml_slave", "SEMPA_SESSION", "trees");
+    let master = start(bed.host(1), "dnaml_master", "SEMPA_SESSION", "trees");
+    wait_for(TIMEOUT, || {
+        let report = broker.report("trees");
+        match report["counts"]["taken"].as_u64() > Some(200) {
+            true => Ok(()),
+            false => Err(report.to_string()),
+        }
+    })
+    .or_panic_with_logs(&broker.vm);
+    doomed.kill_children_and_wait().expect("killed");
+    let outside = start(
+        bed.outside_host(),
+        "dnaml_slave",
+        "SEMPA_SESSION_FILE",
+        &file,
+    );
+    broker.expect_status(master, 0);
+    let totals = host.wait_or_kill(TIMEOUT).or_panic_with_logs(&broker.vm);
+    println!("{}", totals.stdout);
+    assert!(totals.stdout.ends_with("slaves 3\n"), "{totals:?}");
+    for slave in [inside, outside] {
+        broker.expect_status(slave, 0);
+    }
+    let entries = fs::read_dir(broker.vm.user_home()).expect("a folder");
+    let output = entries
+        .filter_map(Result::ok)
+        .find(|entry| {
+            entry
+                .file_name()
+                .to_string_lossy()
+                .starts_with("master.out.")
+        })
+        .expect("the master's output");
+    let parallel = fs::read_to_string(output.path()).expect("a file");
+    assert_same_tree(&parallel, &sequential.stdout);
     broker.end();
 }
