@@ -264,6 +264,25 @@ fn members_inside_and_outside_work_together() {
     broker.end();
 }
 
+/// The examples in C run as their comments say.
+#[test]
+#[ignore = "system tier: needs root and hosts"]
+fn the_examples_in_c_run() {
+    let bed = require_testbed(1);
+    let broker = BrokerVm::start(&bed);
+    for name in ["squares_foreman", "squares_worker"] {
+        let source = repository_folder().join(format!("broker/examples/{name}.c"));
+        compile(&programs_folder(&broker.vm).join(name), &[source], &[]);
+    }
+    let worker = broker.start_on(bed.host(1), &["squares_worker", "c"]);
+    let foreman = broker.start_on(bed.host(1), &["squares_foreman", "c", "500"]);
+    let result = foreman.wait_or_kill(TIMEOUT).or_panic_with_logs(&broker.vm);
+    let text = format!("the sum of 500 squares is {}\n", sum_of_squares(500));
+    assert_eq!((result.stdout, result.status.code()), (text, Some(0)));
+    broker.expect_status(worker, EXIT_OVER);
+    broker.end();
+}
+
 /// Late comers inside and outside learn that the session is over, by an exit status of its own.
 #[test]
 #[ignore = "system tier: needs root and hosts"]
