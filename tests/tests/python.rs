@@ -1,10 +1,14 @@
-//! Builds the wheel of the Python package, installs it in a fresh virtual environment, and runs
-//! Python programs as tasks.
+//! Installs the Python package in a fresh virtual environment, and runs Python programs as tasks.
+//!
+//! With `SEMPA_TEST_FULL` the tests build and install the wheel. Otherwise they install the native
+//! module of the workspace's build and the Python files, because the wheel compiles all crates once
+//! more.
 
 use nix::fcntl::{Flock, FlockArg};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use procfs::process::{ProcState, Process};
+use sempa_tests::faults::tests_all_cases;
 use sempa_tests::programs::compile_into;
 use sempa_tests::requirements::{
     build_folder, find_in_path, installed_prefix, panic_if_unmet, require_program, require_testbed,
@@ -37,9 +41,16 @@ const PROGRAMS: [&str; 8] = [
 const VERSION_CHECK: &str =
     "import sys; assert sys.version_info >= (3, 11), sys.version; print(sys.executable)";
 
-/// The built wheel, and the folder in which the tests keep what they need to build it.
+/// What the tests install.
+enum PackageSource {
+    Wheel(PathBuf),
+    /// The native module of the workspace's build.
+    NativeModule(PathBuf),
+}
+
+/// The package, and the folder in which the tests keep what they need to build it.
 struct WheelBuild {
-    wheel: PathBuf,
+    source: PackageSource,
     interpreter: PathBuf,
     folder: PathBuf,
     /// Tests run in processes of their own; this lock lets one of them build.
@@ -47,7 +58,7 @@ struct WheelBuild {
 }
 
 impl WheelBuild {
-    /// Builds the wheel with maturin from PATH, or else from the Python index.
+    /// Builds the wheel with maturin from PATH, or else from the Python index, if all tests run.
     ///
     /// # Panics
     /// Python is too old, maturin cannot be installed, or the build fails.
@@ -60,48 +71,36 @@ impl WheelBuild {
             .expect("the lock");
         let interpreter = require_python();
         let tools = make_tools(&interpreter, &folder);
-        let maturin = find_in_path("maturin").unwrap_or_else(|| {
-            require_package(&tools, "maturin");
-            tools.join("bin/maturin")
-        });
-        let wheels = folder.join("wheels");
-        // An older wheel could be installed in place of the new one.
-        let _ = fs::remove_dir_all(&wheels);
-        let mut build = Command::new(maturin);
-        build
-            .current_dir(project_file("python"))
-            .env_remove("CARGO_TARGET_DIR")
-            .args(["build", "--profile", "ci", "--interpreter"])
-            .arg(&interpreter)
-            .arg("--target-dir")
-            .arg(folder.join("target"))
-            .arg("--out")
-            .arg(&wheels);
-        run_successfully(build, BUILD_TIMEOUT).expect("the wheel is built");
-        let wheel = fs::read_dir(&wheels)
-            .expect("a folder")
-            .find_map(|entry| {
-                let path = entry.expect("an entry").path();
-                (path.extension()? == "whl").then_some(path)
-            })
-            .expect("a wheel");
+        let source = if tests_all_cases() {
+            PackageSource::Wheel(build_wheel(&interpreter, &tools, &folder))
+        } else {
+            let module = build_folder().expect("a folder").join("libsempa_pvm.so");
+            let missing = "libsempa_pvm.so is not built: run cargo build -p sempa-pvm-python";
+            panic_if_unmet((!module.exists()).then(|| missing.to_string()));
+            PackageSource::NativeModule(module)
+        };
         Self {
-            wheel,
+            source,
             interpreter,
             folder,
             _lock: lock,
         }
     }
 
-    /// Makes a virtual environment with the wheel. Returns its interpreter.
+    /// Makes a virtual environment with the package. Returns its interpreter.
     fn install_into(&self, environment: &Path) -> PathBuf {
         let mut venv = Command::new(&self.interpreter);
         venv.args(["-m", "venv", "--without-pip"]).arg(environment);
         run_successfully(venv, INSTALL_TIMEOUT).expect("a virtual environment");
         let interpreter = environment.join("bin/python");
-        let mut pip = self.pip(&interpreter);
-        pip.args(["--no-index", "--no-deps"]).arg(&self.wheel);
-        run_successfully(pip, INSTALL_TIMEOUT).expect("the wheel is installed");
+        match &self.source {
+            PackageSource::Wheel(wheel) => {
+                let mut pip = self.pip(&interpreter);
+                pip.args(["--no-index", "--no-deps"]).arg(wheel);
+                run_successfully(pip, INSTALL_TIMEOUT).expect("the wheel is installed");
+            }
+            PackageSource::NativeModule(module) => copy_package(&interpreter, module),
+        }
         interpreter
     }
 
@@ -121,6 +120,54 @@ impl WheelBuild {
         pip.args(["install", "--quiet", "--disable-pip-version-check"]);
         pip
     }
+}
+
+/// Copies the Python files and the native module to the folder from which `interpreter` imports.
+fn copy_package(interpreter: &Path, module: &Path) {
+    let mut python = Command::new(interpreter);
+    python.args([
+        "-c",
+        "import sysconfig; print(sysconfig.get_path('purelib'))",
+    ]);
+    let output = run_successfully(python, PROGRAM_TIMEOUT).expect("a folder for packages");
+    let package = Path::new(output.stdout.trim()).join("sempa_pvm");
+    fs::create_dir_all(&package).expect("a folder");
+    for entry in fs::read_dir(project_file("python/python/sempa_pvm")).expect("the files") {
+        let path = entry.expect("an entry").path();
+        if path.is_file() {
+            fs::copy(&path, package.join(path.file_name().expect("a name"))).expect("a copy");
+        }
+    }
+    fs::copy(module, package.join("_native.abi3.so")).expect("a copy");
+}
+
+/// Builds the wheel and returns its path.
+fn build_wheel(interpreter: &Path, tools: &Path, folder: &Path) -> PathBuf {
+    let maturin = find_in_path("maturin").unwrap_or_else(|| {
+        require_package(tools, "maturin");
+        tools.join("bin/maturin")
+    });
+    let wheels = folder.join("wheels");
+    // An older wheel could be installed in place of the new one.
+    let _ = fs::remove_dir_all(&wheels);
+    let mut build = Command::new(maturin);
+    build
+        .current_dir(project_file("python"))
+        .env_remove("CARGO_TARGET_DIR")
+        .args(["build", "--profile", "ci", "--interpreter"])
+        .arg(interpreter)
+        .arg("--target-dir")
+        .arg(folder.join("target"))
+        .arg("--out")
+        .arg(&wheels);
+    run_successfully(build, BUILD_TIMEOUT).expect("the wheel is built");
+    fs::read_dir(&wheels)
+        .expect("a folder")
+        .find_map(|entry| {
+            let path = entry.expect("an entry").path();
+            (path.extension()? == "whl").then_some(path)
+        })
+        .expect("a wheel")
 }
 
 /// Returns the path of Python.
