@@ -1,4 +1,4 @@
-//! The command line.
+//! The command line: commands, options and the settings that follow from them.
 
 use clap::{Args as ClapArgs, Parser, Subcommand, ValueEnum};
 use sempa_broker_session::{ForemanPolicy, Limits, Millis, Settings, Timing};
@@ -115,7 +115,7 @@ pub(crate) enum Durability {
 pub(crate) enum ForemanDeath {
     /// Workers wait for the next foreman.
     Wait,
-    /// The session ends.
+    /// The session ends for all members.
     End,
 }
 

@@ -25,6 +25,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
 use std::time::{Duration, Instant, SystemTime};
+use tokio::net::TcpListener;
 use tokio::signal::unix::{SignalKind, signal};
 
 /// Largest number of inputs that wait for the broker's thread. Readers wait while it is reached, so
@@ -157,19 +158,8 @@ fn start(
     }
     folder::make(&session_folder)?;
     let (journal, state) = Journal::open(&session_folder, options.broker.journal)?;
-    let mut identity = Identity::read_or_generate(&session_folder, options.broker.port)?;
-    let runtime = tokio::runtime::Builder::new_multi_thread()
-        .worker_threads(1)
-        .enable_all()
-        .build()?;
-    let listener = {
-        let _context = runtime.enter();
-        let listener = listener::bind(identity.port)
-            .with_context(|| format!("port {} cannot be used", identity.port))?;
-        identity.port = listener.local_addr()?.port();
-        listener
-    };
-    identity.write(&session_folder)?;
+    let identity = Identity::read_or_generate(&session_folder, options.broker.port)?;
+    let (runtime, listener, identity) = listen(&session_folder, identity)?;
     let now = Millis(0);
     let session = match state {
         Some(state) => Session::resume(state, now),
@@ -204,10 +194,34 @@ fn start(
         ended: None,
     };
     broker.publish_running()?;
-    if let (false, Some(program)) = (goes_on, &options.broker.foreman) {
-        broker.start_foreman(program)?;
+    if let (false, Some(program)) = (goes_on, &options.broker.foreman)
+        && let Err(error) = broker.start_foreman(program)
+    {
+        // A session without its foreman must not be found by others.
+        directory::remove(vm, &options.session)?;
+        folder::remove(&broker.folder);
+        return Err(error);
     }
     Ok((broker, input_receiver, runtime))
+}
+
+/// Listens on the port of the session, and keeps the port for the next broker.
+fn listen(
+    session_folder: &Path,
+    mut identity: Identity,
+) -> Result<(tokio::runtime::Runtime, TcpListener, Identity)> {
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(1)
+        .enable_all()
+        .build()?;
+    let listener = {
+        let _context = runtime.enter();
+        listener::bind(identity.port)
+            .with_context(|| format!("port {} cannot be used", identity.port))?
+    };
+    identity.port = listener.local_addr()?.port();
+    identity.write(session_folder)?;
+    Ok((runtime, listener, identity))
 }
 
 fn watch_signals(runtime: &tokio::runtime::Runtime, inputs: SyncSender<Input>) -> Result<()> {
@@ -456,13 +470,11 @@ impl Broker {
                     eprintln!("pvm-broker: a frame to {tid} was not sent: {error}");
                 }
             }
-            Some(Peer::Outside(sender)) => {
-                if !sender.send(frame) {
-                    // The reader reports the end of the connection.
-                    self.peers.remove(&link);
-                }
+            // The reader reports the end of the connection.
+            Some(Peer::Outside(sender)) if !sender.send(frame) => {
+                self.peers.remove(&link);
             }
-            None => {}
+            Some(Peer::Outside(_)) | None => {}
         }
     }
 }

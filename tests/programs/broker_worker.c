@@ -44,7 +44,7 @@ static void work(const char *session, int pause_ms, const char *life) {
     int code;
     SMBL_Status status = {.type = SMBL_TYPE_RETURNED};
     while (status.type != TASK) {
-      /* The next foreman has to hear of this worker, too. */
+      /* The next foreman must learn of this worker, too. */
       if (must_announce) code = SMBL_Send_opt(&rank, sizeof rank, SMBL_FOREMAN, READY, SMBL_RETURN, 120);
       if (must_announce && code == SMBL_ERR_OVER) _exit(SMBL_EXIT_OVER);
       if (must_announce && code != SMBL_GONE) check("ready", code);

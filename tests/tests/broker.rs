@@ -538,19 +538,8 @@ fn assert_same_tree(parallel: &str, sequential: &str) {
     }
 }
 
-/// fastDNAml's own master and slaves, unmodified, find the tree that the sequential program finds,
-/// while a slave is killed and another one joins from outside.
-#[test]
-#[ignore = "system tier: needs root and hosts"]
-fn unmodified_fastdnaml_finds_the_sequential_result() {
-    let bed = require_testbed(2);
-    let source = fetch_fastdnaml(bed.folder());
-    let unmet = source
-        .is_none()
-        .then(|| "apt cannot fetch the source package fastdnaml".to_string());
-    panic_if_unmet(unmet);
-    let source_folder = source.expect("fetched");
-    let broker = BrokerVm::start(&bed);
+/// Compiles the sequential program, the master and the slave from fastDNAml's source, and the host.
+fn build_fastdnaml(broker: &BrokerVm, source_folder: &Path) {
     let folder = programs_folder(&broker.vm);
     let shim = repository_folder().join("broker/examples/fastdnaml-shim");
     let (source, shim_source) = (source_folder.join("fastDNAml.c"), shim.join("p4_shim.c"));
@@ -573,7 +562,22 @@ fn unmodified_fastdnaml_finds_the_sequential_result() {
         &[&shim.join("dnaml_host.c")],
         &["-O2", &include],
     );
+}
 
+/// fastDNAml's own master and slaves, unmodified, find the tree that the sequential program finds,
+/// while a slave is killed and another one joins from outside.
+#[test]
+#[ignore = "system tier: needs root and hosts"]
+fn unmodified_fastdnaml_finds_the_sequential_result() {
+    let bed = require_testbed(2);
+    let source = fetch_fastdnaml(bed.folder());
+    let unmet = source
+        .is_none()
+        .then(|| "apt cannot fetch the source package fastdnaml".to_string());
+    panic_if_unmet(unmet);
+    let source_folder = source.expect("fetched");
+    let broker = BrokerVm::start(&bed);
+    build_fastdnaml(&broker, &source_folder);
     let input = broker.vm.user_home().join("input.phy");
     fs::write(&input, make_sequences(20, 400)).expect("a file");
     let stdin = Stdio::from(fs::File::open(&input).expect("a file"));

@@ -209,7 +209,7 @@ fn to_code(verdict: Verdict) -> i32 {
     code
 }
 
-/// What `SMBL_Status` tells.
+/// The fields of `SMBL_Status`, without its layout.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct MailFacts {
     pub(crate) source: i32,

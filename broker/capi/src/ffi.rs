@@ -7,7 +7,7 @@
 use crate::calls::{self, ERR_ARG, ERR_TRUNCATED, Failure, MailFacts, SUCCESS, finish};
 use std::ffi::{CStr, c_char, c_double, c_int, c_void};
 
-/// `SMBL_Status` of `smbl.h`.
+/// `SMBL_Status` of `smbl.h`, with the same layout.
 #[repr(C)]
 #[derive(Debug)]
 pub struct Status {

@@ -50,7 +50,7 @@ pub enum SessionEntry {
     },
     Over {
         end: SessionEnd,
-        /// Seconds since 1970.
+        /// Time of the end, in seconds since 1970.
         ended_at: u64,
     },
 }

@@ -36,7 +36,7 @@ pub(crate) struct MemberState {
 enum Link {
     Inside {
         link: InsideLink,
-        state: Mutex<MemberState>,
+        state: Box<Mutex<MemberState>>,
     },
     Outside(Arc<OutsideLink>),
 }
@@ -81,7 +81,7 @@ impl Member {
         link.pump_until(&mut state, Some(deadline))?;
         let link = Link::Inside {
             link,
-            state: Mutex::new(state),
+            state: Box::new(Mutex::new(state)),
         };
         Self::await_welcome(link, options.session, deadline)
     }

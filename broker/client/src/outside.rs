@@ -176,7 +176,8 @@ impl Dialer {
         Ok(stream)
     }
 
-    /// Carries frames until the connection ends. Returns true if the broker has welcomed the member.
+    /// Carries frames until the connection ends. Returns true if the broker has welcomed the
+    /// member.
     async fn serve(&self, stream: TlsStream<TcpStream>) -> bool {
         let link = &self.link;
         link.lock().endpoint.connected(link.now());

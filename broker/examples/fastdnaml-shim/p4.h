@@ -11,7 +11,7 @@
 /* Message types of fastDNAml. */
 #define DNAML_FILE_NAME 1 /* from the host: name of the input file */
 #define DNAML_REQUEST 2   /* a slave asks for a tree */
-#define DNAML_NUM_TREE 3  /* the master wants the best of so many results, as text */
+#define DNAML_NUM_TREE 3  /* number of results of which the master wants the best, as text */
 #define DNAML_DONE 4      /* a process ends */
 #define DNAML_ADD_SPECS 5
 #define DNAML_SEND_TREE 6

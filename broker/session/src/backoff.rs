@@ -4,7 +4,7 @@ use crate::ids::Millis;
 
 /// Waiting time before the second attempt.
 const FIRST_DELAY: Millis = Millis(100);
-/// Largest waiting time.
+/// Largest waiting time before an attempt.
 const DELAY_MAX: Millis = Millis(10_000);
 
 /// Number of doublings after which the largest waiting time is reached.

@@ -26,7 +26,7 @@ pub struct Pattern {
     pub kind: Option<MailKind>,
 }
 
-/// What mail is.
+/// The kinds of mail that a program distinguishes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MailKind {
     /// A message with the application's type.

@@ -111,7 +111,7 @@ pub enum ForemanPolicy {
     /// Workers wait for the next foreman.
     #[default]
     Wait,
-    /// The session ends.
+    /// Members are told, and the session ends after the time to finish.
     End,
 }
 

@@ -355,7 +355,7 @@ pub enum ToMember {
     /// Another connection of the same member has replaced this one.
     Superseded,
     Report(Box<SessionReport>),
-    /// Answers [`ToBroker::End`].
+    /// Answers [`ToBroker::End`] with the reason of the end.
     Ending(SessionEnd),
     /// The connection's rights do not allow a report or an end; nothing else changes.
     NotAllowed,

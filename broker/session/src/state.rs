@@ -272,7 +272,8 @@ impl State {
         }
     }
 
-    /// Adds mail to a mailbox. Mail for a member that is gone is dropped; the caller has counted it.
+    /// Adds mail to a mailbox. Mail for a member that is gone is dropped; the caller has counted
+    /// that mail.
     fn deliver(&mut self, to: MemberId, mail: Mail, returns: bool, now: Millis) {
         let Some(receiver) = self.members.get_mut(&to) else {
             return;

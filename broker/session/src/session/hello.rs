@@ -1,4 +1,4 @@
-//! Joins and resumes.
+//! Joins of new members, and resumes of members whose connection has ended.
 
 use super::{
     Hello, JoinRate, LinkId, MailSeq, MemberId, Millis, Output, Place, Presence, Refusal, Session,

@@ -152,7 +152,7 @@ pub struct Session {
 }
 
 impl Session {
-    /// Starts a session.
+    /// Starts a session without members.
     pub fn new(session: &str, settings: Settings, now: Millis) -> Self {
         let mut new = Self::from_state(State::default(), now);
         new.record(

@@ -1,4 +1,4 @@
-//! Requests of members.
+//! Requests of members: sends, watches, leaves, and the end of the session.
 
 use super::{Destination, GoneReason, LinkId, MemberId, Millis, Session, ToMember, Verdict};
 use crate::ids::RequestSeq;
