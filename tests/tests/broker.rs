@@ -51,8 +51,14 @@ impl<'a> BrokerVm<'a> {
     /// Starts a virtual machine on all hosts and installs the broker's programs in the folder where
     /// `spawn` searches.
     fn start(bed: &'a sempa_tests::Testbed) -> Self {
+        Self::start_with_hosts(bed, bed.hosts().len())
+    }
+
+    /// As [`BrokerVm::start`], on the first `host_count` hosts.
+    fn start_with_hosts(bed: &'a sempa_tests::Testbed, host_count: usize) -> Self {
         let vm = Vm::start(bed, VmSettings::default()).expect("a virtual machine");
-        let names: Vec<&str> = bed.hosts().iter().skip(1).map(Host::name).collect();
+        let hosts = &bed.hosts()[1..host_count];
+        let names: Vec<&str> = hosts.iter().map(Host::name).collect();
         if !names.is_empty() {
             vm.add_hosts(&names).expect("they join");
         }
@@ -382,6 +388,37 @@ fn a_worker_that_migrates_keeps_its_number_and_messages() {
         assert_eq!(total(&output, name), 0, "{output}");
     }
     broker.expect_status(other, EXIT_OVER);
+    broker.end();
+}
+
+/// A member outside whose network fails is away, comes back by itself and keeps number and
+/// messages. Both sides notice the dead connection.
+#[test]
+#[ignore = "system tier: needs root and hosts"]
+fn a_member_outside_comes_back_after_a_network_failure() {
+    let bed = require_testbed(2);
+    // h2 is not in the virtual machine.
+    let broker = BrokerVm::start_with_hosts(&bed, 1);
+    broker.broker_succeeds(&["start", "net", "--heartbeat", "1", "--grace", "100"]);
+    let file = broker.session_file("net");
+    let foreman = broker.start_foreman("net", 400, 1);
+    let worker = broker.start_on(bed.host(2), &["broker_worker", &file, "1", "1"]);
+    for progress in ["50 done", "150 done"] {
+        broker.wait_for_line(&foreman, progress);
+        bed.set_connected(2, false).expect("disconnected");
+        broker.wait_until_present("net", 1);
+        bed.set_connected(2, true).expect("connected");
+        broker.wait_until_present("net", 2);
+    }
+    broker.wait_for_line(&foreman, "results 400");
+    let report = broker.report("net");
+    assert_eq!(report["counts"]["joins"], 2, "{report}");
+    assert_counts_add_up(&report);
+    let output = broker.release(foreman);
+    for name in ["departures", "doubled", "returned"] {
+        assert_eq!(total(&output, name), 0, "{output}");
+    }
+    broker.expect_status(worker, EXIT_OVER);
     broker.end();
 }
 

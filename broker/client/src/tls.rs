@@ -154,3 +154,49 @@ impl ServerCertVerifier for PinnedCertificate {
             .supported_schemes()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::wire::{PROOF_BYTES_MAX, read_frame, write_frame};
+    use tokio_rustls::{TlsAcceptor, TlsConnector};
+
+    /// Makes a connection whose member trusts `pinned`, or the broker's certificate, and proves
+    /// `secret`. Returns the role that the broker accepts; an error if the member refuses the broker.
+    async fn connect(pinned: Option<&str>, secret: &str) -> std::io::Result<Option<Role>> {
+        let made = rcgen::generate_simple_self_signed(vec![SERVER_NAME.to_string()]).expect("made");
+        let (certificate, key) = (made.cert.der().to_vec(), made.signing_key.serialize_der());
+        let pinned = pinned.map_or_else(|| fingerprint(&certificate), str::to_string);
+        let (client_end, server_end) = tokio::io::duplex(1 << 16);
+        let acceptor = TlsAcceptor::from(server_config(&certificate, &key).expect("settings"));
+        let server = tokio::spawn(async move {
+            let mut stream = acceptor.accept(server_end).await?;
+            let received = read_frame(&mut stream, PROOF_BYTES_MAX).await?;
+            std::io::Result::Ok(check_proof(stream.get_ref().1, b"key", &received))
+        });
+        let connector = TlsConnector::from(client_config(&pinned).expect("settings"));
+        let name = rustls::pki_types::ServerName::try_from(SERVER_NAME).expect("a name");
+        let mut stream = connector.connect(name, client_end).await?;
+        let proof = make_proof(stream.get_ref().1, secret).expect("the handshake is complete");
+        write_frame(&mut stream, &proof).await?;
+        server.await.expect("no panic")
+    }
+
+    /// The secret decides the role. A member trusts no certificate but the pinned one.
+    #[test]
+    fn secrets_and_certificates_are_checked() {
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .build()
+            .expect("a runtime");
+        let role_of = |pinned, secret: &str| runtime.block_on(connect(pinned, secret));
+        for role in [Role::Worker, Role::Foreman] {
+            let secret = role_secret(b"key", role);
+            assert_eq!(role_of(None, &secret).expect("connects"), Some(role));
+        }
+        let foreign = role_secret(b"another key", Role::Worker);
+        assert_eq!(role_of(None, &foreign).expect("connects"), None);
+        let secret = role_secret(b"key", Role::Worker);
+        let other = fingerprint(b"another certificate");
+        assert!(role_of(Some(&other), &secret).is_err());
+    }
+}

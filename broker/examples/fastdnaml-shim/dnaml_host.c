@@ -2,7 +2,7 @@
  *
  * dnaml_host SESSION INPUT_FILE
  * Slaves may come and go: the tree of a slave that is gone goes to another slave. Ends the session
- * when the master is done. */
+ * when the master is done and all slaves have left. */
 #include "p4.h"
 #include "smbl.h"
 #include <float.h>
@@ -16,11 +16,12 @@ static char *waiting[TREES_MAX]; /* trees without a slave, first in first out */
 static int waiting_count;
 static int asking[MEMBERS_MAX], asking_count; /* slaves without a tree */
 static char *given[MEMBERS_MAX];              /* the tree that a slave has */
-static int is_slave[MEMBERS_MAX];
+static int is_slave[MEMBERS_MAX];             /* 1 until the slave is gone */
 static char *best;
 static double best_likelihood = -DBL_MAX;
 static int results, wanted; /* results since the last answer, and wanted for the next one */
-static int master, no_more_trees;
+static int master, no_more_trees, master_is_done;
+static int living_slaves, slaves;
 static int evaluated, repeated;
 
 static void check(const char *what, int code) {
@@ -100,12 +101,15 @@ static void forget_slave(int slave) {
   repeated++;
 }
 
-/* Returns 1 when the master is done. */
-static int handle(const char *input_file, int type, int source, char *text) {
+static void handle(const char *input_file, int type, int source, char *text) {
   switch (type) {
   case DNAML_HELLO:
     if (*(int *)text) master = source;
-    else is_slave[source] = 1;
+    else {
+      is_slave[source] = 1;
+      living_slaves++;
+      slaves++;
+    }
     send_to(source, input_file, DNAML_FILE_NAME);
     break;
   case DNAML_REQUEST: asking[asking_count++] = source; break;
@@ -115,16 +119,17 @@ static int handle(const char *input_file, int type, int source, char *text) {
     break;
   case DNAML_RESULT: take_result(source, strdup(text)); break;
   case DNAML_NUM_TREE: wanted += atoi(text); break;
-  case DNAML_DONE: return source == master;
+  case DNAML_DONE: master_is_done |= source == master; break;
   case SMBL_TYPE_GONE:
     if (source == master && !no_more_trees) {
       fprintf(stderr, "dnaml_host: the master is gone\n");
       exit(1);
     }
     forget_slave(source);
+    living_slaves -= is_slave[source];
+    is_slave[source] = 0;
     break;
   }
-  return 0;
 }
 
 int main(int argc, char **argv) {
@@ -133,7 +138,7 @@ int main(int argc, char **argv) {
   if (!text) return 1;
   check("joining", SMBL_Init(argv[1], SMBL_FOREMAN_ROLE));
   check("watching", SMBL_Watch(SMBL_ANY_SOURCE));
-  for (int is_done = 0; !is_done;) {
+  while (!master_is_done || living_slaves > 0) {
     SMBL_Status status;
     check("receiving", SMBL_Recv(text, DNAML_TREE_BYTES_MAX, SMBL_ANY_SOURCE, SMBL_ANY_TYPE, &status));
     if (status.source >= MEMBERS_MAX) {
@@ -141,12 +146,10 @@ int main(int argc, char **argv) {
       return 1;
     }
     text[status.size] = 0;
-    is_done = handle(argv[2], status.type, status.source, text);
+    handle(argv[2], status.type, status.source, text);
     dispatch();
     answer_master();
   }
-  int slaves = 0;
-  for (int i = 0; i < MEMBERS_MAX; i++) slaves += is_slave[i];
   printf("trees %d repeated %d slaves %d\n", evaluated, repeated, slaves);
   check("ending", SMBL_Finish(5));
   check("leaving", SMBL_Finalize());
