@@ -53,7 +53,8 @@ impl SplitMix {
         let mut mixed = self.0;
         mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
         mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        (((mixed ^ (mixed >> 31)) >> 32) * u64::from(limit) >> 32) as u32
+        let mixed = (mixed ^ (mixed >> 31)) >> 32;
+        ((mixed * u64::from(limit)) >> 32) as u32
     }
 }
 
@@ -170,7 +171,7 @@ mod tests {
 
     #[test]
     fn equal_seeds_give_equal_permutations() {
-        let instance = find("nug14").unwrap().instance();
+        let instance = find("nug14").expect("an embedded instance").instance();
         let options = TabuOptions {
             exchanges: 50,
             runs: 1,
@@ -189,7 +190,7 @@ mod tests {
                 .map(|index| index * factor % 23)
                 .collect::<Vec<i32>>()
         };
-        let instance = Instance::new(6, entries(7), entries(5)).unwrap();
+        let instance = Instance::new(6, entries(7), entries(5)).expect("small entries");
         let mut random = SplitMix(3);
         let mut run = Run::new(&instance, &mut random);
         for number in 0..200 {
@@ -200,7 +201,7 @@ mod tests {
 
     #[test]
     fn a_single_location_has_no_exchange() {
-        let instance = Instance::new(1, vec![3], vec![4]).unwrap();
+        let instance = Instance::new(1, vec![3], vec![4]).expect("small entries");
         assert_eq!(tabu_search(&instance, TabuOptions::DEFAULT).value, 12);
     }
 }

@@ -338,13 +338,16 @@ mod tests {
 
     #[test]
     fn reads_free_white_space() {
-        let instance = Instance::parse(SMALL).unwrap();
+        let instance = Instance::parse(SMALL).expect("an instance");
         assert_eq!(instance.size(), 3);
         assert_eq!(instance.first(1, 2), 3);
         assert_eq!(instance.second(0, 2), 6);
         assert_eq!(instance.evaluate(&[0, 1, 2]), 2 * (5 + 2 * 6 + 3 * 7));
         assert_eq!(instance.value_step(), 2);
-        assert_eq!(Instance::parse(&instance.to_text()).unwrap(), instance);
+        assert_eq!(
+            Instance::parse(&instance.to_text()).expect("an instance"),
+            instance
+        );
     }
 
     #[test]
@@ -399,7 +402,7 @@ mod tests {
 
     #[test]
     fn reads_solutions_and_refuses_what_is_no_permutation() {
-        let solution = parse_solution("3 17\n 2, 3,1\n").unwrap();
+        let solution = parse_solution("3 17\n 2, 3,1\n").expect("a solution");
         assert_eq!(
             solution,
             SolutionFile {
@@ -408,7 +411,7 @@ mod tests {
             }
         );
         for (text, word) in [("3 17 1 1 2", 4), ("3 17 0 1 2", 3), ("3 17 1 4 2", 4)] {
-            let error = parse_solution(text).unwrap_err();
+            let error = parse_solution(text).expect_err("no permutation");
             assert!(
                 matches!(error, FormatError::Permutation { word: at, .. } if at == word),
                 "{text}: {error}"
@@ -423,7 +426,7 @@ mod tests {
             vec![0, 1, 2, 3, 0, 4, 5, 6, 0],
             vec![0, 7, 1, 2, 0, 3, 9, 4, 0],
         )
-        .unwrap();
+        .expect("small entries");
         let permutation = [1, 2, 0];
         let both = instance.evaluate_both_ways(&permutation);
         assert_eq!(both.forward, instance.evaluate(&permutation));

@@ -168,9 +168,9 @@ mod tests {
                 "18 14 10 3 9 4 2 12 11 16 19 15 20 8 13 17 5 7 1 6",
             ),
         ] {
-            let nugent = find(name).unwrap();
+            let nugent = find(name).expect("an embedded instance");
             let text = format!("{} {} {permutation}", nugent.size, nugent.optimum);
-            let solution = parse_solution(&text).unwrap();
+            let solution = parse_solution(&text).expect("a solution");
             assert_eq!(
                 nugent.instance().evaluate(&solution.permutation),
                 nugent.optimum

@@ -209,7 +209,7 @@ mod tests {
     use crate::nugent::find;
 
     fn location_automorphisms(name: &str) -> usize {
-        Symmetry::of(&find(name).unwrap().instance())
+        Symmetry::of(&find(name).expect("an embedded instance").instance())
             .locations
             .maps
             .len()
@@ -232,9 +232,11 @@ mod tests {
 
     #[test]
     fn orbits_shrink_as_locations_are_taken() {
-        let symmetry = Symmetry::of(&find("nug16b").unwrap().instance());
+        let symmetry = Symmetry::of(&find("nug16b").expect("an embedded instance").instance());
         let all: Vec<u8> = (0..16).collect();
-        let orbits = symmetry.orbits(symmetry.whole(), &all, &all).unwrap();
+        let orbits = symmetry
+            .orbits(symmetry.whole(), &all, &all)
+            .expect("a symmetry");
         // Corners, edges and the middle of a square of four by four.
         let mut sizes: Vec<u32> = orbits
             .locations
@@ -258,7 +260,7 @@ mod tests {
             },
         );
         let left: Vec<u8> = (1..16).collect();
-        let orbits = symmetry.orbits(corner, &left, &left).unwrap();
+        let orbits = symmetry.orbits(corner, &left, &left).expect("a symmetry");
         assert_eq!(orbits.locations.sets.len(), 9, "the diagonal is left");
         let none = symmetry.fix(
             corner,
@@ -272,7 +274,7 @@ mod tests {
 
     #[test]
     fn equal_entries_do_not_overflow_the_limits() {
-        let instance = Instance::new(20, vec![1; 400], vec![1; 400]).unwrap();
+        let instance = Instance::new(20, vec![1; 400], vec![1; 400]).expect("small entries");
         let symmetry = Symmetry::of(&instance);
         assert_eq!(symmetry.locations.maps.len(), MAX_AUTOMORPHISMS);
     }

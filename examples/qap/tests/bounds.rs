@@ -80,7 +80,7 @@ fn instances(sizes: std::ops::RangeInclusive<usize>) -> impl Strategy<Value = In
                     }
                 }
             }
-            Instance::new(size, first, second).unwrap()
+            Instance::new(size, first, second).expect("small entries")
         })
     })
 }
@@ -94,7 +94,7 @@ proptest! {
         for bound in KINDS {
             for first in [Cost::MAX / 4, expected + 1] {
                 let options = ProofOptions { bound, first_bound: FirstBound::Value(first) };
-                let proof = solve(&instance, &options, |_| Directive::Continue).unwrap();
+                let proof = solve(&instance, &options, |_| Directive::Continue).expect("bounds fit, and nothing stops the search");
                 let Optimum::Solution(solution) = proof.optimum else {
                     panic!("{bound:?} finds nothing below {first}");
                 };
@@ -102,7 +102,7 @@ proptest! {
                 prop_assert_eq!(instance.evaluate(&solution.permutation), expected);
             }
             let options = ProofOptions { bound, first_bound: FirstBound::Value(expected) };
-            let proof = solve(&instance, &options, |_| Directive::Continue).unwrap();
+            let proof = solve(&instance, &options, |_| Directive::Continue).expect("bounds fit, and nothing stops the search");
             prop_assert_eq!(proof.optimum, Optimum::AtLeast(expected));
         }
     }
@@ -116,7 +116,7 @@ proptest! {
     ) {
         let optimum = least_value(&instance, &[]);
         for kind in KINDS {
-            let mut search = Search::new(&instance, kind).unwrap();
+            let mut search = Search::new(&instance, kind).expect("bounds fit");
             let mut open = vec![search.root()];
             while let Some(node) = open.pop() {
                 let least = least_value(&instance, &node.path);
@@ -144,20 +144,20 @@ proptest! {
     ) {
         let expected = least_value(&instance, &[]);
         for kind in KINDS {
-            let mut search = Search::new(&instance, kind).unwrap();
+            let mut search = Search::new(&instance, kind).expect("bounds fit");
             let root = search.root();
             let whole = search.search(&root, expected, |_| Directive::Continue);
             prop_assert!(whole.rest.is_empty() && whole.best.is_none());
-            let mut fresh = Search::new(&instance, kind).unwrap();
+            let mut fresh = Search::new(&instance, kind).expect("bounds fit");
             let mut turn = choices.iter().cycle();
             let (nodes, best) = search_in_pieces(&mut fresh, expected, |open| {
-                let (index, piece) = turn.next().unwrap();
+                let (index, piece) = turn.next().expect("a cycle has no end");
                 (index.index(open), *piece)
             });
             prop_assert_eq!((nodes, best), (whole.nodes, expected));
             let mut turn = choices.iter().cycle();
             let (_, best) = search_in_pieces(&mut fresh, Cost::MAX / 4, |open| {
-                let (index, piece) = turn.next().unwrap();
+                let (index, piece) = turn.next().expect("a cycle has no end");
                 (index.index(open), *piece)
             });
             prop_assert_eq!(best, expected);
@@ -167,9 +167,11 @@ proptest! {
 
 #[test]
 fn a_value_from_elsewhere_ends_the_search() {
-    let instance = sempa_qap::nugent::find("nug12").unwrap().instance();
+    let instance = sempa_qap::nugent::find("nug12")
+        .expect("an embedded instance")
+        .instance();
     for kind in KINDS {
-        let mut search = Search::new(&instance, kind).unwrap();
+        let mut search = Search::new(&instance, kind).expect("bounds fit");
         let root = search.root();
         let mut told = false;
         let outcome = search.search(&root, 1000, |nodes| {
@@ -185,8 +187,10 @@ fn a_value_from_elsewhere_ends_the_search() {
 
 #[test]
 fn nodes_survive_serialization_and_are_small() {
-    let instance = sempa_qap::nugent::find("nug12").unwrap().instance();
-    let mut search = Search::new(&instance, BoundKind::HahnGrant).unwrap();
+    let instance = sempa_qap::nugent::find("nug12")
+        .expect("an embedded instance")
+        .instance();
+    let mut search = Search::new(&instance, BoundKind::HahnGrant).expect("bounds fit");
     let root = search.root();
     let outcome = search.search(&root, 578, |nodes| {
         if nodes < 7 {
@@ -197,12 +201,15 @@ fn nodes_survive_serialization_and_are_small() {
     });
     assert!(!outcome.rest.is_empty());
     for node in outcome.rest {
-        let bytes = postcard::to_stdvec(&node).unwrap();
+        let bytes = postcard::to_stdvec(&node).expect("a node is data");
         assert!(
             bytes.len() <= 8 + 2 * node.path.len(),
             "{} bytes",
             bytes.len()
         );
-        assert_eq!(postcard::from_bytes::<Node>(&bytes).unwrap(), node);
+        assert_eq!(
+            postcard::from_bytes::<Node>(&bytes).expect("a node again"),
+            node
+        );
     }
 }

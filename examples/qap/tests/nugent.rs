@@ -9,13 +9,14 @@ use sempa_qap::search::{BoundKind, Directive, Search};
 /// Proves an instance with both first bounds. Returns the nodes of the proof that begins with
 /// the optimum.
 fn prove(name: &str, bound: BoundKind) -> u64 {
-    let nugent = find(name).unwrap();
+    let nugent = find(name).expect("an embedded instance");
     let instance = nugent.instance();
     let options = ProofOptions {
         bound,
         first_bound: FirstBound::Heuristic(TabuOptions::DEFAULT),
     };
-    let proof = solve(&instance, &options, |_| Directive::Continue).unwrap();
+    let proof = solve(&instance, &options, |_| Directive::Continue)
+        .expect("bounds fit, and nothing stops the search");
     let Optimum::Solution(solution) = &proof.optimum else {
         panic!("the tabu search gives a permutation");
     };
@@ -29,7 +30,8 @@ fn prove(name: &str, bound: BoundKind) -> u64 {
         bound,
         first_bound: FirstBound::Value(nugent.optimum),
     };
-    let known = solve(&instance, &options, |_| Directive::Continue).unwrap();
+    let known = solve(&instance, &options, |_| Directive::Continue)
+        .expect("bounds fit, and nothing stops the search");
     assert_eq!(known.optimum, Optimum::AtLeast(nugent.optimum));
     let found = tabu_search(&instance, TabuOptions::DEFAULT).value == nugent.optimum;
     assert!(
@@ -70,13 +72,14 @@ fn both_bounds_prove_nug17() {
 
 #[test]
 fn a_search_without_first_bound_finds_the_optimum() {
-    let nugent = find("nug12").unwrap();
+    let nugent = find("nug12").expect("an embedded instance");
     for bound in [BoundKind::GilmoreLawler, BoundKind::HahnGrant] {
         let options = ProofOptions {
             bound,
             first_bound: FirstBound::Value(1_000_000),
         };
-        let proof = solve(&nugent.instance(), &options, |_| Directive::Continue).unwrap();
+        let proof = solve(&nugent.instance(), &options, |_| Directive::Continue)
+            .expect("bounds fit, and nothing stops the search");
         assert_eq!(proof.optimum.value(), nugent.optimum);
     }
 }
@@ -88,20 +91,20 @@ proptest! {
     fn every_cut_of_nug12_counts_the_same_nodes(
         choices in proptest::collection::vec((any::<proptest::sample::Index>(), 1..90_u64), 1..40),
     ) {
-        let nugent = find("nug12").unwrap();
+        let nugent = find("nug12").expect("an embedded instance");
         for kind in [BoundKind::GilmoreLawler, BoundKind::HahnGrant] {
             let whole = solve(
                 &nugent.instance(),
                 &ProofOptions { bound: kind, first_bound: FirstBound::Value(nugent.optimum) },
                 |_| Directive::Continue,
-            ).unwrap();
+            ).expect("bounds fit, and nothing stops the search");
             // Two workers that take turns, as in a parallel proof.
-            let mut workers = [(); 2].map(|()| Search::new(&nugent.instance(), kind).unwrap());
+            let mut workers = [(); 2].map(|()| Search::new(&nugent.instance(), kind).expect("bounds fit"));
             let mut open = vec![workers[0].root()];
             let mut nodes = 0;
             let mut turn = choices.iter().cycle();
             while !open.is_empty() {
-                let (index, piece) = turn.next().unwrap();
+                let (index, piece) = turn.next().expect("a cycle has no end");
                 let node = open.swap_remove(index.index(open.len()));
                 workers.swap(0, 1);
                 let outcome = workers[0].search(&node, nugent.optimum, |done| {

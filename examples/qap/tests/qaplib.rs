@@ -40,14 +40,19 @@ fn unpack(folder: &Path) -> Option<PathBuf> {
 /// Reads all files with this ending, by the name before.
 fn texts(folder: &Path, ending: &str) -> BTreeMap<String, String> {
     let mut texts = BTreeMap::new();
-    for entry in fs::read_dir(folder).unwrap() {
-        let path = entry.unwrap().path();
+    for entry in fs::read_dir(folder).expect("a readable file") {
+        let path = entry.expect("a readable file").path();
         if path
             .extension()
             .is_some_and(|extension| extension == ending)
         {
-            let name = path.file_stem().unwrap().to_str().unwrap().to_owned();
-            texts.insert(name, fs::read_to_string(&path).unwrap());
+            let name = path
+                .file_stem()
+                .expect("a name in UTF-8")
+                .to_str()
+                .expect("a name in UTF-8")
+                .to_owned();
+            texts.insert(name, fs::read_to_string(&path).expect("a readable file"));
         }
     }
     texts
@@ -56,7 +61,7 @@ fn texts(folder: &Path, ending: &str) -> BTreeMap<String, String> {
 #[test]
 #[ignore = "system tier: needs Debian's archive"]
 fn embedded_instances_and_all_solutions_agree_with_qaplib() {
-    let folder = tempfile::tempdir().unwrap();
+    let folder = tempfile::tempdir().expect("a temporary folder");
     let Some(library) = unpack(folder.path()) else {
         return;
     };

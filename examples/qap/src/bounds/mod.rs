@@ -1,4 +1,8 @@
 //! Lower bounds of subproblems, and the choice of the next branching from them.
+#![expect(
+    clippy::needless_range_loop,
+    reason = "loops over the same columns of several rows become vector code"
+)]
 
 pub(crate) mod assignment;
 pub(crate) mod gilmore_lawler;
