@@ -656,7 +656,8 @@ impl<D: RawDriver> Master<D> {
     }
 
     fn handle_all_closed(&mut self, transport: &mut dyn Transport) -> Result<(), RunError> {
-        if self.state != RunState::Running {
+        // The callback of the last result may have added tasks.
+        if self.state != RunState::Running || self.run.dispatcher.open_task_count() > 0 {
             return Ok(());
         }
         let handled = self.driver.on_all_closed(&mut self.run);
