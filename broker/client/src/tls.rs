@@ -162,7 +162,8 @@ mod tests {
     use tokio_rustls::{TlsAcceptor, TlsConnector};
 
     /// Makes a connection whose member trusts `pinned`, or the broker's certificate, and proves
-    /// `secret`. Returns the role that the broker accepts; an error if the member refuses the broker.
+    /// `secret`. Returns the role that the broker accepts; an error if the member refuses the
+    /// broker.
     async fn connect(pinned: Option<&str>, secret: &str) -> std::io::Result<Option<Role>> {
         let made = rcgen::generate_simple_self_signed(vec![SERVER_NAME.to_string()]).expect("made");
         let (certificate, key) = (made.cert.der().to_vec(), made.signing_key.serialize_der());
@@ -175,7 +176,7 @@ mod tests {
             std::io::Result::Ok(check_proof(stream.get_ref().1, b"key", &received))
         });
         let connector = TlsConnector::from(client_config(&pinned).expect("settings"));
-        let name = rustls::pki_types::ServerName::try_from(SERVER_NAME).expect("a name");
+        let name = ServerName::try_from(SERVER_NAME).expect("a name");
         let mut stream = connector.connect(name, client_end).await?;
         let proof = make_proof(stream.get_ref().1, secret).expect("the handshake is complete");
         write_frame(&mut stream, &proof).await?;
