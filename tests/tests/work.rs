@@ -15,11 +15,23 @@ use std::time::Duration;
 const TIMEOUT: Duration = Duration::from_secs(1_200);
 const POLL_TIMEOUT: Duration = Duration::from_secs(60);
 
+/// Bound of Gilmore and Lawler, with which a search has many cheap nodes.
+const GILMORE_LAWLER: &str = "gl";
+/// The bound that is faster for the size of the instance.
+const AUTOMATIC: &str = "auto";
+
 /// Number of nodes of the sequential search for the instance `name`, whose first bound is the
 /// optimum.
-fn sequential_nodes(program: &Path, name: &str) -> u64 {
+fn sequential_nodes(program: &Path, (name, bound): (&str, &str)) -> u64 {
     let mut command = Command::new(program);
-    command.args([name, "--sequential", "--first-bound", "optimum"]);
+    command.args([
+        name,
+        "--bound",
+        bound,
+        "--sequential",
+        "--first-bound",
+        "optimum",
+    ]);
     let output = run_successfully(command, TIMEOUT).expect("the sequential search");
     let nodes = output
         .stdout
@@ -46,10 +58,12 @@ struct ProofRun<'a> {
 }
 
 impl<'a> ProofRun<'a> {
-    fn new(vm: &'a Vm<'a>, instance: &str, workers: u32) -> Self {
+    fn new(vm: &'a Vm<'a>, (instance, bound): (&str, &str), workers: u32) -> Self {
         let workers = workers.to_string();
         let arguments = [
             instance,
+            "--bound",
+            bound,
             "--first-bound",
             "optimum",
             "--json",
@@ -145,9 +159,12 @@ fn proof_counts_the_nodes_of_the_sequential_search() {
     let bed = require_testbed(3);
     let vm = Vm::start(&bed, VmSettings::default()).expect("a virtual machine");
     vm.add_hosts(&["h2", "h3"]).expect("the others join");
-    let run = ProofRun::new(&vm, "nug15", 4);
+    let run = ProofRun::new(&vm, ("nug15", AUTOMATIC), 4);
     let result = run.result(run.start());
-    assert_eq!(result["nodes"], sequential_nodes(&run.program, "nug15"));
+    assert_eq!(
+        result["nodes"],
+        sequential_nodes(&run.program, ("nug15", AUTOMATIC))
+    );
     assert_eq!(result["finished"], true);
     for value in [
         "pool_performance",
@@ -191,9 +208,9 @@ fn proof_counts_the_nodes_of_the_sequential_search() {
 #[ignore = "system tier: needs root and hosts"]
 fn killed_workers_change_no_count() {
     let (host_count, workers, kills, instance) = if tests_all_cases() {
-        (8, 61, 122, "nug18")
+        (8, 61, 122, ("nug18", AUTOMATIC))
     } else {
-        (4, 8, 24, "nug16a")
+        (4, 8, 24, ("nug16a", AUTOMATIC))
     };
     let bed = require_testbed(host_count);
     let vm = Vm::start(&bed, VmSettings::default()).expect("a virtual machine");
@@ -227,9 +244,9 @@ fn killed_workers_change_no_count() {
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn migrated_workers_keep_their_tasks() {
     let (host_count, workers, moves, instance) = if tests_all_cases() {
-        (8, 61, 122, "nug18")
+        (8, 61, 122, ("nug18", AUTOMATIC))
     } else {
-        (3, 4, 12, "nug16a")
+        (3, 4, 12, ("nug17", GILMORE_LAWLER))
     };
     let bed = require_testbed(host_count);
     let vm = Vm::start(&bed, VmSettings::default()).expect("a virtual machine");
@@ -243,7 +260,7 @@ fn migrated_workers_keep_their_tasks() {
         round += 1;
         let tasks = vm.tasks().or_panic_with_logs(&vm);
         let workers = tasks.iter().filter(|task| task.name.contains("qap"));
-        let chosen: Vec<_> = workers.skip(round % 4).step_by(4).take(8).collect();
+        let chosen: Vec<_> = workers.skip(round % 4).step_by(4).take(16).collect();
         let target = |index: usize| format!("h{}", 1 + (round + index) % host_count);
         let migrations: Vec<RunningCommand> = chosen
             .iter()
@@ -281,7 +298,7 @@ fn killed_masters_lose_nothing() {
     let vm = Vm::start(&bed, VmSettings::default()).expect("a virtual machine");
     vm.add_hosts(&["h2", "h3"]).expect("the others join");
     let journal = vm.user_home().join("journal");
-    let run = ProofRun::new(&vm, "nug16a", 4).with_journal(&journal);
+    let run = ProofRun::new(&vm, ("nug16a", AUTOMATIC), 4).with_journal(&journal);
     let mut masters = 0;
     let result = loop {
         let mut command = run.start();
@@ -306,7 +323,7 @@ fn killed_masters_lose_nothing() {
     };
     assert_eq!(
         result["nodes"],
-        sequential_nodes(&run.program, "nug16a"),
+        sequential_nodes(&run.program, ("nug16a", AUTOMATIC)),
         "{result}"
     );
     assert_eq!(result["masters"], masters);
