@@ -22,7 +22,7 @@ use clap::Subcommand;
 use std::path::{Path, PathBuf};
 
 /// Packages that build the installed programs and libraries.
-pub const INSTALLED_PACKAGES: [&str; 9] = packages::INSTALLED_PACKAGES;
+pub const INSTALLED_PACKAGES: [&str; 10] = packages::INSTALLED_PACKAGES;
 
 /// The commands of people who install Sempa.
 #[derive(Debug, Subcommand)]

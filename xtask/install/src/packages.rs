@@ -2,7 +2,7 @@
 //! file too, so it uses no other crate.
 
 /// Packages that build the installed programs and libraries.
-pub(crate) const INSTALLED_PACKAGES: [&str; 9] = [
+pub(crate) const INSTALLED_PACKAGES: [&str; 10] = [
     "pvm-console",
     "pvmd",
     "pvm-rm",
@@ -12,4 +12,5 @@ pub(crate) const INSTALLED_PACKAGES: [&str; 9] = [
     "pvm3-capi",
     "gpvm3",
     "pvmgs",
+    "pvm-broker",
 ];

@@ -65,13 +65,14 @@ impl Program {
 }
 
 /// All installed programs. Debian's PVM has `pvm_gstat` in its development package.
-pub const PROGRAMS: [Program; 9] = [
+pub const PROGRAMS: [Program; 10] = [
     Program::for_users("pvm", DebianPackage::Programs),
     Program::for_users("pvmd", DebianPackage::Programs),
     Program::for_users("pvm-rm", DebianPackage::Programs),
     Program::for_users("pvm-load-watcher", DebianPackage::Programs),
     Program::for_users("pvm-tasker", DebianPackage::Programs),
     Program::for_users("pvmgs", DebianPackage::Programs),
+    Program::for_users("pvm-broker", DebianPackage::Programs),
     Program::for_users("pvm_gstat", DebianPackage::Development),
     Program::for_root("pvm-taskerd"),
     Program::for_root("pvm-admin"),

@@ -81,6 +81,7 @@ fn packages_are_reproducible_and_replace_debians() {
     for path in [
         "./usr/bin/pvm\n",
         "./usr/bin/pvmgs\n",
+        "./usr/bin/pvm-broker\n",
         "./usr/lib/pvm3/lib/pvmd -> ",
         "./usr/lib/pvm3/bin/LINUX64/\n",
         "./usr/share/bash-completion/completions/pvm\n",
