@@ -34,7 +34,8 @@
  * order. A worker must call sempa_work_worker() first, and functions of libpvm3 only in its
  * callbacks; otherwise libpvm3 takes the place of the worker in the run, and sempa_work_worker()
  * returns SEMPA_WORK_ERR_ENROLLED. In a worker pvm_parent() returns PvmNoParent. A worker that is
- * two tasks cannot migrate.
+ * two tasks cannot migrate: when an owner comes back it is paused or ended, and its tasks are
+ * executed by other workers.
  */
 #ifndef SEMPA_WORK_H
 #define SEMPA_WORK_H

@@ -2,7 +2,7 @@
 
 use std::ffi::{c_char, c_int, c_void};
 
-/// `sempa_work_settings`.
+/// The structure `sempa_settings` of the header.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Settings {
@@ -32,7 +32,7 @@ pub(crate) struct Settings {
     pub(crate) tasks_per_worker_max: u64,
 }
 
-/// `sempa_work_workers`.
+/// The structure `sempa_workers` of the header.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Workers {
@@ -44,7 +44,7 @@ pub(crate) struct Workers {
     pub(crate) place: *const c_char,
 }
 
-/// `sempa_work_options`.
+/// The structure `sempa_options` of the header.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Options {
@@ -57,7 +57,7 @@ pub(crate) struct Options {
     pub(crate) progress_interval_s: f64,
 }
 
-/// `sempa_task`.
+/// The structure `sempa_task` of the header.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Task {
@@ -67,7 +67,7 @@ pub(crate) struct Task {
     pub(crate) groups: u64,
 }
 
-/// `sempa_open_task`.
+/// The structure `sempa_open_task` of the header.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct OpenTask {
@@ -79,7 +79,7 @@ pub(crate) struct OpenTask {
     pub(crate) is_running: c_int,
 }
 
-/// `sempa_result`.
+/// The structure `sempa_result` of the header.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct TaskResult {
@@ -93,7 +93,7 @@ pub(crate) struct TaskResult {
     pub(crate) length: usize,
 }
 
-/// `sempa_partial_result`.
+/// The structure `sempa_partial_result` of the header.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct PartialResult {
@@ -104,7 +104,7 @@ pub(crate) struct PartialResult {
     pub(crate) length: usize,
 }
 
-/// `sempa_attempt`.
+/// The structure `sempa_attempt` of the header.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Attempt {
@@ -115,7 +115,7 @@ pub(crate) struct Attempt {
     pub(crate) counts: c_int,
 }
 
-/// `sempa_quarantined`.
+/// The structure `sempa_quarantined` of the header.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Quarantined {
@@ -126,7 +126,7 @@ pub(crate) struct Quarantined {
     pub(crate) attempt_count: usize,
 }
 
-/// `sempa_pool_event`.
+/// The structure `sempa_pool_event` of the header.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct PoolEvent {
@@ -137,7 +137,7 @@ pub(crate) struct PoolEvent {
     pub(crate) reason: *const c_char,
 }
 
-/// `sempa_progress`.
+/// The structure `sempa_progress` of the header.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Progress {
@@ -153,7 +153,7 @@ pub(crate) struct Progress {
     pub(crate) spread_s: f64,
 }
 
-/// `sempa_statistics`.
+/// The structure `sempa_statistics` of the header.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Statistics {
@@ -189,7 +189,7 @@ pub(crate) struct Statistics {
     pub(crate) worker_pauses: u64,
 }
 
-/// `sempa_outcome`.
+/// The structure `sempa_outcome` of the header.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Outcome {

@@ -145,9 +145,7 @@ pub(crate) fn callback_result(callback: &str, code: i32) -> Result<(), Failure> 
     let reason = CALLBACK_ERROR.take();
     match code {
         OK => Ok(()),
-        code => {
-            Err(reason.unwrap_or_else(|| format!("the callback {callback} returned {code}")))?
-        }
+        code => Err(reason.unwrap_or_else(|| format!("the callback {callback} returned {code}")))?,
     }
 }
 

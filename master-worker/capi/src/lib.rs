@@ -11,4 +11,6 @@
 mod abi;
 mod errors;
 mod ffi;
+#[cfg(test)]
+mod layout;
 mod settings;

@@ -256,15 +256,36 @@ mod tests {
     fn fields_without_meaning_are_refused() {
         let valid = abi::Settings::new(&Settings::default());
         let invalid = [
-            abi::Settings { pause_policy: 4, ..valid },
-            abi::Settings { worker_order: -1, ..valid },
-            abi::Settings { attempts_max: 0, ..valid },
-            abi::Settings { look_ahead_s: -1.0, ..valid },
-            abi::Settings { retry_delay_s: f64::NAN, ..valid },
-            abi::Settings { straggler_ratio: f64::NAN, ..valid },
+            abi::Settings {
+                pause_policy: 4,
+                ..valid
+            },
+            abi::Settings {
+                worker_order: -1,
+                ..valid
+            },
+            abi::Settings {
+                attempts_max: 0,
+                ..valid
+            },
+            abi::Settings {
+                look_ahead_s: -1.0,
+                ..valid
+            },
+            abi::Settings {
+                retry_delay_s: f64::NAN,
+                ..valid
+            },
+            abi::Settings {
+                straggler_ratio: f64::NAN,
+                ..valid
+            },
         ];
         for settings in invalid {
-            assert!(settings.to_settings(&Settings::default()).is_err(), "{settings:?}");
+            assert!(
+                settings.to_settings(&Settings::default()).is_err(),
+                "{settings:?}"
+            );
         }
     }
 }

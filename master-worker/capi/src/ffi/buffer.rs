@@ -1,6 +1,9 @@
 //! `sempa_buffer`: bytes that a callback returns.
 
-#![allow(unsafe_code, reason = "C programs pass pointers, and the names are exported")]
+#![allow(
+    unsafe_code,
+    reason = "C programs pass pointers, and the names are exported"
+)]
 
 use super::memory;
 use crate::errors::{CallError, CallResult, OK, guard};
@@ -27,7 +30,9 @@ unsafe fn with_buffer(
     guard(|| {
         // SAFETY: by this function's contract.
         let buffer = unsafe { buffer.as_mut() };
-        f(&mut buffer.ok_or_else(|| CallError::argument("buffer is NULL"))?.0)
+        f(&mut buffer
+            .ok_or_else(|| CallError::argument("buffer is NULL"))?
+            .0)
     })
 }
 

@@ -1,6 +1,9 @@
 //! `sempa_context`: what a worker does while it executes a task.
 
-#![allow(unsafe_code, reason = "C programs pass pointers, and the names are exported")]
+#![allow(
+    unsafe_code,
+    reason = "C programs pass pointers, and the names are exported"
+)]
 
 use super::memory;
 use crate::abi;

@@ -25,11 +25,11 @@ const CAUSE_SUSPENDED: c_int = 2;
 
 type RunCallback = unsafe extern "C" fn(*mut c_void, *const RunHandle) -> c_int;
 type BufferCallback = unsafe extern "C" fn(*mut c_void, *mut Buffer) -> c_int;
-/// Visitor of `sempa_run_each_quarantined`.
+/// Type of the visitor of `sempa_run_each_quarantined`.
 pub(super) type VisitQuarantined =
     unsafe extern "C" fn(*mut c_void, *const abi::Quarantined) -> c_int;
 
-/// `sempa_driver`.
+/// The structure `sempa_driver` of the header.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Callbacks {
@@ -41,8 +41,9 @@ pub(super) struct Callbacks {
     restore: Option<unsafe extern "C" fn(*mut c_void, *const c_void, usize) -> c_int>,
     init_data: Option<BufferCallback>,
     benchmark: Option<BufferCallback>,
-    on_result:
-        Option<unsafe extern "C" fn(*mut c_void, *const RunHandle, *const abi::TaskResult) -> c_int>,
+    on_result: Option<
+        unsafe extern "C" fn(*mut c_void, *const RunHandle, *const abi::TaskResult) -> c_int,
+    >,
     on_partial_result: Option<
         unsafe extern "C" fn(*mut c_void, *const RunHandle, *const abi::PartialResult) -> c_int,
     >,
@@ -70,6 +71,13 @@ impl Callbacks {
         on_pool_event: None,
         on_all_closed: None,
     };
+
+    #[cfg(test)]
+    pub(super) fn layout_checks() -> String {
+        crate::layout::layout_checks!("sempa_driver", Self,
+            size user start configure save restore init_data benchmark on_result
+            on_partial_result on_quarantined on_pool_event on_all_closed)
+    }
 
     /// # Errors
     /// A callback is missing that the run needs.

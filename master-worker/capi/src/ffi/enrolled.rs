@@ -1,6 +1,9 @@
 //! Whether libpvm3 has made this process a task.
 
-#![allow(unsafe_code, reason = "the variable of another library is looked up by its name")]
+#![allow(
+    unsafe_code,
+    reason = "the variable of another library is looked up by its name"
+)]
 
 use std::ffi::c_int;
 

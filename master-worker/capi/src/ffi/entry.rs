@@ -1,6 +1,9 @@
 //! Calls that carry out a run or a worker, and calls about errors.
 
-#![allow(unsafe_code, reason = "C programs pass pointers, and the names are exported")]
+#![allow(
+    unsafe_code,
+    reason = "C programs pass pointers, and the names are exported"
+)]
 
 use super::driver::{self, CDriver};
 use super::enrolled::is_task_of_libpvm3;

@@ -14,23 +14,26 @@ use std::ffi::{CStr, c_char, c_void};
 /// partly from the program and partly from a valid value is valid.
 pub(super) unsafe trait Versioned {}
 
-// SAFETY: these types are `repr(C)`; their fields are integers, floats, raw pointers and optional
-// function pointers.
-unsafe impl Versioned for abi::Settings {}
-// SAFETY: as above.
-unsafe impl Versioned for abi::Workers {}
-// SAFETY: as above.
-unsafe impl Versioned for abi::Options {}
-// SAFETY: as above.
-unsafe impl Versioned for abi::Progress {}
-// SAFETY: as above.
-unsafe impl Versioned for abi::Statistics {}
-// SAFETY: as above.
-unsafe impl Versioned for abi::Outcome {}
-// SAFETY: as above.
-unsafe impl Versioned for super::driver::Callbacks {}
-// SAFETY: as above.
-unsafe impl Versioned for super::worker::Callbacks {}
+macro_rules! versioned {
+    ($($type:ty),*) => {
+        $(
+            // SAFETY: the type is `repr(C)` and begins with its size. Its fields are integers,
+            // floats, raw pointers and optional function pointers.
+            unsafe impl Versioned for $type {}
+        )*
+    };
+}
+
+versioned!(
+    abi::Settings,
+    abi::Workers,
+    abi::Options,
+    abi::Progress,
+    abi::Statistics,
+    abi::Outcome,
+    super::driver::Callbacks,
+    super::worker::Callbacks
+);
 
 /// Returns the size that the program has stored in a structure.
 ///
@@ -135,7 +138,9 @@ pub(super) unsafe fn slice<'a, T>(
         return Err(CallError::argument(text));
     }
     if count > isize::MAX as usize / size_of::<T>().max(1) {
-        return Err(CallError::argument(format!("{name}: {count} elements do not fit in memory")));
+        return Err(CallError::argument(format!(
+            "{name}: {count} elements do not fit in memory"
+        )));
     }
     // SAFETY: by this function's contract, and the size fits.
     Ok(unsafe { std::slice::from_raw_parts(start, count) })

@@ -13,3 +13,9 @@ mod entry;
 mod memory;
 mod run;
 mod worker;
+
+/// Returns checks of the structures with callbacks, as C code.
+#[cfg(test)]
+pub(crate) fn callback_checks() -> String {
+    driver::Callbacks::layout_checks() + &worker::Callbacks::layout_checks()
+}

@@ -1,6 +1,9 @@
 //! `sempa_run`: what a driver does with its run.
 
-#![allow(unsafe_code, reason = "C programs pass pointers, and the names are exported")]
+#![allow(
+    unsafe_code,
+    reason = "C programs pass pointers, and the names are exported"
+)]
 
 use super::memory;
 use crate::abi;
@@ -43,18 +46,15 @@ impl RunHandle {
 ///
 /// # Safety
 /// `handle` is null or the handle that a callback of the present master has got, in its thread.
-unsafe fn with_run(
-    handle: *const RunHandle,
-    f: impl FnOnce(&mut Run) -> CallResult<i32>,
-) -> c_int {
+unsafe fn with_run(handle: *const RunHandle, f: impl FnOnce(&mut Run) -> CallResult<i32>) -> c_int {
     guard(|| {
         // SAFETY: by this function's contract.
         let handle = unsafe { handle.as_ref() };
         let handle = handle.ok_or_else(|| CallError::argument("run is NULL"))?;
+        let run = handle.run.replace(std::ptr::null_mut());
         // SAFETY: the pointer is null or comes from the exclusive reference of a callback that
         // waits for the program. The handle is of no use during this call, so no second reference
         // exists.
-        let run = handle.run.replace(std::ptr::null_mut());
         let result = match unsafe { run.as_mut() } {
             Some(run) => f(run),
             None => Err(CallError::state("run")),
@@ -245,7 +245,8 @@ pub(super) unsafe fn worker_program(workers: *const abi::Workers) -> CallResult<
         Some(program) => program,
         None => own_program()?,
     };
-    let missing = || CallError::argument("place is NULL, but place_kind names a host or an architecture");
+    let missing =
+        || CallError::argument("place is NULL, but place_kind names a host or an architecture");
     Ok(WorkerProgram {
         arguments,
         place: match workers.place_kind {

@@ -19,7 +19,7 @@ type Execute = unsafe extern "C" fn(
     *mut Buffer,
 ) -> c_int;
 
-/// `sempa_worker`.
+/// The structure `sempa_worker` of the header.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Callbacks {
@@ -38,6 +38,11 @@ impl Callbacks {
         init: None,
         execute: None,
     };
+
+    #[cfg(test)]
+    pub(super) fn layout_checks() -> String {
+        crate::layout::layout_checks!("sempa_worker", Self, size user groups init execute)
+    }
 
     /// Returns the groups to which the worker belongs.
     pub(super) fn groups(&self) -> Groups {
