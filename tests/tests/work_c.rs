@@ -58,7 +58,6 @@ fn compiler(source: &Path) -> Command {
 
 /// Compiles a source into `program`, in the folder of the library.
 fn compile(source: &Path, program: &Path, options: &[&str]) {
-    let prefix = installed_prefix().expect("an installation");
     let mut compiler = compiler(source);
     compiler
         .arg("-o")
@@ -66,11 +65,6 @@ fn compile(source: &Path, program: &Path, options: &[&str]) {
         .arg("-L")
         .arg(program.parent().expect("a folder"))
         .args(["-lsempa_work", "-lm", "-Wl,-rpath,$ORIGIN"])
-        .arg("-I")
-        .arg(prefix.join("include"))
-        .arg("-L")
-        .arg(prefix.join("lib"))
-        .args(["-Wl,--as-needed", "-lpvm3"])
         .args(options);
     run_successfully(compiler, TIMEOUT).expect("the program compiles");
 }
@@ -174,6 +168,14 @@ impl<'a> Programs<'a> {
         vm.add_hosts(&["h2"]).expect("it joins");
         install_library(&vm.user_home());
         Self { vm }
+    }
+
+    /// Compiles a program that also calls functions of libpvm3.
+    fn compile_with_pvm(&self, source: &str, name: &str) -> PathBuf {
+        let prefix = installed_prefix().expect("an installation");
+        let headers = format!("-I{}", prefix.join("include").display());
+        let libraries = format!("-L{}", prefix.join("lib").display());
+        self.compile(source, name, &[&headers, &libraries, "-lpvm3"])
     }
 
     fn compile(&self, source: &str, name: &str, options: &[&str]) -> PathBuf {
@@ -325,7 +327,7 @@ fn ported_run_finds_the_optimum() {
 fn program_may_call_pvm_too() {
     let bed = require_testbed(2);
     let programs = Programs::start(&bed);
-    let program = programs.compile("work_pvm.c", "work_pvm", &[]);
+    let program = programs.compile_with_pvm("work_pvm.c", "work_pvm");
     let result = programs.result(programs.start_command(programs.command(&program, &[])));
     assert_eq!(result.stdout, "sum 210, same task 1, tid of the run 0\n");
     let mut late = programs.command(&program, &["late"]);
@@ -344,7 +346,7 @@ fn program_may_call_pvm_too() {
 fn worker_with_two_tasks_stays() {
     let bed = require_testbed(2);
     let programs = Programs::start(&bed);
-    let program = programs.compile("work_pvm.c", "work_pvm", &[]);
+    let program = programs.compile_with_pvm("work_pvm.c", "work_pvm");
     let running = programs.start_command(programs.command(&program, &["300"]));
     programs.worker_on_h2(&program);
     let tasks = programs.vm.tasks().or_panic_with_logs(&programs.vm);
