@@ -149,10 +149,10 @@ pub(super) unsafe fn slice<'a, T>(
 /// Returns the bytes of an array.
 ///
 /// # Errors
-/// As [`slice`].
+/// As [`slice()`].
 ///
 /// # Safety
-/// As [`slice`].
+/// As [`slice()`].
 pub(super) unsafe fn bytes<'a>(
     name: &str,
     start: *const c_void,
@@ -210,7 +210,7 @@ pub(super) unsafe fn text_list(
 /// Returns a copy of a task.
 ///
 /// # Errors
-/// As [`slice`].
+/// As [`slice()`].
 ///
 /// # Safety
 /// The payload has the length in the task.
