@@ -1,8 +1,8 @@
 //! The native part of the Python package `sempa_pvm`: the module `sempa_pvm._native`.
 //!
 //! The classes wrap the Rust API of `libpvm`. Each call that may wait releases the interpreter and
-//! handles Python's signals while it waits ([`waits`]). The package in `python/sempa_pvm` adds the
-//! exceptions, the records and the parts for asyncio.
+//! handles Python's signals while it waits (module `waits`). The package in `python/sempa_pvm` adds
+//! the exceptions, the records and the parts for asyncio.
 
 mod array_header;
 mod arrivals;

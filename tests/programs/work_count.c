@@ -130,6 +130,10 @@ static int on_result(void *user, sempa_run *run, const sempa_result *facts)
 static int on_pool_event(void *user, sempa_run *run, const sempa_pool_event *event)
 {
     (void)run;
+    if (event->kind == SEMPA_WORKER_READY) {
+        printf("ready %s\n", event->host);
+        fflush(stdout);
+    }
     ((struct counter *)user)->lost_workers += event->kind == SEMPA_WORKER_LOST;
     return 0;
 }

@@ -224,7 +224,8 @@ protected:
     }
     MWReturn act_on_starting_worker(MWWorkerID *worker)
     {
-        starts += worker->machine_name()[0] != '\0';
+        MWprintf(10, "ready %s\n", worker->machine_name());
+        ++starts;
         return OK;
     }
     MWReturn act_on_pool_event(const sempa_pool_event *event)

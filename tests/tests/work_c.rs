@@ -204,17 +204,29 @@ impl<'a> Programs<'a> {
         result
     }
 
-    /// Waits for workers on both hosts, and returns the process of one on h2.
+    /// Kills a worker on h2 that has joined the run.
+    fn kill_worker(&self, master: &RunningCommand, program: &Path) {
+        wait_for(POLL_TIMEOUT, || {
+            let output = master.stdout_so_far().map_err(|error| error.to_string())?;
+            match output.contains("ready h2") {
+                true => Ok(()),
+                false => Err(output),
+            }
+        })
+        .or_panic_with_logs(&self.vm);
+        let pid = self.worker_on_h2(program);
+        let pid = nix::unistd::Pid::from_raw(pid.cast_signed());
+        nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGKILL).expect("the worker runs");
+    }
+
+    /// Waits for a worker on h2 and returns its process.
     fn worker_on_h2(&self, program: &Path) -> u32 {
         let program = program.display().to_string();
-        let worker_on = |host: usize| {
-            let processes = self.vm.testbed().host(host).processes().into_iter();
-            let mut workers = processes.filter(|(_, line)| line.trim() == program);
-            workers.next().map(|(pid, _)| pid)
-        };
-        wait_for(POLL_TIMEOUT, || match (worker_on(1), worker_on(2)) {
-            (Some(_), Some(pid)) => Ok(pid),
-            (first, second) => Err(format!("workers: {first:?} {second:?}")),
+        wait_for(POLL_TIMEOUT, || {
+            let processes = self.vm.testbed().host(2).processes();
+            let mut workers = processes.iter().filter(|(_, line)| line.trim() == program);
+            let worker = workers.next().map(|(pid, _)| *pid);
+            worker.ok_or_else(|| format!("{processes:?}"))
         })
         .or_panic_with_logs(&self.vm)
     }
@@ -234,11 +246,6 @@ impl<'a> Programs<'a> {
         .or_panic_with_logs(&self.vm);
         master.kill_children_and_wait().expect("killed");
     }
-}
-
-fn kill(pid: u32) {
-    let pid = nix::unistd::Pid::from_raw(pid.cast_signed());
-    nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGKILL).expect("the worker runs");
 }
 
 /// Size of all files of a journal in bytes.
@@ -261,7 +268,7 @@ fn c_run_counts_each_node_once() {
 
     let arguments = [&TREE[..], &["killed-worker", "", "4"]].concat();
     let running = programs.start_command(programs.command(&program, &arguments));
-    kill(programs.worker_on_h2(&program));
+    programs.kill_worker(&running, &program);
     let result = programs.result(running);
     assert_eq!(number(&result, "nodes"), nodes, "{result:?}");
     assert_eq!(number(&result, "finished"), 1);
@@ -304,7 +311,7 @@ fn ported_run_finds_the_optimum() {
             command
         };
         let running = programs.start_command(command());
-        kill(programs.worker_on_h2(&worker));
+        programs.kill_worker(&running, &worker);
         programs.kill_after_progress(running, &journal, 3_000);
         let result = programs.result(programs.start_command(command()));
         assert_eq!(word(&result, "best"), word(&result, "table"), "{result:?}");
