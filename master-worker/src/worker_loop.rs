@@ -354,8 +354,8 @@ impl<P: WorkerPort> WorkerState<P> {
     }
 
     fn execute<W: RawWorker>(&mut self, worker: &mut W, task: QueuedTask) -> Result<(), Failure> {
-        let is_overdue = self.oldest_unsent.elapsed() >= REPORT_DELAY;
-        if task.report_each || is_overdue || self.unsent.len() >= REPORTED_RESULTS_MAX {
+        let is_full = self.unsent.len() >= REPORTED_RESULTS_MAX;
+        if task.report_each || is_full || self.has_overdue_results() {
             self.send_results()?;
         }
         let TaskOrder {
@@ -393,6 +393,11 @@ impl<P: WorkerPort> WorkerState<P> {
         Ok(())
     }
 
+    /// True if results have been waiting for longer than [`REPORT_DELAY`].
+    fn has_overdue_results(&self) -> bool {
+        !self.unsent.is_empty() && self.oldest_unsent.elapsed() >= REPORT_DELAY
+    }
+
     fn send_results(&mut self) -> Result<(), Failure> {
         if self.unsent.is_empty() || self.awaits_welcome {
             return Ok(());
@@ -414,6 +419,10 @@ struct WorkerLink<'a, P> {
 
 impl<P: WorkerPort> TaskLink for WorkerLink<'_, P> {
     fn receive(&mut self) -> Result<(), Failure> {
+        // Results of short tasks must not wait for the end of a long one.
+        if self.state.has_overdue_results() {
+            self.state.send_results()?;
+        }
         while let Some(input) = self.state.port.next_input(false)? {
             self.state.handle_input(input)?;
         }

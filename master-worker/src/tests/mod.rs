@@ -1,3 +1,4 @@
 //! Tests of masters and workers without a virtual machine.
 
 mod restarts;
+mod worker;
