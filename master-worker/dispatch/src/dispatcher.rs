@@ -17,6 +17,8 @@ use thiserror::Error;
 
 /// Interval of the checks that examine all workers.
 pub(crate) const CHECK_INTERVAL: Micros = 100_000;
+/// Time that the workers of an earlier master have to return before new ones are requested.
+const RETURN_TIME: Micros = 2_000_000;
 /// Tasks that last longer than this many times the look-ahead are sent one by one: the round trip
 /// to the master is small compared to them, and an idle worker can get the next one.
 const LOOK_AHEAD_RATIO: f64 = 50.0;
@@ -51,6 +53,8 @@ pub struct Dispatcher {
     pub(crate) running_keys: BTreeSet<(Key, TaskId)>,
     pub(crate) pool: WorkerPool,
     pub(crate) targets: Targets,
+    /// No worker is requested before this time.
+    first_request_at: Micros,
     pub(crate) statistics: RunStatistics,
     /// Duration of a task at a worker with the factor 1.
     pub(crate) durations: MovingAverage,
@@ -83,6 +87,7 @@ impl Dispatcher {
             running_keys: BTreeSet::new(),
             pool: WorkerPool::default(),
             targets: Targets::default(),
+            first_request_at: now + if generation > 1 { RETURN_TIME } else { 0 },
             statistics,
             durations: MovingAverage::default(),
             outputs: VecDeque::new(),
@@ -279,7 +284,8 @@ impl Dispatcher {
 
     /// Sets the number of workers that a class should have.
     pub fn set_target(&mut self, now: Micros, class: ClassId, target: u32) {
-        self.targets.set(class, target, now);
+        let request_at = now.max(self.first_request_at);
+        self.targets.set(class, target, request_at);
         self.settle(now);
     }
 

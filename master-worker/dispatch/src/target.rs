@@ -33,11 +33,12 @@ pub(crate) struct Targets {
 }
 
 impl Targets {
-    /// Sets the number of workers that a class should have. The next request is not delayed.
-    pub(crate) fn set(&mut self, class: ClassId, target: u32, now: Micros) {
+    /// Sets the number of workers that a class should have. The next request is made at
+    /// `request_at`.
+    pub(crate) fn set(&mut self, class: ClassId, target: u32, request_at: Micros) {
         let state = self.classes.entry(class).or_default();
         state.target = Some(target);
-        (state.delay, state.next_request_at) = (0, now);
+        (state.delay, state.next_request_at) = (0, request_at);
     }
 
     /// Counts a worker that reports. A worker that nobody requested takes the place of a requested

@@ -545,6 +545,22 @@ fn requests_for_workers_follow_hosts() {
     assert_eq!(outputs(&mut run), [request(6)]);
 }
 
+/// A restarted master gives the workers of the earlier one time to return.
+#[test]
+fn restarted_master_waits_for_its_workers() {
+    let mut run = Dispatcher::new(quiet_settings(), 2, RunStatistics::default(), 0);
+    run.set_target(0, CLASS, 2);
+    assert_eq!(outputs(&mut run), [Output::AllTasksClosed]);
+    let wakeup = run.next_wakeup().expect("a request is due later");
+    add_worker(&mut run, 1, 1, "a");
+    run.handle(wakeup, Event::Tick);
+    let request = Output::StartWorkers {
+        class: CLASS,
+        count: 1,
+    };
+    assert_eq!(outputs(&mut run), [request]);
+}
+
 /// N, P, A and η by hand: two workers, the second twice as fast.
 #[test]
 fn statistics_follow_the_formulas() {
