@@ -17,7 +17,7 @@ use thiserror::Error;
 
 /// Interval of the checks that examine all workers.
 pub(crate) const CHECK_INTERVAL: Micros = 100_000;
-/// Time that the workers of an earlier master have to return before new ones are requested.
+/// Time for the workers of an earlier master to return, before new ones are requested.
 const RETURN_TIME: Micros = 2_000_000;
 /// Tasks that last longer than this many times the look-ahead are sent one by one: the round trip
 /// to the master is small compared to them, and an idle worker can get the next one.
