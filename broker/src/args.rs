@@ -110,7 +110,7 @@ pub(crate) enum Durability {
     Write,
 }
 
-/// What happens when the last foreman is gone.
+/// Policy for the loss of the last foreman.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum ForemanDeath {
     /// Workers wait for the next foreman.
@@ -126,7 +126,7 @@ pub(crate) struct BrokerOptions {
     /// text: the session's foreman.
     #[arg(long, value_name = "PROGRAM")]
     pub(crate) foreman: Option<String>,
-    /// What happens when the last foreman is gone without having ended the session.
+    /// Policy for the loss of the last foreman before the end of the session.
     #[arg(long, value_enum, default_value_t = ForemanDeath::Wait)]
     pub(crate) foreman_death: ForemanDeath,
     /// TCP port for members outside the virtual machine; 0 lets the system choose.

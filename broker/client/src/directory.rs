@@ -37,7 +37,7 @@ pub fn next_connection() -> i32 {
     NEXT_CONNECTION.fetch_add(1, Ordering::Relaxed)
 }
 
-/// What the mailbox tells about a session.
+/// Entry of a session in the mailbox of the virtual machine.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum SessionEntry {
     Running {
@@ -55,7 +55,7 @@ pub enum SessionEntry {
     },
 }
 
-/// What a starting broker tells the task that has started it.
+/// Answer of a starting broker to the task that has started it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum StartReport {
     Ready,

@@ -22,7 +22,7 @@ const ANSWER_TIMEOUT: Duration = Duration::from_secs(30);
 /// Time that dropping a member waits for the broker's answer to the leave.
 const DROP_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// What all threads of a member share.
+/// State that all threads of a member share.
 #[derive(Debug)]
 pub(crate) struct MemberState {
     pub(crate) endpoint: Endpoint,

@@ -26,7 +26,7 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 /// that makes sense for a broker.
 const UNREACHABLE_MAX: Duration = Duration::from_secs(600);
 
-/// What the program's threads and the connection's thread share.
+/// State that the program's threads share with the connection's thread.
 #[derive(Debug)]
 pub(crate) struct OutsideLink {
     pub(crate) state: Mutex<MemberState>,

@@ -81,7 +81,7 @@ impl Pattern {
     }
 }
 
-/// What a probe tells about mail.
+/// Description of mail that a probe returns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MailHead {
     pub seq: MailSeq,
@@ -360,7 +360,7 @@ impl Endpoint {
     pub fn probe(&mut self, pattern: Pattern) -> Option<MailHead> {
         let head = self.find(pattern);
         if head.is_none() && self.store.len() as u64 >= self.window {
-            // What does not match stays in the store, so the window must grow until a match comes.
+            // Other mail stays in the store, so the window must grow until a match comes.
             let window_max = self.mail_max.saturating_mul(2).max(WINDOW);
             self.window = (self.window * 2)
                 .min(window_max)

@@ -38,7 +38,7 @@ pub enum Place {
     Outside,
 }
 
-/// What a member tells about itself.
+/// Description of a member by itself.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Profile {
     pub role: Role,

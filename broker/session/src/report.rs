@@ -34,7 +34,8 @@ pub struct MemberReport {
     pub oldest: Millis,
 }
 
-/// What became of all messages: `taken` = `delivered` + `returned` + `dropped` + those that wait.
+/// Numbers of messages by their fate: `taken` = `delivered` + `returned` + `dropped` + those that
+/// wait.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct Counts {
     pub joins: u64,

@@ -99,7 +99,7 @@ pub(crate) struct GoneMember {
     pub(crate) received: u64,
 }
 
-/// What the broker knows about a member number.
+/// State of a member number in the session.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Knowledge {
     Living,

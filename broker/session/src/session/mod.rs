@@ -13,7 +13,7 @@ use crate::report::{Counts, MemberReport, MemberState, SessionReport};
 use crate::state::{Record, State};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
-/// What the shell tells the session.
+/// An event that the shell reports to the session.
 #[derive(Clone, Debug)]
 pub enum Event {
     /// An authenticated connection begins.
@@ -45,7 +45,7 @@ pub enum Event {
     Wakeup,
 }
 
-/// What the shell must do, in this order.
+/// An action for the shell. The shell must carry out all actions in their order.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Output {
     /// Write the record to the journal before later outputs are carried out.
