@@ -87,6 +87,7 @@ mod host_store;
 mod in_process;
 mod init_hosts;
 pub mod journal;
+mod journal_state;
 mod master;
 mod program;
 pub mod protocol;

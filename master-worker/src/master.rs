@@ -2,7 +2,8 @@
 //! A [`Transport`] carries its messages.
 
 use crate::init_hosts::{InitHosts, InitOffer};
-use crate::journal::{AppendError, FailedAttempt, Journal, Lsn, Record, StoredTask, TaskStats};
+use crate::journal::{FailedAttempt, Record, StoredTask, TaskStats};
+use crate::journal_state::JournalState;
 use crate::protocol::{
     AttemptContent, AttemptResult, Hello, InitSource, PROTOCOL_VERSION, RawTask, TaskOrder,
     ToMaster, ToWorker, Welcome,
@@ -16,19 +17,10 @@ use sempa_work_dispatch::{
     AttemptId, AttemptOutcome, AttemptRecord, AttemptReport, ClassId, Event, Key, LossReason,
     Micros, NewTask, Output, PauseCause, Question, StatisticsReport, TaskId, WorkerId,
 };
-use std::collections::{BTreeMap, VecDeque};
-use std::sync::{Arc, Condvar, Mutex};
+use std::collections::BTreeMap;
+use std::sync::Arc;
 use std::time::Duration;
 use thiserror::Error;
-
-/// Interval of the statistics in the journal.
-const STATISTICS_INTERVAL: Micros = 5_000_000;
-/// Interval of the snapshots in the journal.
-const SNAPSHOT_INTERVAL: Micros = 60_000_000;
-/// Size of the log at which a snapshot is due before the interval is over.
-const LOG_BYTES_MAX: u64 = 256 << 20;
-/// Time for which the master waits for the disk when the queue of the journal is full.
-const JOURNAL_PATIENCE: Duration = Duration::from_secs(600);
 
 /// Why a run ended before its tasks were finished.
 #[derive(Debug, Error)]
@@ -88,83 +80,6 @@ pub(crate) enum RunState {
     Stopped,
 }
 
-/// Outcome of the first snapshot of this master.
-#[derive(Debug, Default)]
-pub(crate) struct FirstSnapshot {
-    outcome: Mutex<Option<Result<(), String>>>,
-    changed: Condvar,
-}
-
-impl FirstSnapshot {
-    /// Notes the outcome of a snapshot.
-    pub(crate) fn note(&self, outcome: Result<(), String>) {
-        if let Ok(mut first) = self.outcome.lock() {
-            first.get_or_insert(outcome);
-        }
-        self.changed.notify_all();
-    }
-
-    /// Waits for the first snapshot.
-    ///
-    /// # Errors
-    /// The snapshot has failed, or `patience` is over.
-    fn wait(&self, patience: Duration) -> Result<(), String> {
-        let late = || format!("nothing was stored for {} s", patience.as_secs());
-        let outcome = self.outcome.lock().map_err(|error| error.to_string())?;
-        let waited = self
-            .changed
-            .wait_timeout_while(outcome, patience, |first| first.is_none());
-        let (outcome, _) = waited.map_err(|error| error.to_string())?;
-        outcome.clone().unwrap_or_else(|| Err(late()))
-    }
-}
-
-/// The journal of a run, and the results that wait to be stored.
-#[derive(Debug)]
-pub(crate) struct JournalState {
-    pub(crate) journal: Journal,
-    first_snapshot: Arc<FirstSnapshot>,
-    unacknowledged: VecDeque<(Lsn, WorkerId, AttemptId)>,
-    next_statistics: Micros,
-    next_snapshot: Micros,
-}
-
-impl JournalState {
-    pub(crate) fn new(journal: Journal, first_snapshot: Arc<FirstSnapshot>, now: Micros) -> Self {
-        Self {
-            journal,
-            first_snapshot,
-            unacknowledged: VecDeque::new(),
-            next_statistics: now + STATISTICS_INTERVAL,
-            next_snapshot: now + SNAPSHOT_INTERVAL,
-        }
-    }
-
-    /// Appends a record. Waits for the disk if too much is not stored yet.
-    fn append(&self, mut record: Record) -> Result<Lsn, RunError> {
-        loop {
-            record = match self.journal.append(record) {
-                Ok(lsn) => return Ok(lsn),
-                Err(AppendError::Full(record)) => *record,
-                Err(error) => return Err(RunError::Journal(error.to_string())),
-            };
-            if !self.journal.wait_for_room(&record, JOURNAL_PATIENCE) {
-                let reason = format!(
-                    "nothing could be stored for {} s",
-                    JOURNAL_PATIENCE.as_secs()
-                );
-                return Err(RunError::Journal(reason));
-            }
-        }
-    }
-}
-
-/// A worker that has reported and has no welcome yet.
-#[derive(Debug)]
-struct WaitingWorker {
-    hello: Hello,
-}
-
 pub(crate) struct Master<D> {
     pub(crate) driver: D,
     pub(crate) run: Run,
@@ -175,7 +90,8 @@ pub(crate) struct Master<D> {
     benchmark: Option<Bytes>,
     /// Time for which workers wait for the next master.
     master_wait: Duration,
-    waiting_workers: BTreeMap<WorkerId, WaitingWorker>,
+    /// Hosts of the workers that have no init data yet.
+    waiting_workers: BTreeMap<WorkerId, String>,
     /// The result that the dispatcher examines.
     current: Option<AttemptResult>,
     pub(crate) state: RunState,
@@ -297,9 +213,8 @@ impl<D: RawDriver> Master<D> {
         match message {
             ToMaster::Hello(hello) => self.greet(worker, hello, transport),
             ToMaster::InitDataMissing => {
-                if let Some(waiting) = self.waiting_workers.get(&worker) {
-                    let host = waiting.hello.host.clone();
-                    self.init.forget_copy(&host);
+                if let Some(host) = self.waiting_workers.get(&worker) {
+                    self.init.forget_copy(host);
                     self.welcome(worker, transport);
                 }
                 Ok(())
@@ -372,7 +287,7 @@ impl<D: RawDriver> Master<D> {
             groups: hello.groups,
             host: hello.host.as_str().into(),
         };
-        self.waiting_workers.insert(worker, WaitingWorker { hello });
+        self.waiting_workers.insert(worker, hello.host);
         self.tell_dispatcher(started, transport)?;
         self.welcome(worker, transport);
         Ok(())
@@ -392,10 +307,10 @@ impl<D: RawDriver> Master<D> {
 
     /// Sends the welcome to a worker, unless another worker of its host is receiving the init data.
     fn welcome(&mut self, worker: WorkerId, transport: &mut dyn Transport) {
-        let Some(waiting) = self.waiting_workers.get(&worker) else {
+        let Some(host) = self.waiting_workers.get(&worker) else {
             return;
         };
-        if let InitOffer::Now(source) = self.init.offer(worker, &waiting.hello.host) {
+        if let InitOffer::Now(source) = self.init.offer(worker, host) {
             let welcome = self.welcome_message(Some(source));
             transport.send(worker, &ToWorker::Welcome(Box::new(welcome)));
         }
@@ -407,10 +322,9 @@ impl<D: RawDriver> Master<D> {
         benchmark_us: Option<u64>,
         transport: &mut dyn Transport,
     ) -> Result<(), RunError> {
-        let Some(waiting) = self.waiting_workers.remove(&worker) else {
+        let Some(host) = self.waiting_workers.remove(&worker) else {
             return Ok(());
         };
-        let host = waiting.hello.host;
         for other in self.init.mark_stored(worker, &host) {
             self.welcome(other, transport);
         }
@@ -623,7 +537,7 @@ impl<D: RawDriver> Master<D> {
             stats,
         };
         let lsn = journal.append(record)?;
-        journal.unacknowledged.push_back((lsn, worker, attempt));
+        journal.acknowledge_later(lsn, worker, attempt);
         self.finish_callbacks(transport)
     }
 
@@ -738,14 +652,7 @@ impl<D: RawDriver> Master<D> {
         let Some(journal) = &mut self.journal else {
             return;
         };
-        let durable = journal.journal.durable();
-        let mut stored: BTreeMap<WorkerId, Vec<AttemptId>> = BTreeMap::new();
-        while let Some((lsn, worker, attempt)) = journal.unacknowledged.front().copied()
-            && lsn <= durable
-        {
-            journal.unacknowledged.pop_front();
-            stored.entry(worker).or_default().push(attempt);
-        }
+        let stored = journal.take_stored();
         for (worker, attempts) in stored {
             self.acknowledge(worker, attempts, transport);
         }
@@ -757,16 +664,13 @@ impl<D: RawDriver> Master<D> {
         let Some(journal) = &mut self.journal else {
             return Ok(());
         };
-        if now >= journal.next_statistics {
-            journal.next_statistics = now + STATISTICS_INTERVAL;
+        if journal.take_statistics_turn(now) {
             let statistics = self.run.dispatcher.statistics_up_to(now);
             journal.append(Record::Statistics {
                 statistics: encode(&statistics)?,
             })?;
         }
-        let is_due = now >= journal.next_snapshot || journal.journal.log_bytes() > LOG_BYTES_MAX;
-        if is_due && !journal.journal.is_snapshot_pending() {
-            journal.next_snapshot = now + SNAPSHOT_INTERVAL;
+        if journal.take_snapshot_turn(now) {
             self.begin_snapshot()?;
         }
         Ok(())
@@ -795,8 +699,7 @@ impl<D: RawDriver> Master<D> {
         let Some(journal) = &self.journal else {
             return Ok(());
         };
-        let stored = journal.first_snapshot.wait(patience);
-        stored.map_err(RunError::Journal)
+        journal.wait_for_first_snapshot(patience)
     }
 
     /// Sets the time that the master has spent with work.
@@ -825,7 +728,7 @@ impl<D: RawDriver> Master<D> {
     /// Returns the time of the next [`MasterEvent::Tick`].
     pub(crate) fn next_wakeup(&self) -> Option<Micros> {
         let journal = self.journal.as_ref();
-        let statistics = journal.map(|journal| journal.next_statistics);
+        let statistics = journal.map(JournalState::next_statistics);
         let dispatcher = self.run.dispatcher.next_wakeup();
         [statistics, dispatcher].into_iter().flatten().min()
     }

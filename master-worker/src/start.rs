@@ -1,7 +1,8 @@
 //! The start of a run: a new one, or the continuation of the run of a journal.
 
 use crate::journal::{Callbacks, Journal, Notice, Previous, RunId};
-use crate::master::{FirstSnapshot, JournalState, Master, MasterParts, RunError};
+use crate::journal_state::{FirstSnapshot, JournalState};
+use crate::master::{Master, MasterParts, RunError};
 use crate::raw::RawDriver;
 use crate::recovery;
 use crate::run::{Run, WorkerProgram};

@@ -157,8 +157,7 @@ fn count(result: &Value, name: &str) -> u64 {
 #[ignore = "system tier: needs root and hosts"]
 fn proof_counts_the_nodes_of_the_sequential_search() {
     let bed = require_testbed(3);
-    let vm = Vm::start(&bed, VmSettings::default()).expect("a virtual machine");
-    vm.add_hosts(&["h2", "h3"]).expect("the others join");
+    let vm = start_on_all_hosts(&bed);
     let run = ProofRun::new(&vm, ("nug15", AUTOMATIC), 4);
     let result = run.result(run.start());
     assert_eq!(
@@ -203,6 +202,14 @@ fn proof_counts_the_nodes_of_the_sequential_search() {
     }
 }
 
+/// Starts a virtual machine with all hosts.
+fn start_on_all_hosts(bed: &Testbed) -> Vm<'_> {
+    let vm = Vm::start(bed, VmSettings::default()).expect("a virtual machine");
+    let others: Vec<&str> = bed.hosts()[1..].iter().map(|host| host.name()).collect();
+    vm.add_hosts(&others).expect("the others join");
+    vm
+}
+
 /// Workers that are killed all the time lose only their attempts: each node counts once.
 #[test]
 #[ignore = "system tier: needs root and hosts"]
@@ -213,9 +220,7 @@ fn killed_workers_change_no_count() {
         (4, 8, 24, ("nug16a", AUTOMATIC))
     };
     let bed = require_testbed(host_count);
-    let vm = Vm::start(&bed, VmSettings::default()).expect("a virtual machine");
-    let others: Vec<&str> = bed.hosts()[1..].iter().map(|host| host.name()).collect();
-    vm.add_hosts(&others).expect("the others join");
+    let vm = start_on_all_hosts(&bed);
     let run = ProofRun::new(&vm, instance, workers);
     let mut command = run.start();
     let mut killed = 0;
@@ -249,9 +254,7 @@ fn migrated_workers_keep_their_tasks() {
         (3, 4, 12, ("nug17", GILMORE_LAWLER))
     };
     let bed = require_testbed(host_count);
-    let vm = Vm::start(&bed, VmSettings::default()).expect("a virtual machine");
-    let others: Vec<&str> = bed.hosts()[1..].iter().map(|host| host.name()).collect();
-    vm.add_hosts(&others).expect("the others join");
+    let vm = start_on_all_hosts(&bed);
     let run = ProofRun::new(&vm, instance, workers);
     let mut command = run.start();
     wait_for_workers(&bed, &run, workers.min(4) as usize);
@@ -295,8 +298,7 @@ fn migrated_workers_keep_their_tasks() {
 #[ignore = "system tier: needs root and hosts"]
 fn killed_masters_lose_nothing() {
     let bed = require_testbed(3);
-    let vm = Vm::start(&bed, VmSettings::default()).expect("a virtual machine");
-    vm.add_hosts(&["h2", "h3"]).expect("the others join");
+    let vm = start_on_all_hosts(&bed);
     let journal = vm.user_home().join("journal");
     let run = ProofRun::new(&vm, ("nug16a", AUTOMATIC), 4).with_journal(&journal);
     let mut masters = 0;

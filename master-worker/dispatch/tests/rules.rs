@@ -85,6 +85,15 @@ fn report(dispatcher: &mut Dispatcher, now: Micros, attempt: (u64, u64, AttemptI
     dispatcher.handle(now, Event::Attempt { worker, report });
 }
 
+/// Pauses a worker for the owner of its host.
+fn pause(dispatcher: &mut Dispatcher, now: Micros, id: u64) {
+    let paused = Event::WorkerPaused {
+        worker: WorkerId(id),
+        cause: PauseCause::Owner,
+    };
+    dispatcher.handle(now, paused);
+}
+
 fn quiet_settings() -> Settings {
     Settings {
         second_copies: false,
@@ -139,11 +148,7 @@ fn last_task_of_a_paused_worker_gets_a_second_copy() {
     add_worker(&mut run, 0, 1, "a");
     let first = dispatches(&outputs(&mut run))[0];
     add_worker(&mut run, 0, 2, "b");
-    let paused = Event::WorkerPaused {
-        worker: WorkerId(1),
-        cause: PauseCause::Owner,
-    };
-    run.handle(SECOND, paused);
+    pause(&mut run, SECOND, 1);
     let second = dispatches(&outputs(&mut run))[0];
     assert_eq!((second.0, second.1), (2, 1));
     assert_ne!(second.2, first.2, "each attempt has a number of its own");
@@ -187,11 +192,7 @@ fn reassigned_task_accepts_the_first_of_both_results() {
     add_worker(&mut run, 0, 1, "a");
     let first = dispatches(&outputs(&mut run))[0];
     add_worker(&mut run, 0, 2, "b");
-    let paused = Event::WorkerPaused {
-        worker: WorkerId(1),
-        cause: PauseCause::Owner,
-    };
-    run.handle(SECOND, paused);
+    pause(&mut run, SECOND, 1);
     assert_eq!(outputs(&mut run), []);
     run.handle(12 * SECOND, Event::Tick);
     let second = dispatches(&outputs(&mut run))[0];
@@ -572,11 +573,7 @@ fn statistics_follow_the_formulas() {
     let dispatched = dispatches(&outputs(&mut run));
     report(&mut run, 4 * SECOND, dispatched[0], 4 * SECOND);
     report(&mut run, 4 * SECOND, dispatched[1], 2 * SECOND);
-    let paused = Event::WorkerPaused {
-        worker: WorkerId(1),
-        cause: PauseCause::Owner,
-    };
-    run.handle(6 * SECOND, paused);
+    pause(&mut run, 6 * SECOND, 1);
     let result = run.report(8 * SECOND);
     // u: 6 s with f = 1 and 8 s with f = 2; t: 4 s and 2 s; W: 8 s.
     assert_eq!(result.cpu_s, 6.0);
