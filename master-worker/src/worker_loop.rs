@@ -227,6 +227,7 @@ impl<P: WorkerPort> WorkerState<P> {
                 }
             }
             ToWorker::Acknowledged(attempts) => {
+                let attempts: BTreeSet<AttemptId> = attempts.into_iter().collect();
                 self.unacknowledged
                     .retain(|result| !attempts.contains(&result.attempt));
             }

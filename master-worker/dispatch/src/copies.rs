@@ -1,9 +1,10 @@
 //! Second copies of tasks, tasks that are taken back, and attempts that take too long.
 
 use crate::dispatcher::Dispatcher;
+use crate::held::HeldAttempt;
 use crate::losses::AttemptEnd;
 use crate::task_table::{Copies, RunningCopy, Stage};
-use crate::worker::{HeldAttempt, WorkerCondition};
+use crate::worker::WorkerCondition;
 use crate::{LossReason, Micros, Output, PausePolicy, TaskId, WorkerId};
 
 /// Minimum duration of the tasks that a worker holds ahead, for which an idle worker takes some of
@@ -33,10 +34,9 @@ impl Dispatcher {
                 continue;
             };
             let (host, started_at) = (worker.host.clone(), worker.first_since);
-            let Some(held) = worker.held.front_mut().filter(|held| !held.is_abandoned) else {
+            let Some(held) = worker.held.abandon_first() else {
                 continue;
             };
-            held.is_abandoned = true;
             let (task, attempt) = (held.task, held.attempt);
             let end = AttemptEnd {
                 worker: id,
@@ -70,12 +70,7 @@ impl Dispatcher {
                 continue;
             };
             worker.was_reassigned = true;
-            let mut tasks = Vec::new();
-            for held in worker.held.iter_mut().filter(|held| !held.is_abandoned) {
-                held.is_abandoned = true;
-                tasks.push(held.task);
-            }
-            for task in tasks {
+            for task in worker.held.abandon_all() {
                 self.statistics.counts.attempts_lost += 1;
                 if self.detach(task, id) {
                     self.make_waiting(task);
@@ -156,11 +151,12 @@ impl Dispatcher {
         if let Some(worker) = self.pool.get_mut(id) {
             worker.account(now);
             worker.restart_first(now);
-            worker.held.push_back(HeldAttempt {
+            worker.held.push(HeldAttempt {
                 task,
                 attempt,
                 report_each: true,
                 is_abandoned: false,
+                is_suspect: false,
             });
         }
         self.index(id);

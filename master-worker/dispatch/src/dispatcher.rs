@@ -1,12 +1,13 @@
 //! The dispatcher: which worker gets which task.
 
+use crate::held::HeldAttempt;
 use crate::pool::WorkerPool;
 use crate::progress::Progress;
 use crate::statistics::{RunStatistics, StatisticsReport};
 use crate::target::{ClassStatus, Targets};
 use crate::task_table::{Copies, OpenTask, QuarantinedTask, RunningCopy, Stage, TaskTable};
 use crate::waiting::{Place, WaitingTasks};
-use crate::worker::{HeldAttempt, MovingAverage, Worker, WorkerStage, WorkerView};
+use crate::worker::{MovingAverage, Worker, WorkerStage, WorkerView};
 use crate::{
     AttemptId, AttemptRecord, ClassId, Event, Groups, Key, Micros, NewTask, Output, Settings,
     TaskId, WorkerId,
@@ -376,15 +377,14 @@ impl Dispatcher {
 
     /// Returns the number of tasks that a worker should hold.
     pub(crate) fn capacity(&self, worker: &Worker) -> usize {
-        let holds_suspect = worker.held.iter().any(|held| {
-            let task = self.tasks.open.get(&held.task);
-            task.is_some_and(OpenTask::is_suspect)
-        });
         let look_ahead = self.settings.look_ahead as f64;
         let Some(duration) = worker.expected_duration(self.durations.mean()) else {
             return 1;
         };
-        if holds_suspect || look_ahead == 0.0 || duration > look_ahead * LOOK_AHEAD_RATIO {
+        if worker.held.has_suspect()
+            || look_ahead == 0.0
+            || duration > look_ahead * LOOK_AHEAD_RATIO
+        {
             return 1;
         }
         let count = (look_ahead / duration.max(0.1)).ceil() as usize;
@@ -452,14 +452,15 @@ impl Dispatcher {
             if worker.held.is_empty() {
                 worker.restart_first(now);
             }
-            worker
-                .held
-                .extend(attempts.iter().map(|(task, attempt)| HeldAttempt {
+            for (task, attempt) in &attempts {
+                worker.held.push(HeldAttempt {
                     task: *task,
                     attempt: *attempt,
                     report_each: is_long || has_suspect,
                     is_abandoned: false,
-                }));
+                    is_suspect: has_suspect,
+                });
+            }
         }
         self.index(id);
         self.outputs.push_back(Output::Dispatch {
@@ -614,8 +615,8 @@ impl Dispatcher {
             condition: worker.condition,
             factor: worker.factor,
             held_tasks: worker.live_task_count(),
-            current_task: worker.held.front().map(|held| held.task),
-            current_age: worker.held.front().map_or(0, |_| worker.first_age(now)),
+            current_task: worker.held.first().map(|held| held.task),
+            current_age: worker.held.first().map_or(0, |_| worker.first_age(now)),
             tasks_finished: worker.tasks_finished,
             times: worker.times_at(now),
         };

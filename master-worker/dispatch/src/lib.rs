@@ -11,6 +11,7 @@ mod copies;
 mod dispatcher;
 mod event;
 mod grain;
+mod held;
 mod ids;
 mod losses;
 mod pool;
@@ -23,6 +24,9 @@ mod target;
 mod task_table;
 mod waiting;
 mod worker;
+
+#[cfg(test)]
+mod tests;
 
 pub use dispatcher::{Dispatcher, RefusedTasks};
 pub use event::{

@@ -1,8 +1,9 @@
 //! Workers that are lost, paused or released, and what this means for their tasks.
 
 use crate::dispatcher::Dispatcher;
+use crate::held::HeldAttempt;
 use crate::task_table::{AttemptRecord, Stage, Trouble};
-use crate::worker::{HeldAttempt, Worker, WorkerCondition, WorkerStage};
+use crate::worker::{Worker, WorkerCondition, WorkerStage};
 use crate::{
     AttemptId, ClassId, LossReason, Micros, Output, PauseCause, PausePolicy, TaskFailure, TaskId,
     WorkerId,
@@ -107,8 +108,11 @@ impl Dispatcher {
             trouble.is_suspect = true;
             trouble.excluded_host = Some((end.host, now + retry.host_exclusion));
         }
-        let attempts = trouble.counted_attempts;
+        let (attempts, is_suspect) = (trouble.counted_attempts, trouble.is_suspect);
         let then = self.place_again(now, id, end.worker, end.is_counted.then_some(attempts));
+        if is_suspect && then == TaskFailure::CopyContinues {
+            self.mark_copy_suspect(id);
+        }
         if end.is_counted {
             self.outputs.push_back(Output::AttemptFailed {
                 task: id,
@@ -151,6 +155,19 @@ impl Dispatcher {
             self.delayed.insert((now + delay, id));
         }
         TaskFailure::Delayed(delay)
+    }
+
+    /// Gives the worker that executes the remaining copy of a suspect no further task ahead.
+    fn mark_copy_suspect(&mut self, id: TaskId) {
+        let Some(Stage::Running(copies)) = self.tasks.open.get(&id).map(|task| task.stage) else {
+            return;
+        };
+        for copy in copies.iter() {
+            if let Some(worker) = self.pool.get_mut(copy.worker) {
+                worker.held.mark_suspect(copy.attempt);
+            }
+            self.index(copy.worker);
+        }
     }
 
     fn quarantine(&mut self, id: TaskId) {

@@ -2,9 +2,10 @@
 //! discarded and counted.
 
 use crate::dispatcher::Dispatcher;
+use crate::held::HeldAttempt;
 use crate::losses::AttemptEnd;
 use crate::task_table::{Copies, RunningCopy, Stage};
-use crate::worker::{HeldAttempt, WorkerStage};
+use crate::worker::WorkerStage;
 use crate::{
     AttemptId, AttemptOutcome, AttemptReport, LossReason, Micros, Output, TaskId, UncountedResult,
     WorkerId,
@@ -111,10 +112,7 @@ impl Dispatcher {
 
     fn cancel(&mut self, task: TaskId, copy: RunningCopy) {
         if let Some(worker) = self.pool.get_mut(copy.worker) {
-            let is_copy = |held: &&mut HeldAttempt| held.attempt == copy.attempt;
-            if let Some(held) = worker.held.iter_mut().find(is_copy) {
-                held.is_abandoned = true;
-            }
+            worker.held.abandon_closed(copy.attempt);
         }
         self.outputs.push_back(Output::Cancel {
             worker: copy.worker,
@@ -133,10 +131,9 @@ impl Dispatcher {
     ) -> Option<RemovedAttempt> {
         let worker = self.pool.get_mut(id)?;
         worker.account(now);
-        let is_reported = |held: &HeldAttempt| held.task == task && held.attempt == attempt;
-        let position = worker.held.iter().position(is_reported)?;
+        let (position, held) = worker.held.remove(task, attempt)?;
         let mut removed = RemovedAttempt {
-            held: worker.held.remove(position)?,
+            held,
             started_at: now,
             paused: 0,
         };
@@ -212,13 +209,15 @@ impl Dispatcher {
                     attempt: *attempt,
                 });
             }
+            let is_suspect = self.tasks.is_suspect(*task);
             if let Some(worker) = self.pool.get_mut(id) {
                 worker.account(now);
-                worker.held.push_back(HeldAttempt {
+                worker.held.push(HeldAttempt {
                     task: *task,
                     attempt: *attempt,
                     report_each: true,
                     is_abandoned,
+                    is_suspect,
                 });
             }
         }

@@ -93,7 +93,9 @@ impl Worker {
         let mut copy = Self::new(self.id, self.class, self.groups, self.host.clone(), now);
         copy.stage = self.stage;
         copy.condition = self.condition;
-        copy.held.extend(self.held.front());
+        if let Some(first) = self.held.first() {
+            copy.held.push(*first);
+        }
         copy.times = self.times;
         copy.account(now);
         copy.times

@@ -135,6 +135,11 @@ impl TaskTable {
         Some(task)
     }
 
+    /// True if the task is open and must run alone in its worker.
+    pub(crate) fn is_suspect(&self, id: TaskId) -> bool {
+        self.open.get(&id).is_some_and(OpenTask::is_suspect)
+    }
+
     /// True if a task with this number was added at some time.
     pub(crate) fn was_added(&self, id: TaskId) -> bool {
         self.greatest_id.is_some_and(|greatest| id <= greatest)

@@ -1,27 +1,15 @@
 //! State of one worker.
 
+use crate::held::HeldTasks;
 use crate::statistics::{NumberSummary, WorkerTimes};
-use crate::{AttemptId, ClassId, Groups, Micros, PauseCause, TaskId, WorkerId};
+use crate::{ClassId, Groups, Micros, PauseCause, TaskId, WorkerId};
 use serde::{Deserialize, Serialize};
-use std::collections::VecDeque;
 use std::sync::Arc;
 
 /// Weight of a new duration in the moving average.
 const AVERAGE_WEIGHT: f64 = 0.125;
 /// Number of tasks after which a worker's own average replaces the average of all workers.
 const OWN_AVERAGE_TASKS_MIN: u64 = 4;
-
-/// A task that a worker holds.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct HeldAttempt {
-    pub(crate) task: TaskId,
-    pub(crate) attempt: AttemptId,
-    /// The worker reports all earlier results before it begins this task. So if the worker is
-    /// lost, no earlier task can be the cause.
-    pub(crate) report_each: bool,
-    /// The task is closed or waits again, and the worker has not reported the attempt.
-    pub(crate) is_abandoned: bool,
-}
 
 /// Progress of a worker from its start to its end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -67,8 +55,7 @@ pub(crate) struct Worker {
     pub(crate) host: Arc<str>,
     pub(crate) stage: WorkerStage,
     pub(crate) condition: WorkerCondition,
-    /// Tasks in the order in which the worker executes them. The first one is being executed.
-    pub(crate) held: VecDeque<HeldAttempt>,
+    pub(crate) held: HeldTasks,
     /// Time since which the first held task may be executing.
     pub(crate) first_since: Micros,
     /// Time that the worker was paused since `first_since`.
@@ -101,7 +88,7 @@ impl Worker {
             host,
             stage: WorkerStage::Starting,
             condition: WorkerCondition::Computing,
-            held: VecDeque::new(),
+            held: HeldTasks::default(),
             first_since: now,
             paused_since_first: 0,
             is_recalling: false,
