@@ -146,7 +146,7 @@ pub(crate) struct BrokerOptions {
     pub(crate) heartbeat: u64,
     /// Time for which the broker of an ended session still tells members outside that the session
     /// is over.
-    #[arg(long, value_name = "SECONDS", default_value_t = 10)]
+    #[arg(long, value_name = "SECONDS", default_value_t = 30)]
     pub(crate) linger: u64,
     /// Largest number of members at once.
     #[arg(long, value_name = "NUMBER", default_value_t = Limits::default().members_max)]

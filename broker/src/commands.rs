@@ -82,6 +82,7 @@ fn running_entry(vm: &Vm, session: &str) -> Result<(Tid, String, PathBuf)> {
             broker,
             host,
             folder,
+            ..
         }) => Ok((Tid::from_raw(broker), host, folder.into())),
         Some(SessionEntry::Over { end, .. }) => Err(Error::Over {
             session: session.to_string(),

@@ -2,6 +2,7 @@
 
 use anyhow::{Context, Result};
 use libpvm::Vm;
+use libpvm::runtime::runtime_paths;
 use ring::rand::{SecureRandom, SystemRandom};
 use sempa_broker_client::session_file::write_private;
 use serde::{Deserialize, Serialize};
@@ -10,6 +11,8 @@ use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 
 const IDENTITY_FILE: &str = "identity";
+/// Prefix of the link in the runtime directory, which the daemon knows, too.
+const LINK_PREFIX: &str = "broker-";
 /// Length of the session's key in bytes.
 const KEY_BYTES: usize = 32;
 
@@ -98,8 +101,32 @@ pub(crate) fn make(path: &Path) -> Result<()> {
         .with_context(|| format!("the session's folder {} cannot be made", path.display()))
 }
 
-/// Removes the folder of a session, and its parents that are empty then.
+/// Registers the folder of a session in the runtime directory of the virtual machine. If this
+/// broker is killed, the daemon of this host removes the folder when the daemon ends.
+///
+/// # Errors
+/// The runtime directory cannot be written.
+pub(crate) fn register(path: &Path, session: &str) -> Result<()> {
+    let link = link_path(session)?;
+    let _ = fs::remove_file(&link);
+    std::os::unix::fs::symlink(path, &link)
+        .with_context(|| format!("the link {} cannot be made", link.display()))
+}
+
+fn link_path(session: &str) -> Result<PathBuf> {
+    let variable = |name: &str| std::env::var(name).ok();
+    let paths = runtime_paths(nix::unistd::getuid().as_raw(), variable)?;
+    Ok(paths.dir().join(format!("{LINK_PREFIX}{session}")))
+}
+
+/// Removes the folder of a session, its parents that are empty then, and its link in the runtime
+/// directory.
 pub(crate) fn remove(path: &Path) {
+    let session = path.file_name().unwrap_or_default().to_string_lossy();
+    if let Ok(link) = link_path(&session) {
+        // The daemon may have removed the link, or there was none.
+        let _ = fs::remove_file(link);
+    }
     if let Err(error) = fs::remove_dir_all(path)
         && error.kind() != std::io::ErrorKind::NotFound
     {

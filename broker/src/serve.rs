@@ -13,7 +13,7 @@ use libpvm::proto::Tid;
 use sempa_broker_client::directory::{
     self, SessionEntry, StartReport, is_session_name, lock_session, publish, unlock_session,
 };
-use sempa_broker_client::tls::server_config;
+use sempa_broker_client::tls::{fingerprint, server_config};
 use sempa_broker_client::wire::encode;
 use sempa_broker_session::{
     Event, LinkId, Millis, Output, Place, Role, Session, SessionEnd, SessionEvent, ToBroker,
@@ -77,6 +77,8 @@ struct Broker {
     vm: Vm,
     session_name: String,
     folder: PathBuf,
+    /// Fingerprint of the session's certificate.
+    fingerprint: String,
     session: Session,
     journal: Journal,
     peers: BTreeMap<LinkId, Peer>,
@@ -84,6 +86,8 @@ struct Broker {
     numbers: Arc<LinkNumbers>,
     reasons: DepartureReasons,
     started_at: Instant,
+    /// The task that this broker has started as the foreman, until the task ends.
+    started_foreman: Option<Tid>,
     had_outside_members: bool,
     ended: Option<SessionEnd>,
 }
@@ -116,47 +120,84 @@ pub(crate) fn run(options: &ServeOptions) -> Result<()> {
             result
         }
         Err(error) => {
+            unlock_session(&vm, &options.session);
             report(&StartReport::Failed(format!("{error:#}")));
             Err(error)
         }
     };
-    unlock_session(&vm, &options.session);
     vm.exit().or(result)
 }
 
-/// Returns the folder of the session's journal and whether the session goes on from it.
-fn choose_folder(vm: &Vm, session: &str) -> Result<(PathBuf, bool)> {
-    let sessions_folder = folder::sessions_folder(vm)?;
+/// The folder with which a broker starts.
+#[derive(Debug)]
+enum SessionFolder {
+    /// The session begins.
+    New(PathBuf),
+    /// The session of a broker that was killed goes on.
+    OfKilledBroker(PathBuf),
+}
+
+/// Returns the folder of the session's journal.
+///
+/// # Errors
+/// The session is over, also because the journal of a killed broker is not on this host.
+fn choose_folder(vm: &Vm, session: &str) -> Result<SessionFolder> {
     match directory::lookup(vm, session)? {
         Some(SessionEntry::Over { end, .. }) => Err(sempa_broker_client::Error::Over {
             session: session.to_string(),
             end,
         }
         .into()),
-        Some(SessionEntry::Running { folder, .. }) => Ok((folder.into(), true)),
+        Some(SessionEntry::Running {
+            folder,
+            fingerprint,
+            ..
+        }) => {
+            let folder = PathBuf::from(folder);
+            if !folder.exists() {
+                post_end(vm, session, SessionEnd::BrokerLost, fingerprint);
+                anyhow::bail!(
+                    "the journal of the session, {}, is not on this host; the session is over",
+                    folder.display()
+                );
+            }
+            Ok(SessionFolder::OfKilledBroker(folder))
+        }
         None => {
-            let folder = sessions_folder.join(session);
+            let folder = folder::sessions_folder(vm)?.join(session);
             // Such a folder belongs to a virtual machine that has ended.
             folder::remove(&folder);
-            Ok((folder, false))
+            Ok(SessionFolder::New(folder))
         }
     }
 }
 
-fn start(
-    vm: &Vm,
-    options: &ServeOptions,
-) -> Result<(Broker, Receiver<Input>, tokio::runtime::Runtime)> {
-    let started_at = Instant::now();
-    let (session_folder, goes_on) = choose_folder(vm, &options.session)?;
-    if goes_on && !session_folder.exists() {
-        post_end(vm, &options.session, SessionEnd::BrokerLost);
-        anyhow::bail!(
-            "the journal of the session, {}, is not on this host; the session is over",
-            session_folder.display()
-        );
+type Started = (Broker, Receiver<Input>, tokio::runtime::Runtime);
+
+fn start(vm: &Vm, options: &ServeOptions) -> Result<Started> {
+    match choose_folder(vm, &options.session)? {
+        SessionFolder::OfKilledBroker(folder) => start_in(folder, vm, options),
+        SessionFolder::New(folder) => {
+            let started = start_in(folder.clone(), vm, options).and_then(|mut started| {
+                if let Some(program) = &options.broker.foreman {
+                    started.0.start_foreman(program)?;
+                }
+                Ok(started)
+            });
+            if started.is_err() {
+                // A session that has not begun must not be found by others.
+                directory::remove(vm, &options.session)?;
+                folder::remove(&folder);
+            }
+            started
+        }
     }
+}
+
+fn start_in(session_folder: PathBuf, vm: &Vm, options: &ServeOptions) -> Result<Started> {
+    let started_at = Instant::now();
     folder::make(&session_folder)?;
+    folder::register(&session_folder, &options.session)?;
     let (journal, state) = Journal::open(&session_folder, options.broker.journal)?;
     let identity = Identity::read_or_generate(&session_folder, options.broker.port)?;
     let (runtime, listener, identity) = listen(&session_folder, identity)?;
@@ -183,6 +224,7 @@ fn start(
         vm: vm.clone(),
         session_name: options.session.clone(),
         folder: session_folder,
+        fingerprint: fingerprint(&identity.certificate),
         session,
         journal,
         peers: BTreeMap::new(),
@@ -190,18 +232,11 @@ fn start(
         numbers,
         reasons: DepartureReasons::default(),
         started_at,
+        started_foreman: None,
         had_outside_members: false,
         ended: None,
     };
     broker.publish_running()?;
-    if let (false, Some(program)) = (goes_on, &options.broker.foreman)
-        && let Err(error) = broker.start_foreman(program)
-    {
-        // A session without its foreman must not be found by others.
-        directory::remove(vm, &options.session)?;
-        folder::remove(&broker.folder);
-        return Err(error);
-    }
     Ok((broker, input_receiver, runtime))
 }
 
@@ -240,11 +275,12 @@ fn watch_signals(runtime: &tokio::runtime::Runtime, inputs: SyncSender<Input>) -
 }
 
 /// Tells late comers that the session is over, and forgets the oldest ended sessions.
-fn post_end(vm: &Vm, session: &str, end: SessionEnd) {
+fn post_end(vm: &Vm, session: &str, end: SessionEnd, fingerprint: String) {
     let seconds = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
     let entry = SessionEntry::Over {
         end,
         ended_at: seconds.map_or(0, |time| time.as_secs()),
+        fingerprint,
     };
     // Without the virtual machine there are no late comers.
     if publish(vm, session, &entry).is_err() {
@@ -278,12 +314,13 @@ impl Broker {
             broker: self.vm.tid().raw(),
             host,
             folder: self.folder.to_string_lossy().into_owned(),
+            fingerprint: self.fingerprint.clone(),
         };
         publish(&self.vm, &self.session_name, &entry)?;
         Ok(())
     }
 
-    fn start_foreman(&self, command: &str) -> Result<()> {
+    fn start_foreman(&mut self, command: &str) -> Result<()> {
         let mut words = command.split_whitespace();
         let program = words.next().context("--foreman names no program")?;
         let spawn = self
@@ -292,10 +329,14 @@ impl Broker {
             .args(words)
             .env(SESSION_VARIABLE, &self.session_name)
             .hide_parent();
-        spawn
+        let tasks = spawn
             .start()?
             .all()
             .with_context(|| format!("the foreman {program} was not started"))?;
+        for task in tasks {
+            watch_task(&self.vm, task.tid().raw())?;
+            self.started_foreman = Some(task.tid());
+        }
         Ok(())
     }
 
@@ -317,7 +358,10 @@ impl Broker {
         let end = self.ended.unwrap_or(SessionEnd::Idle);
         self.session_folder_ends();
         if end != SessionEnd::VmEnded {
-            post_end(&self.vm, &self.session_name, end);
+            let fingerprint = self.fingerprint.clone();
+            post_end(&self.vm, &self.session_name, end, fingerprint);
+            // A new session of this name may begin while this broker answers late comers.
+            unlock_session(&self.vm, &self.session_name);
             if self.had_outside_members {
                 let linger_end = Instant::now() + Duration::from_secs(options.broker.linger);
                 while Instant::now() < linger_end && self.ended != Some(SessionEnd::VmEnded) {
@@ -382,6 +426,13 @@ impl Broker {
                         reason,
                     },
                 );
+                if self
+                    .started_foreman
+                    .take_if(|foreman| *foreman == tid)
+                    .is_some()
+                {
+                    self.session.handle(now, Event::ForemanEnded);
+                }
             }
             Input::Opened { link, role, sender } => {
                 self.had_outside_members = true;

@@ -12,6 +12,7 @@ use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicI32, Ordering};
 use std::time::{Duration, Instant};
+use thiserror::Error;
 
 /// Largest length of a session's name in bytes.
 pub const SESSION_NAME_BYTES_MAX: usize = 64;
@@ -47,11 +48,15 @@ pub enum SessionEntry {
         host: String,
         /// Folder of the journal on that host.
         folder: String,
+        /// Fingerprint of the session's certificate.
+        fingerprint: String,
     },
     Over {
         end: SessionEnd,
         /// Time of the end, in seconds since 1970.
         ended_at: u64,
+        /// Fingerprint of the session's certificate.
+        fingerprint: String,
     },
 }
 
@@ -185,8 +190,10 @@ pub fn find_or_start(
                 if is_running(vm, broker) {
                     return Ok(broker);
                 }
-                // The journal is on the host of the broker that was killed.
-                Some(host)
+                // The journal is on the host of the broker that was killed. If that host is lost, a
+                // broker on another host finds the journal in a shared home directory, or ends the
+                // session.
+                Some(host).filter(|host| vm.config().is_ok_and(|c| c.find_by_name(host).is_some()))
             }
             None => choose_host(vm, session)?,
         };
@@ -215,31 +222,48 @@ fn no_broker(session: &str, reason: String) -> Error {
     }
 }
 
-/// Returns the host for a new broker: `None` leaves the choice to the resource manager. As soon as
-/// a host has too many brokers, the host with the fewest is named.
+/// Returns the host for a new broker, see [`place_broker`].
 fn choose_host(vm: &Vm, session: &str) -> Result<Option<String>, Error> {
-    let mut broker_counts: BTreeMap<String, usize> = vm
-        .config()?
-        .hosts
-        .into_iter()
-        .map(|host| (host.name, 0))
-        .collect();
+    let hosts = vm.config()?.hosts.into_iter().map(|host| host.name);
+    let sessions = list(vm)?;
+    let brokers = sessions.values().filter_map(|entry| match entry {
+        SessionEntry::Running { host, .. } => Some(host.as_str()),
+        SessionEntry::Over { .. } => None,
+    });
+    place_broker(hosts, brokers).map_err(|limit| no_broker(session, limit.to_string()))
+}
+
+/// A limit on the number of sessions that keeps a broker from starting.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
+enum SessionLimit {
+    #[error(
+        "the limit sessions is reached: {SESSIONS_MAX} sessions run in this virtual machine; end some"
+    )]
+    Sessions,
+    #[error(
+        "the limit sessions-per-host is reached: each host has {SESSIONS_PER_HOST_MAX} brokers; add hosts or end \
+         sessions"
+    )]
+    SessionsPerHost,
+}
+
+/// Returns the host for a new broker: `None` leaves the choice to the resource manager. As soon as
+/// a host has too many brokers, the host with the fewest is named. `brokers` are the hosts of the
+/// running brokers.
+fn place_broker<'a>(
+    hosts: impl Iterator<Item = String>,
+    brokers: impl Iterator<Item = &'a str>,
+) -> Result<Option<String>, SessionLimit> {
+    let mut broker_counts: BTreeMap<String, usize> = hosts.map(|host| (host, 0)).collect();
     let mut session_count = 0;
-    for entry in list(vm)?.into_values() {
-        if let SessionEntry::Running { host, .. } = entry {
-            session_count += 1;
-            if let Some(count) = broker_counts.get_mut(&host) {
-                *count += 1;
-            }
+    for host in brokers {
+        session_count += 1;
+        if let Some(count) = broker_counts.get_mut(host) {
+            *count += 1;
         }
     }
     if session_count >= SESSIONS_MAX {
-        return Err(no_broker(
-            session,
-            format!(
-                "the limit sessions is reached: {SESSIONS_MAX} sessions run in this virtual machine; end some"
-            ),
-        ));
+        return Err(SessionLimit::Sessions);
     }
     if broker_counts
         .values()
@@ -250,13 +274,22 @@ fn choose_host(vm: &Vm, session: &str) -> Result<Option<String>, Error> {
     let fewest = broker_counts.into_iter().min_by_key(|(_, count)| *count);
     match fewest {
         Some((host, count)) if count < SESSIONS_PER_HOST_MAX => Ok(Some(host)),
-        _ => Err(no_broker(
-            session,
-            format!(
-                "the limit sessions-per-host is reached: each host has {SESSIONS_PER_HOST_MAX} brokers; add hosts or \
-                 end sessions"
-            ),
-        )),
+        _ => Err(SessionLimit::SessionsPerHost),
+    }
+}
+
+/// Returns why the session of a certificate has ended, if this host is part of the user's virtual
+/// machine and the virtual machine remembers that end.
+pub(crate) fn recorded_end(session: &str, certificate_fingerprint: &str) -> Option<SessionEnd> {
+    let vm = Vm::enroll().ok()?;
+    let entry = lookup(&vm, session);
+    // The answer counts, whether or not the daemon still hears of the end.
+    let _ = vm.exit();
+    match entry {
+        Ok(Some(SessionEntry::Over {
+            end, fingerprint, ..
+        })) if fingerprint == certificate_fingerprint => Some(end),
+        _ => None,
     }
 }
 
@@ -318,4 +351,36 @@ fn start_broker(
     vm.notify(cancellation)?;
     while vm.try_recv(selection)?.is_some() {}
     Ok((broker, report))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn place(host_count: usize, brokers: &[(&str, usize)]) -> Result<Option<String>, SessionLimit> {
+        let hosts = (1..=host_count).map(|number| format!("h{number}"));
+        let brokers = brokers
+            .iter()
+            .flat_map(|(host, count)| vec![*host; *count].into_iter());
+        place_broker(hosts, brokers)
+    }
+
+    /// The resource manager chooses until a host is full. Then the host with the fewest brokers is
+    /// chosen. Brokers on hosts that are gone count only against the limit of the virtual machine.
+    #[test]
+    fn full_hosts_get_no_broker() {
+        assert_eq!(place(2, &[("h1", 47), ("h2", 47)]), Ok(None));
+        let second = Ok(Some("h2".to_string()));
+        assert_eq!(place(2, &[("h1", 48), ("h2", 47)]), second);
+        assert_eq!(place(1, &[("h1", 47), ("gone", 400)]), Ok(None));
+    }
+
+    /// Each limit refuses with its name.
+    #[test]
+    fn limits_on_sessions_have_names() {
+        let per_host = place(2, &[("h1", 48), ("h2", 48)]).expect_err("both are full");
+        assert!(per_host.to_string().contains("limit sessions-per-host is"));
+        let total = place(1, &[("gone", SESSIONS_MAX)]).expect_err("too many");
+        assert!(total.to_string().contains("limit sessions is"));
+    }
 }

@@ -1,6 +1,7 @@
 //! A member of a session, for programs.
 
 use crate::Error;
+use crate::directory::recorded_end;
 use crate::inside::{Connection, InsideLink};
 use crate::options::{JoinOptions, SendOptions};
 use crate::outside::OutsideLink;
@@ -21,6 +22,10 @@ use std::time::{Duration, Instant};
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(30);
 /// Time that dropping a member waits for the broker's answer to the leave.
 const DROP_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// Time without an answer after which a member with a session file asks the virtual machine on its
+/// own host, if there is one, whether the session is over.
+const LATE_COMER_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// State that all threads of a member share.
 #[derive(Debug)]
@@ -88,8 +93,14 @@ impl Member {
 
     fn join_from_outside(file: SessionFile, options: &JoinOptions) -> Result<Self, Error> {
         let deadline = Instant::now() + options.timeout;
-        let session = file.session.clone();
+        let (session, fingerprint) = (file.session.clone(), file.fingerprint.clone());
         let link = OutsideLink::start(new_state(options)?, file)?;
+        if !link.is_welcomed_before(deadline.min(Instant::now() + LATE_COMER_TIMEOUT))
+            && let Some(end) = recorded_end(&session, &fingerprint)
+        {
+            link.stop();
+            return Err(Error::Over { session, end });
+        }
         Self::await_welcome(Link::Outside(link), session, deadline)
     }
 

@@ -74,6 +74,22 @@ impl OutsideLink {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Waits until the broker has answered the hello; returns false if the deadline passes first.
+    pub(crate) fn is_welcomed_before(&self, deadline: Instant) -> bool {
+        let mut state = self.lock();
+        loop {
+            if matches!(state.endpoint.phase(), Phase::Present | Phase::Closed(_)) {
+                return true;
+            }
+            let time = deadline.saturating_duration_since(Instant::now());
+            if time.is_zero() {
+                return false;
+            }
+            let waited = self.changed.wait_timeout(state, time);
+            state = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
     /// Makes the connection's thread send what is queued.
     pub(crate) fn flush(&self) {
         self.wake.notify_one();

@@ -14,6 +14,7 @@ use nix::sys::statfs::{FsType, TMPFS_MAGIC, statfs};
 use ring::digest::{SHA256, digest};
 use sempa_proto::runtime_paths::{GUEST_CPUS_FILE, RM_DATABASE_FILE, RuntimePaths};
 use sempa_socket::find_or_create_root;
+use std::ffi::OsStr;
 use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io::{ErrorKind, Read, Seek, SeekFrom, Write};
 use std::os::unix::ffi::OsStrExt;
@@ -38,6 +39,12 @@ const REMOVAL_RETRY_INTERVAL: Duration = Duration::from_millis(20);
 const MEMORY_FILE_SYSTEM_DIR: &str = "/dev/shm";
 /// Magic number of ramfs, another file system in memory; nix has no constant for it.
 const RAMFS_MAGIC: FsType = FsType(0x8584_58f6);
+/// Prefix of the links with which the brokers of sessions register their folders: the rest of the
+/// name is the session. A broker removes its link and its folder, unless it is killed.
+const BROKER_LINK_PREFIX: &str = "broker-";
+/// Path of the brokers' folder in the user's state directory. A session's folder is
+/// `<virtual machine>/<session>` in this folder.
+const BROKER_STATE_DIR: &str = "sempa/broker";
 /// Number of bytes of the path's hash that the name of the second directory contains.
 const PATH_HASH_BYTES: usize = 8;
 
@@ -259,6 +266,9 @@ impl Drop for RuntimeDir {
             let is_kept_log = self.keep_log && entry == self.paths.log_file();
             let is_own_file =
                 is_daemon_file(&self.paths, &entry, &name) || name.starts_with(RM_DATABASE_FILE);
+            if let Some(session) = name.strip_prefix(BROKER_LINK_PREFIX) {
+                remove_broker_folder(&entry, session);
+            }
             if !is_kept_log && entry != self.paths.lock_file() && is_own_file {
                 remove_recursively(&entry);
             }
@@ -271,6 +281,31 @@ impl Drop for RuntimeDir {
         let _ = fs::remove_file(self.paths.lock_file());
         remove_with_root(self.paths.dir());
     }
+}
+
+/// Removes a broker's link and the session's folder to which the link points, with the parents of
+/// the folder that are empty then. A link to any other folder stays, because the folder is not a
+/// broker's.
+fn remove_broker_folder(link: &Path, session: &str) {
+    let Ok(folder) = fs::read_link(link) else {
+        return;
+    };
+    let sessions_folder = folder.ancestors().nth(2);
+    let is_session_folder = folder.is_absolute()
+        && folder.file_name() == Some(OsStr::new(session))
+        && sessions_folder.is_some_and(|sessions| sessions.ends_with(BROKER_STATE_DIR));
+    if !is_session_folder {
+        return;
+    }
+    remove_recursively(&folder);
+    let state_dir_depth = Path::new(BROKER_STATE_DIR).components().count();
+    for parent in folder.ancestors().skip(1).take(1 + state_dir_depth) {
+        // Other sessions and programs keep their files there.
+        if fs::remove_dir(parent).is_err() {
+            break;
+        }
+    }
+    let _ = fs::remove_file(link);
 }
 
 /// Removes a directory if it is empty, and then the parent directory if the parent directory is
@@ -617,6 +652,34 @@ mod tests {
         assert!(paths.log_file().exists() && paths.dir().join("mine").exists());
         drop(runtime_dir);
         assert!(!paths.log_file().exists() && paths.dir().join("mine").exists());
+    }
+
+    /// The folder of a killed broker stays for the next daemon of the virtual machine, and is
+    /// removed when a daemon ends. Links to other folders and their targets stay.
+    #[test]
+    fn folders_of_killed_brokers_are_removed_on_drop() {
+        let test_dir = TestDir::new();
+        let runtime_dir = RuntimeDir::acquire(test_dir.place(), uid(), false).expect("free");
+        let state = test_dir.0.join("state");
+        let sessions = state.join("sempa/broker/pvm@h1");
+        let (killed, foreign) = (sessions.join("killed"), state.join("precious"));
+        for folder in [&killed, &foreign] {
+            fs::create_dir_all(folder).expect("writable");
+            fs::write(folder.join("journal"), "").expect("writable");
+        }
+        let link = |name: &str, target: &Path| {
+            let path = test_dir.place().dir().join(format!("broker-{name}"));
+            std::os::unix::fs::symlink(target, &path).expect("writable");
+            path
+        };
+        let good_link = link("killed", &killed);
+        let foreign_links = [link("precious", &foreign), link("other", &sessions)];
+        runtime_dir.remove_stale();
+        assert!(killed.exists() && good_link.is_symlink());
+        drop(runtime_dir);
+        assert!(!good_link.is_symlink() && !state.join("sempa").exists());
+        assert!(foreign.join("journal").exists());
+        assert!(foreign_links.iter().all(|link| link.is_symlink()));
     }
 
     /// Returns a directory on a disk and a directory in memory.

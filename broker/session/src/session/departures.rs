@@ -73,8 +73,17 @@ impl Session {
             self.idle_since = Some(now);
             self.check_before(now.after(self.state.settings.timing.idle));
         }
-        let is_last_foreman = role == Some(Role::Foreman) && !self.state.has_foreman();
-        if is_last_foreman && self.state.settings.foreman_policy == ForemanPolicy::End {
+        if role == Some(Role::Foreman) {
+            self.end_without_foreman(now);
+        }
+    }
+
+    /// Ends a session that is left without a foreman, if that is the policy.
+    pub(super) fn end_without_foreman(&mut self, now: Millis) {
+        let ends = self.state.settings.foreman_policy == ForemanPolicy::End;
+        // A foreman that has ended the session has given a time of its own.
+        let is_running = matches!(self.stage, Stage::Running);
+        if ends && is_running && !self.state.has_foreman() {
             let within = self.state.settings.timing.finish;
             self.begin_end(now, SessionEnd::ForemanGone, within);
         }

@@ -36,6 +36,8 @@ pub enum Event {
         tid: i32,
         reason: GoneReason,
     },
+    /// The task that the broker has started as the foreman has ended. The task may not have joined.
+    ForemanEnded,
     /// The session must end.
     End {
         end: SessionEnd,
@@ -216,6 +218,7 @@ impl Session {
             Event::Frame { link, frame } => self.on_frame(now, link, frame),
             Event::Closed { link } => self.on_link_lost(now, link, GoneReason::Lost),
             Event::TaskEnded { tid, reason } => self.on_task_ended(now, tid, reason),
+            Event::ForemanEnded => self.end_without_foreman(now),
             Event::End { end, within } => self.begin_end(now, end, within),
             Event::Wakeup => {}
         }

@@ -470,6 +470,56 @@ fn foreman_policy_decides() {
     }
 }
 
+/// A foreman that the broker has started and that ends before it joins ends the session, if that is
+/// the policy. The time that a foreman has given for the end counts, also after the foreman has
+/// left.
+#[test]
+fn a_foreman_may_die_early_and_leave_early() {
+    for (policy, ends) in [(ForemanPolicy::Wait, false), (ForemanPolicy::End, true)] {
+        let mut bench = Bench::new(|settings| settings.foreman_policy = policy);
+        let worker = bench.worker();
+        bench.tell(Event::ForemanEnded);
+        let over = bench.endpoint(worker).over();
+        assert_eq!(over, ends.then_some(SessionEnd::ForemanGone));
+    }
+    let mut bench = Bench::new(|settings| settings.foreman_policy = ForemanPolicy::End);
+    let foreman = bench.add(Role::Foreman, Place::Outside);
+    let worker = bench.worker();
+    let within = Millis(60_000);
+    bench.request(foreman, Request::Finish { within });
+    bench.request(foreman, Request::Leave { moved_out: false });
+    bench.tell(Event::ForemanEnded);
+    bench.advance(59_000);
+    assert_eq!(bench.endpoint(worker).phase(), Phase::Present);
+    bench.advance(1_000);
+    assert_eq!(bench.ended, Some(SessionEnd::Finished));
+}
+
+/// The answers of limits name the limit, in words for the user, too.
+#[test]
+fn answers_of_limits_contain_the_name() {
+    for limit in [
+        LimitName::Members,
+        LimitName::JoinsPerSecond,
+        LimitName::MemberMessages,
+        LimitName::MemberBytes,
+        LimitName::SessionMessages,
+        LimitName::SessionBytes,
+        LimitName::MessageBytes,
+    ] {
+        let answers = [
+            Refusal::Limit(limit).to_string(),
+            Verdict::Full(limit).to_string(),
+        ];
+        for answer in answers {
+            assert!(
+                answer.contains(&format!("limit {}", limit.name())),
+                "{answer}"
+            );
+        }
+    }
+}
+
 /// Only the newest connection of a member counts; a state that is older than what the member has
 /// received is refused; a worker's secret makes no foreman.
 #[test]
