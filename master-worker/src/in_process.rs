@@ -41,10 +41,12 @@ struct Shared<D> {
 
 impl<D: RawDriver> Shared<D> {
     fn tell(&mut self, event: MasterEvent) {
+        let begun = Instant::now();
         let now = u64::try_from(self.clock.elapsed().as_micros()).unwrap_or(u64::MAX);
         if let Err(error) = self.master.handle(now, event, &mut self.mailbox) {
             self.error = Some(error);
         }
+        self.master.add_busy(begun.elapsed());
     }
 }
 
@@ -144,6 +146,8 @@ pub fn run_in_process<D: RawDriver + 'static, W: RawWorker>(
         generation: 1,
         repeated_results: 0,
         init_bytes_sent: shared.master.init_bytes_sent(),
+        master_busy_s: shared.master.busy().as_secs_f64(),
+        callback_s: shared.master.callback_time().as_secs_f64(),
     };
     Ok((outcome, shared.master.driver))
 }

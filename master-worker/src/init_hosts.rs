@@ -48,6 +48,16 @@ impl InitHosts {
         }
     }
 
+    pub(crate) fn number(&self) -> u64 {
+        self.number
+    }
+
+    /// Replaces the data. No host has a copy of the new ones, and no worker waits for one.
+    pub(crate) fn replace(&mut self, data: Bytes, number: u64) {
+        (self.data, self.number) = (data, number);
+        self.hosts.clear();
+    }
+
     pub(crate) fn sent_bytes(&self) -> u64 {
         self.sent_bytes
     }

@@ -81,6 +81,7 @@
 //! # Ok::<(), Failure>(())
 //! ```
 
+mod arrivals;
 mod context;
 mod events;
 mod host_store;

@@ -1,13 +1,11 @@
 //! The master of a run: passes events to the dispatcher, calls the driver, and keeps the journal.
 //! A [`Transport`] carries its messages.
 
-use crate::init_hosts::{InitHosts, InitOffer};
+use crate::arrivals::{WaitingWorker, init_number};
+use crate::init_hosts::InitHosts;
 use crate::journal::{FailedAttempt, Record, StoredTask, TaskStats};
 use crate::journal_state::JournalState;
-use crate::protocol::{
-    AttemptContent, AttemptResult, Hello, InitSource, PROTOCOL_VERSION, RawTask, TaskOrder,
-    ToMaster, ToWorker, Welcome,
-};
+use crate::protocol::{AttemptContent, AttemptResult, RawTask, TaskOrder, ToMaster, ToWorker};
 use crate::raw::{Failure, PoolEvent, RawDriver, ResultInfo};
 use crate::recovery::encode;
 use crate::run::{AddedTask, Run, WorkerProgram};
@@ -19,7 +17,7 @@ use sempa_work_dispatch::{
 };
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use thiserror::Error;
 
 /// Why a run ended before its tasks were finished.
@@ -86,17 +84,19 @@ pub(crate) struct Master<D> {
     pub(crate) run_number: u64,
     pub(crate) run_name: String,
     pub(crate) journal: Option<JournalState>,
-    init: InitHosts,
-    benchmark: Option<Bytes>,
+    pub(crate) init: InitHosts,
+    pub(crate) benchmark: Option<Bytes>,
     /// Time for which workers wait for the next master.
-    master_wait: Duration,
-    /// Hosts of the workers that have no init data yet.
-    waiting_workers: BTreeMap<WorkerId, String>,
+    pub(crate) master_wait: Duration,
+    /// Workers that have no init data, or old ones and have asked for the new ones.
+    pub(crate) waiting_workers: BTreeMap<WorkerId, WaitingWorker>,
     /// The result that the dispatcher examines.
     current: Option<AttemptResult>,
     pub(crate) state: RunState,
     final_report: Option<StatisticsReport>,
     busy: Duration,
+    /// Part of `busy` that the driver's callbacks have used.
+    callback_time: Duration,
 }
 
 /// Parts of a master that exist before its first event.
@@ -120,8 +120,7 @@ impl<D: RawDriver> Master<D> {
             .driver
             .init_data()
             .map_err(driver_error("init_data"))?;
-        // Different masters of a run may have different init data.
-        let number = parts.run_number ^ parts.run.generation().wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        let number = init_number(parts.run_number, &data);
         let benchmark = parts.driver.benchmark();
         let mut settings = parts.run.dispatcher.settings().clone();
         settings.has_benchmark = benchmark.is_some();
@@ -140,6 +139,7 @@ impl<D: RawDriver> Master<D> {
             state: RunState::Running,
             final_report: None,
             busy: Duration::ZERO,
+            callback_time: Duration::ZERO,
         })
     }
 
@@ -213,13 +213,19 @@ impl<D: RawDriver> Master<D> {
         match message {
             ToMaster::Hello(hello) => self.greet(worker, hello, transport),
             ToMaster::InitDataMissing => {
-                if let Some(host) = self.waiting_workers.get(&worker) {
-                    self.init.forget_copy(host);
+                if let Some(waiting) = self.waiting_workers.get(&worker) {
+                    self.init.forget_copy(&waiting.host);
                     self.welcome(worker, transport);
                 }
                 Ok(())
             }
-            ToMaster::Ready { benchmark_us } => self.mark_ready(worker, benchmark_us, transport),
+            ToMaster::InitWanted => {
+                self.send_new_init(worker, transport);
+                Ok(())
+            }
+            ToMaster::Ready { init, benchmark_us } => {
+                self.mark_ready(worker, init, benchmark_us, transport)
+            }
             ToMaster::InitFailed { message } => {
                 let reason = LossReason::Failed;
                 self.lose_worker(worker, reason, transport)?;
@@ -241,102 +247,6 @@ impl<D: RawDriver> Master<D> {
                 self.tell_dispatcher(Event::TasksReturned { worker, attempts }, transport)
             }
         }
-    }
-
-    /// True if the worker has the init data of this run.
-    fn is_member(&self, worker: WorkerId) -> bool {
-        self.run.dispatcher.has_worker(worker) && !self.waiting_workers.contains_key(&worker)
-    }
-
-    /// Welcomes a worker: a new one, or one that an earlier master of this run has left.
-    fn greet(
-        &mut self,
-        worker: WorkerId,
-        hello: Hello,
-        transport: &mut dyn Transport,
-    ) -> Result<(), RunError> {
-        if hello.protocol != PROTOCOL_VERSION {
-            let why = format!(
-                "the worker speaks version {} of the protocol and the master version \
-                 {PROTOCOL_VERSION}: compile both with the same version of Sempa",
-                hello.protocol
-            );
-            transport.send(worker, &ToWorker::Refused { why });
-            return Ok(());
-        }
-        if self.state != RunState::Running {
-            transport.send(worker, &ToWorker::End { run_is_over: true });
-            return Ok(());
-        }
-        if hello.run == Some(self.run_number) {
-            let welcome = self.welcome_message(None);
-            transport.send(worker, &ToWorker::Welcome(Box::new(welcome)));
-            let returned = Event::WorkerReturned {
-                worker,
-                class: hello.class,
-                groups: hello.groups,
-                host: hello.host.into(),
-                benchmark: hello.benchmark_us,
-                held_attempts: hello.held_attempts,
-            };
-            return self.tell_dispatcher(returned, transport);
-        }
-        let started = Event::WorkerStarted {
-            worker,
-            class: hello.class,
-            groups: hello.groups,
-            host: hello.host.as_str().into(),
-        };
-        self.waiting_workers.insert(worker, hello.host);
-        self.tell_dispatcher(started, transport)?;
-        self.welcome(worker, transport);
-        Ok(())
-    }
-
-    fn welcome_message(&self, init: Option<InitSource>) -> Welcome {
-        Welcome {
-            run: self.run_number,
-            run_name: self.run_name.clone(),
-            init,
-            benchmark: self.benchmark.clone(),
-            update: self.run.update.clone(),
-            keeps_results: self.journal.is_some(),
-            master_wait_ms: u64::try_from(self.master_wait.as_millis()).unwrap_or(u64::MAX),
-        }
-    }
-
-    /// Sends the welcome to a worker, unless another worker of its host is receiving the init data.
-    fn welcome(&mut self, worker: WorkerId, transport: &mut dyn Transport) {
-        let Some(host) = self.waiting_workers.get(&worker) else {
-            return;
-        };
-        if let InitOffer::Now(source) = self.init.offer(worker, host) {
-            let welcome = self.welcome_message(Some(source));
-            transport.send(worker, &ToWorker::Welcome(Box::new(welcome)));
-        }
-    }
-
-    fn mark_ready(
-        &mut self,
-        worker: WorkerId,
-        benchmark_us: Option<u64>,
-        transport: &mut dyn Transport,
-    ) -> Result<(), RunError> {
-        let Some(host) = self.waiting_workers.remove(&worker) else {
-            return Ok(());
-        };
-        for other in self.init.mark_stored(worker, &host) {
-            self.welcome(other, transport);
-        }
-        let ready = Event::WorkerReady {
-            worker,
-            benchmark: benchmark_us,
-        };
-        self.tell_dispatcher(ready, transport)?;
-        self.report_pool_event(&PoolEvent::WorkerReady {
-            worker,
-            host: host.into(),
-        })
     }
 
     fn lose_worker(
@@ -386,18 +296,30 @@ impl<D: RawDriver> Master<D> {
             return Ok(());
         };
         let payload = stored.task.payload.clone();
-        let handled = self
-            .driver
-            .on_partial_result(&mut self.run, task, &payload, data);
-        handled.map_err(driver_error("on_partial_result"))
+        self.call_driver("on_partial_result", |driver, run| {
+            driver.on_partial_result(run, task, &payload, data)
+        })
     }
 
-    fn report_pool_event(&mut self, event: &PoolEvent) -> Result<(), RunError> {
-        let handled = self.driver.on_pool_event(&mut self.run, event);
-        handled.map_err(driver_error("on_pool_event"))
+    pub(crate) fn report_pool_event(&mut self, event: &PoolEvent) -> Result<(), RunError> {
+        self.call_driver("on_pool_event", |driver, run| {
+            driver.on_pool_event(run, event)
+        })
     }
 
-    fn tell_dispatcher(
+    /// Calls the driver, and adds the duration of the call to the time of callbacks.
+    fn call_driver(
+        &mut self,
+        callback: &'static str,
+        call: impl FnOnce(&mut D, &mut Run) -> Result<(), Failure>,
+    ) -> Result<(), RunError> {
+        let begun = Instant::now();
+        let outcome = call(&mut self.driver, &mut self.run);
+        self.callback_time += begun.elapsed();
+        outcome.map_err(driver_error(callback))
+    }
+
+    pub(crate) fn tell_dispatcher(
         &mut self,
         event: Event,
         transport: &mut dyn Transport,
@@ -514,10 +436,9 @@ impl<D: RawDriver> Master<D> {
         let returned = self.run.add_tasks(returned_tasks);
         let returned = returned.map_err(driver_error("on_result"))?.len() as u32;
         let payload = stored.task.payload;
-        let handled = self
-            .driver
-            .on_result(&mut self.run, &info, &payload, &result);
-        handled.map_err(driver_error("on_result"))?;
+        self.call_driver("on_result", |driver, run| {
+            driver.on_result(run, &info, &payload, &result)
+        })?;
         let added = stored_tasks(&self.run.added);
         self.run.added.clear();
         let stats = TaskStats {
@@ -563,10 +484,9 @@ impl<D: RawDriver> Master<D> {
         let stored = self.run.payloads.get(&task);
         let payload = stored.map(|stored| stored.task.payload.clone());
         let payload = payload.unwrap_or_default();
-        let handled = self
-            .driver
-            .on_quarantined(&mut self.run, task, &payload, history);
-        handled.map_err(driver_error("on_quarantined"))
+        self.call_driver("on_quarantined", |driver, run| {
+            driver.on_quarantined(run, task, &payload, history)
+        })
     }
 
     fn handle_all_closed(&mut self, transport: &mut dyn Transport) -> Result<(), RunError> {
@@ -574,8 +494,7 @@ impl<D: RawDriver> Master<D> {
         if self.state != RunState::Running || self.run.dispatcher.open_task_count() > 0 {
             return Ok(());
         }
-        let handled = self.driver.on_all_closed(&mut self.run);
-        handled.map_err(driver_error("on_all_closed"))?;
+        self.call_driver("on_all_closed", |driver, run| driver.on_all_closed(run))?;
         self.finish_callbacks(transport)?;
         if self.run.dispatcher.open_task_count() == 0 {
             self.end(RunState::Finished, transport);
@@ -607,7 +526,7 @@ impl<D: RawDriver> Master<D> {
         report.unwrap_or_else(|| self.run.dispatcher.report(self.run.now))
     }
 
-    /// Stores what callbacks without a result have changed, and sends a new update.
+    /// Stores what callbacks without a result have changed, and sends new updates and init data.
     fn finish_callbacks(&mut self, transport: &mut dyn Transport) -> Result<(), RunError> {
         let added = std::mem::take(&mut self.run.added);
         let pruned = std::mem::take(&mut self.run.pruned);
@@ -629,9 +548,17 @@ impl<D: RawDriver> Master<D> {
             && let Some(update) = self.run.update.clone()
         {
             let message = ToWorker::Update(update);
-            for view in self.run.dispatcher.workers(self.run.now) {
-                transport.send(view.worker, &message);
+            for worker in self.run.dispatcher.worker_ids() {
+                transport.send(worker, &message);
             }
+        }
+        for (worker, update) in std::mem::take(&mut self.run.worker_updates) {
+            if self.run.dispatcher.has_worker(worker) {
+                transport.send(worker, &ToWorker::Update(update));
+            }
+        }
+        if let Some((data, groups)) = self.run.refresh.take() {
+            self.refresh_init_data(data, groups, transport);
         }
         Ok(())
     }
@@ -702,15 +629,36 @@ impl<D: RawDriver> Master<D> {
         journal.wait_for_first_snapshot(patience)
     }
 
-    /// Sets the time that the master has spent with work.
-    pub(crate) fn set_busy(&mut self, busy: Duration) {
-        self.busy = busy;
+    /// Adds time that the master has spent with work. No message of a worker was handled later than
+    /// this time after its arrival.
+    pub(crate) fn add_busy(&mut self, busy: Duration) {
+        self.busy += busy;
+        let busy = u64::try_from(busy.as_micros()).unwrap_or(u64::MAX);
+        self.run.dispatcher.note_busy(busy);
+    }
+
+    pub(crate) fn busy(&self) -> Duration {
+        self.busy
+    }
+
+    /// Time that the driver's callbacks have used.
+    pub(crate) fn callback_time(&self) -> Duration {
+        self.callback_time
     }
 
     /// Share of its time in which the master works; `None` at the start.
     pub(crate) fn busy_share(&self) -> Option<f64> {
+        self.share(self.busy)
+    }
+
+    /// Share of its time that the master spends in the driver's callbacks.
+    pub(crate) fn callback_share(&self) -> Option<f64> {
+        self.share(self.callback_time)
+    }
+
+    fn share(&self, time: Duration) -> Option<f64> {
         let now = self.run.now as f64;
-        (now > 0.0).then(|| self.busy.as_micros() as f64 / now)
+        (now > 0.0).then(|| time.as_micros() as f64 / now)
     }
 
     /// Begins a snapshot of the run in the journal.

@@ -12,7 +12,7 @@ pub const TO_MASTER_TAG: i32 = 0x5357_4d01;
 /// Tag of messages to a worker.
 pub const TO_WORKER_TAG: i32 = 0x5357_4d02;
 /// Version of these messages. Masters and workers of one run must have the same one.
-pub const PROTOCOL_VERSION: u32 = 1;
+pub const PROTOCOL_VERSION: u32 = 2;
 /// Environment variable of workers: name of the run.
 pub const RUN_VARIABLE: &str = "SEMPA_WORK_RUN";
 /// Environment variable of workers: number of the worker's class.
@@ -57,6 +57,8 @@ pub(crate) struct Hello {
     pub(crate) protocol: u32,
     /// Number of the run whose init data the worker has.
     pub(crate) run: Option<u64>,
+    /// Number of the init data that the worker has.
+    pub(crate) init: Option<u64>,
     pub(crate) class: ClassId,
     pub(crate) groups: Groups,
     pub(crate) host: String,
@@ -70,8 +72,11 @@ pub(crate) enum ToMaster {
     Hello(Hello),
     /// The worker cannot read the init data on its host.
     InitDataMissing,
-    /// The worker has its init data and has executed the benchmark, if there is one.
+    /// The worker is between two tasks and wants the new init data, after [`ToWorker::InitChanged`].
+    InitWanted,
+    /// The worker has the init data of this number and has executed the benchmark, if there is one.
     Ready {
+        init: u64,
         benchmark_us: Option<u64>,
     },
     /// The worker's program refused the init data, so the worker ends.
@@ -102,6 +107,9 @@ pub(crate) enum InitSource {
 pub(crate) struct Welcome {
     pub(crate) run: u64,
     pub(crate) run_name: String,
+    /// Number of the run's init data. Numbers of different data differ.
+    pub(crate) init_number: u64,
+    /// The data, unless the worker has them.
     pub(crate) init: Option<InitSource>,
     /// Payload of the benchmark task, if the run has one.
     pub(crate) benchmark: Option<Bytes>,
@@ -138,6 +146,8 @@ pub(crate) enum ToWorker {
         orders: Vec<TaskOrder>,
     },
     Recall(Vec<(TaskId, AttemptId)>),
+    /// The worker must get the new init data before its next task.
+    InitChanged,
     Cancel {
         task: TaskId,
         attempt: AttemptId,

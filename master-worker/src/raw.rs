@@ -136,7 +136,8 @@ pub trait RawDriver {
 
 /// The application's part of a worker.
 pub trait RawWorker {
-    /// Takes the init data. Called again for each new master with other init data.
+    /// Takes the init data. Called again when the driver replaces them, and for a new master whose
+    /// init data differ.
     ///
     /// # Errors
     /// The application's; the worker ends.

@@ -5,8 +5,8 @@ use crate::raw::Failure;
 use bytes::Bytes;
 use rustc_hash::FxHashMap;
 use sempa_work_dispatch::{
-    ClassId, Dispatcher, Grain, Key, Micros, NewTask, Progress, QuarantinedTask, Settings,
-    StatisticsReport, TaskId,
+    ClassId, Dispatcher, Grain, Groups, Key, Micros, NewTask, Progress, QuarantinedTask, Settings,
+    StatisticsReport, TaskId, WorkerId,
 };
 use std::collections::{BTreeMap, VecDeque};
 
@@ -77,8 +77,14 @@ pub struct Run {
     pub(crate) pruned: Vec<TaskId>,
     /// Keys that the present callback has changed.
     pub(crate) changed_keys: Vec<(TaskId, f64)>,
+    /// The newest update for all workers.
     pub(crate) update: Option<Update>,
     pub(crate) update_is_new: bool,
+    /// Updates for single workers that the present callback sends.
+    pub(crate) worker_updates: Vec<(WorkerId, Update)>,
+    update_count: u64,
+    /// New init data of the present callback, and the groups whose workers get them.
+    pub(crate) refresh: Option<(Bytes, Option<Groups>)>,
     pub(crate) programs: BTreeMap<ClassId, WorkerProgram>,
     pub(crate) grain: Option<Grain>,
     pub(crate) is_stopped: bool,
@@ -107,6 +113,9 @@ impl Run {
             changed_keys: Vec::new(),
             update: None,
             update_is_new: false,
+            worker_updates: Vec::new(),
+            update_count: 0,
+            refresh: None,
             programs: BTreeMap::new(),
             grain: None,
             is_stopped: false,
@@ -118,11 +127,6 @@ impl Run {
             last_position: 0,
             replayed_ids: VecDeque::new(),
         }
-    }
-
-    /// Number of the master's start.
-    pub(crate) fn generation(&self) -> u64 {
-        u64::from(self.generation)
     }
 
     /// Prepares the repetition of a callback that added tasks with these numbers.
@@ -270,9 +274,58 @@ impl Run {
 
     /// Sends data to all workers, also to running ones. A newer update replaces an older one.
     pub fn send_update(&mut self, data: Bytes) {
-        let number = self.update.as_ref().map_or(0, |update| update.number) + 1;
-        self.update = Some(Update { number, data });
+        self.update = Some(self.new_update(data));
         self.update_is_new = true;
+    }
+
+    /// Sends data to one worker. The data replace an older update of this worker.
+    pub fn send_update_to(&mut self, worker: WorkerId, data: Bytes) {
+        let update = self.new_update(data);
+        self.worker_updates.push((worker, update));
+    }
+
+    fn new_update(&mut self, data: Bytes) -> Update {
+        self.update_count += 1;
+        let number = self.update_count;
+        Update { number, data }
+    }
+
+    /// Replaces the init data: workers that start later get `data`, and present workers of `groups`
+    /// before their next task. `None`: present workers keep theirs. After a restart of the master,
+    /// all workers get what the driver's `init_data` returns, so that it must return the newest data.
+    pub fn refresh_init_data(&mut self, data: Bytes, groups: Option<Groups>) {
+        if self.mode == Mode::Replay {
+            return;
+        }
+        // Workers of an earlier refresh in this callback need the newest data, too.
+        let earlier = self.refresh.take().and_then(|(_, groups)| groups);
+        let groups = match (earlier, groups) {
+            (Some(earlier), Some(groups)) => Some(earlier.union(groups)),
+            (earlier, groups) => earlier.or(groups),
+        };
+        self.refresh = Some((data, groups));
+    }
+
+    /// Closes an open task without a result. If the task runs, its worker is requested to cancel
+    /// it. Returns false if the task is closed.
+    pub fn cancel_task(&mut self, task: TaskId) -> bool {
+        if self.mode == Mode::Replay {
+            return false;
+        }
+        let canceled = self.dispatcher.cancel(self.now, &[task]);
+        for task in &canceled {
+            self.payloads.remove(task);
+        }
+        self.pruned.extend(&canceled);
+        !canceled.is_empty()
+    }
+
+    /// Abandons the task that a worker executes: the task is closed without a result, and the worker
+    /// is requested to cancel it. Tasks that the worker holds ahead remain. Returns the task; `None`
+    /// if the worker executes none.
+    pub fn stop_work(&mut self, worker: WorkerId) -> Option<TaskId> {
+        let task = self.dispatcher.executing_task(worker)?;
+        self.cancel_task(task).then_some(task)
     }
 
     /// Sets the time limit after which tasks should return their remaining work; `None` for no

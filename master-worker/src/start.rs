@@ -61,6 +61,10 @@ pub struct RunOutcome {
     pub repeated_results: usize,
     /// Bytes of init data in messages to workers.
     pub init_bytes_sent: u64,
+    /// Seconds for which the present master has worked, including the driver's callbacks.
+    pub master_busy_s: f64,
+    /// Seconds that the driver's callbacks have used.
+    pub callback_s: f64,
 }
 
 /// Returns a number that differs from that of any other call.

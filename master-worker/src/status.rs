@@ -43,6 +43,7 @@ pub(crate) fn status_value<D: RawDriver>(master: &Master<D>) -> Value {
         "best_waiting_key": master.run.best_waiting_key(),
         "best_running_key": master.run.best_running_key(),
         "master_busy_share": master.busy_share(),
+        "master_callback_share": master.callback_share(),
         "has_journal": master.journal.is_some(),
         "init_bytes_sent": master.init_bytes_sent(),
         "statistics": master.report(),

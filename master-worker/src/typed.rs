@@ -5,7 +5,7 @@ use crate::protocol::RawTask;
 use crate::raw::{Failure, PoolEvent, RawDriver, RawWorker, ResultInfo};
 use crate::run::Run;
 use bytes::Bytes;
-use sempa_work_dispatch::{AttemptRecord, Groups, TaskId};
+use sempa_work_dispatch::{AttemptRecord, Groups, TaskId, WorkerId};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use std::marker::PhantomData;
@@ -51,7 +51,8 @@ pub trait Driver: Serialize + DeserializeOwned {
     /// The application's; the run does not begin.
     fn initial_tasks(&mut self, run: &mut RunHandle<'_, Self>) -> Result<Vec<Self::Task>, Failure>;
 
-    /// Returns the data that each worker gets before its first task.
+    /// Returns the data that each worker gets before its first task. Called once for each master:
+    /// after a restart, it must return the newest data of [`RunHandle::refresh`].
     ///
     /// # Errors
     /// The application's; the run ends.
@@ -136,7 +137,7 @@ pub trait Worker: Sized {
     type Update: Serialize + DeserializeOwned;
     type Partial: Serialize + DeserializeOwned;
 
-    /// Creates the worker from the init data.
+    /// Creates the worker from the init data. Called again when the driver replaces the data.
     ///
     /// # Errors
     /// The application's; the worker ends.
@@ -216,6 +217,24 @@ impl<'a, D: Driver> RunHandle<'a, D> {
     /// As [`RunHandle::add`].
     pub fn add_in_front(&mut self, tasks: &[D::Task]) -> Result<Vec<TaskId>, Failure> {
         self.run.add_tasks_in_front(raw_tasks(tasks)?)
+    }
+
+    /// Sends data to one worker. The data replace an older update of this worker.
+    ///
+    /// # Errors
+    /// The data cannot be packed.
+    pub fn update_worker(&mut self, worker: WorkerId, update: &D::Update) -> Result<(), Failure> {
+        self.run.send_update_to(worker, pack(update)?);
+        Ok(())
+    }
+
+    /// Replaces the init data; see [`Run::refresh_init_data`].
+    ///
+    /// # Errors
+    /// The data cannot be packed.
+    pub fn refresh(&mut self, data: &D::InitData, groups: Option<Groups>) -> Result<(), Failure> {
+        self.run.refresh_init_data(pack(data)?, groups);
+        Ok(())
     }
 
     /// Sends data to all workers, also to running ones. A newer update replaces an older one.

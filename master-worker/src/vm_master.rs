@@ -147,7 +147,6 @@ pub fn run_master<D: RawDriver>(
         watched: BTreeSet::new(),
         starting: BTreeMap::new(),
         losses: LossReasons::default(),
-        busy: Duration::ZERO,
         progress_interval: options.progress_interval,
         next_progress: clock + options.progress_interval.unwrap_or_default(),
     };
@@ -209,8 +208,6 @@ struct Shell<D> {
     /// Workers that were spawned and have not reported.
     starting: BTreeMap<Tid, ClassId>,
     losses: LossReasons,
-    /// Time that the master has spent with work.
-    busy: Duration,
     progress_interval: Option<Duration>,
     next_progress: Instant,
 }
@@ -238,8 +235,7 @@ impl<D: RawDriver> Shell<D> {
                 self.lose(tid, reason, transport)?;
             }
             self.tell(MasterEvent::Tick, transport)?;
-            self.busy += begun.elapsed();
-            self.master.set_busy(self.busy);
+            self.master.add_busy(begun.elapsed());
             self.show_progress();
         }
         Ok(())
@@ -407,6 +403,8 @@ impl<D: RawDriver> Shell<D> {
             generation,
             repeated_results,
             init_bytes_sent: self.master.init_bytes_sent(),
+            master_busy_s: self.master.busy().as_secs_f64(),
+            callback_s: self.master.callback_time().as_secs_f64(),
         };
         if !outcome.is_finished {
             self.master.begin_snapshot()?;

@@ -71,6 +71,16 @@ struct QueuedTask {
     time_limit: Option<Duration>,
 }
 
+/// Whether the worker's init data are those of its run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum InitState {
+    Current,
+    /// The driver has replaced the data; the worker must get them before its next task.
+    Outdated,
+    /// The worker has asked for the new data.
+    Requested,
+}
+
 /// Tasks and results of a worker, without its program.
 struct WorkerState<P> {
     port: P,
@@ -86,6 +96,9 @@ struct WorkerState<P> {
     update: Option<Update>,
     /// The run whose init data the worker has.
     run: Option<u64>,
+    /// Number of the init data that the worker has.
+    init_number: Option<u64>,
+    init_state: InitState,
     run_name: String,
     /// The worker has greeted a master that has not answered.
     awaits_welcome: bool,
@@ -130,7 +143,7 @@ pub(crate) fn run_worker<P: WorkerPort, W: RawWorker>(
         if let Some(end) = state.end.take() {
             return Ok(end);
         }
-        if let Some(task) = state.queue.pop_front() {
+        if let Some(task) = state.take_task() {
             state.execute(worker, task)?;
         }
     }
@@ -149,6 +162,8 @@ impl<P: WorkerPort> WorkerState<P> {
             canceled: BTreeSet::new(),
             update: None,
             run: None,
+            init_number: None,
+            init_state: InitState::Current,
             run_name: String::new(),
             awaits_welcome: false,
             stored_as: None,
@@ -173,6 +188,7 @@ impl<P: WorkerPort> WorkerState<P> {
         let hello = Hello {
             protocol: PROTOCOL_VERSION,
             run: self.run,
+            init: self.init_number,
             class: self.identity.class,
             groups: self.identity.groups,
             host: self.port.host_name(),
@@ -183,15 +199,37 @@ impl<P: WorkerPort> WorkerState<P> {
         self.port.send(&ToMaster::Hello(hello))
     }
 
+    /// True if the worker may begin a task.
+    fn has_task(&self) -> bool {
+        !self.queue.is_empty() && self.init_state == InitState::Current
+    }
+
+    fn take_task(&mut self) -> Option<QueuedTask> {
+        match self.has_task() {
+            true => self.queue.pop_front(),
+            false => None,
+        }
+    }
+
+    /// Asks for new init data. All results of the old ones were sent before.
+    fn request_init(&mut self) -> Result<(), Failure> {
+        if self.init_state != InitState::Outdated || self.awaits_welcome {
+            return Ok(());
+        }
+        self.init_state = InitState::Requested;
+        self.port.send(&ToMaster::InitWanted)
+    }
+
     /// Handles all inputs that have arrived. Waits for one if the worker has nothing to do.
     fn handle_inputs(&mut self) -> Result<(), Failure> {
         loop {
-            let is_idle = self.queue.is_empty()
+            let is_idle = !self.has_task()
                 && self.welcome.is_none()
                 && self.end.is_none()
                 && self.refusal.is_none();
             if is_idle {
                 self.send_results()?;
+                self.request_init()?;
             }
             match self.port.next_input(is_idle)? {
                 Some(input) => self.handle_input(input)?,
@@ -220,6 +258,7 @@ impl<P: WorkerPort> WorkerState<P> {
                     time_limit: time_limit_us.map(Duration::from_micros),
                 })),
             ToWorker::Recall(attempts) => self.return_tasks(&attempts)?,
+            ToWorker::InitChanged => self.init_state = InitState::Outdated,
             ToWorker::Cancel { task, attempt } => {
                 self.return_tasks(&[(task, attempt)])?;
                 if self.executing == Some((task, attempt)) {
@@ -280,6 +319,9 @@ impl<P: WorkerPort> WorkerState<P> {
             self.end = Some(WorkerEnd::NoMaster(patience));
             return Ok(());
         }
+        if self.init_state == InitState::Requested {
+            self.init_state = InitState::Outdated;
+        }
         // The next master numbers its updates from 1.
         self.update = None;
         self.greet()
@@ -314,7 +356,11 @@ impl<P: WorkerPort> WorkerState<P> {
         let Some(source) = welcome.init else {
             return self.send_results_again();
         };
-        self.forget_tasks();
+        let is_new_run = self.run != Some(welcome.run);
+        if is_new_run {
+            self.forget_tasks();
+            self.benchmark_us = None;
+        }
         let Some(data) = self.take_init_data(source) else {
             return self.port.send(&ToMaster::InitDataMissing);
         };
@@ -324,7 +370,9 @@ impl<P: WorkerPort> WorkerState<P> {
             return Err(error);
         }
         self.run = Some(welcome.run);
-        if let Some(task) = welcome.benchmark {
+        self.init_number = Some(welcome.init_number);
+        self.init_state = InitState::Current;
+        if let (Some(task), None) = (welcome.benchmark, self.benchmark_us) {
             let started_at = Instant::now();
             let mut link = WorkerLink { state: self };
             let mut context = Context::new(&mut link, TaskId(0), AttemptId(0), None);
@@ -332,25 +380,34 @@ impl<P: WorkerPort> WorkerState<P> {
             self.benchmark_us = Some(micros(started_at.elapsed()));
         }
         let benchmark_us = self.benchmark_us;
-        self.port.send(&ToMaster::Ready { benchmark_us })
+        self.port.send(&ToMaster::Ready {
+            init: welcome.init_number,
+            benchmark_us,
+        })
     }
 
     /// Returns the init data; `None` if they cannot be read on this host.
     fn take_init_data(&mut self, source: InitSource) -> Option<Bytes> {
         let store = self.port.host_store();
+        let new_number = match &source {
+            InitSource::Message { store_as, .. } => *store_as,
+            InitSource::Host { stored_as, .. } => Some(*stored_as),
+        };
+        if let (Some(store), Some(old), true) =
+            (&store, self.stored_as, self.stored_as != new_number)
+        {
+            store.remove(old);
+        }
+        self.stored_as = new_number;
         match source {
             InitSource::Message { data, store_as } => {
-                self.stored_as = store_as;
                 if let (Some(store), Some(number)) = (store, store_as) {
                     // Without a copy, the other workers of this host report that it is missing.
                     let _ = store.write(number, &data);
                 }
                 Some(data)
             }
-            InitSource::Host { stored_as, length } => {
-                self.stored_as = Some(stored_as);
-                store?.read(stored_as, length)
-            }
+            InitSource::Host { stored_as, length } => store?.read(stored_as, length),
         }
     }
 

@@ -20,6 +20,10 @@ use thiserror::Error;
 pub(crate) const CHECK_INTERVAL: Micros = 100_000;
 /// Time for the workers of an earlier master to return, before new ones are requested.
 const RETURN_TIME: Micros = 2_000_000;
+/// Greatest time of the shell that the look-ahead allows for.
+const SHELL_DELAY_MAX: Micros = 2_000_000;
+/// Part of the allowance for the shell that each check leaves: half of it after 7 s.
+const SHELL_DELAY_DECAY: f64 = 0.99;
 /// Tasks that last longer than this many times the look-ahead are sent one by one: the round trip
 /// to the master is small compared to them, and an idle worker can get the next one.
 const LOOK_AHEAD_RATIO: f64 = 50.0;
@@ -66,6 +70,8 @@ pub struct Dispatcher {
     /// A worker was not served because the waiting tasks avoid it.
     has_unserved_worker: bool,
     reported_all_closed: bool,
+    /// Time for which a message of a worker may wait for the shell, in microseconds.
+    shell_delay: f64,
 }
 
 impl Dispatcher {
@@ -97,6 +103,7 @@ impl Dispatcher {
             next_check: now,
             has_unserved_worker: false,
             reported_all_closed: false,
+            shell_delay: 0.0,
         }
     }
 
@@ -260,6 +267,39 @@ impl Dispatcher {
         pruned_tasks
     }
 
+    /// Closes open tasks without results. The workers of running ones are requested to cancel them.
+    /// Returns the tasks that were open.
+    pub fn cancel(&mut self, now: Micros, tasks: &[TaskId]) -> Vec<TaskId> {
+        let is_open = |id: &&TaskId| self.tasks.open.contains_key(id);
+        let canceled: Vec<TaskId> = tasks.iter().filter(is_open).copied().collect();
+        for id in &canceled {
+            self.close_task(*id, None);
+        }
+        self.statistics.counts.tasks_pruned += canceled.len() as u64;
+        self.settle(now);
+        canceled
+    }
+
+    /// Returns the task that a worker executes, as far as the dispatcher knows; `None` if the worker
+    /// holds no open task or is not part of the run.
+    pub fn executing_task(&self, worker: WorkerId) -> Option<TaskId> {
+        let held = &self.pool.get(worker)?.held;
+        held.iter().find(|held| !held.is_abandoned).map(|h| h.task)
+    }
+
+    /// Returns all workers, also those without init data.
+    pub fn worker_ids(&self) -> impl Iterator<Item = WorkerId> {
+        self.pool.iter().map(|worker| worker.id)
+    }
+
+    /// Returns the workers of these groups that have their init data.
+    pub fn initialized_workers(&self, groups: Groups) -> Vec<WorkerId> {
+        let is_wanted = |worker: &&Worker| {
+            worker.stage != WorkerStage::Starting && worker.groups.intersects(groups)
+        };
+        self.pool.iter().filter(is_wanted).map(|w| w.id).collect()
+    }
+
     /// Changes the key of an open task. Returns false if the task is closed.
     pub fn set_key(&mut self, id: TaskId, key: Key) -> bool {
         let Some(task) = self.tasks.open.get_mut(&id) else {
@@ -357,6 +397,7 @@ impl Dispatcher {
         }
         if now >= self.next_check {
             self.next_check = now + CHECK_INTERVAL;
+            self.shell_delay *= SHELL_DELAY_DECAY;
             self.check_attempts(now);
         }
         self.fill_workers(now);
@@ -375,14 +416,21 @@ impl Dispatcher {
         }
     }
 
+    /// Notes that the shell has handled no event for a time, for example during a callback of the
+    /// driver. From then on, workers hold tasks for such a time, too. The allowance decays.
+    pub fn note_busy(&mut self, busy: Micros) {
+        self.shell_delay = self.shell_delay.max(busy.min(SHELL_DELAY_MAX) as f64);
+    }
+
     /// Returns the number of tasks that a worker should hold.
     pub(crate) fn capacity(&self, worker: &Worker) -> usize {
-        let look_ahead = self.settings.look_ahead as f64;
+        // A batch is refilled when half of it is left, and must last while the shell is busy.
+        let look_ahead = self.settings.look_ahead as f64 + 2.0 * self.shell_delay;
         let Some(duration) = worker.expected_duration(self.durations.mean()) else {
             return 1;
         };
         if worker.held.has_suspect()
-            || look_ahead == 0.0
+            || self.settings.look_ahead == 0
             || duration > look_ahead * LOOK_AHEAD_RATIO
         {
             return 1;
@@ -626,6 +674,11 @@ impl Dispatcher {
     /// Returns the factor of a worker; 1 for a worker that is not part of the run.
     pub fn worker_factor(&self, worker: WorkerId) -> f64 {
         self.pool.get(worker).map_or(1.0, |worker| worker.factor)
+    }
+
+    /// Returns the host of a worker; `None` for a worker that is not part of the run.
+    pub fn worker_host(&self, worker: WorkerId) -> Option<Arc<str>> {
+        self.pool.get(worker).map(|worker| worker.host.clone())
     }
 
     /// True if the worker is part of the run.

@@ -104,13 +104,13 @@ impl Dispatcher {
             Stage::Running(copies) => {
                 self.running_keys.remove(&(task.place.key, id));
                 for copy in copies.iter().filter(|copy| Some(copy.worker) != except) {
-                    self.cancel(id, copy);
+                    self.cancel_copy(id, copy);
                 }
             }
         }
     }
 
-    fn cancel(&mut self, task: TaskId, copy: RunningCopy) {
+    fn cancel_copy(&mut self, task: TaskId, copy: RunningCopy) {
         if let Some(worker) = self.pool.get_mut(copy.worker) {
             worker.held.abandon_closed(copy.attempt);
         }

@@ -108,6 +108,7 @@ impl Transport for Outbox {
 #[derive(Default)]
 struct SimWorker {
     run: Option<u64>,
+    init: Option<u64>,
     inbox: VecDeque<ToWorker>,
     queue: VecDeque<TaskOrder>,
     unacknowledged: Vec<AttemptResult>,
@@ -123,6 +124,7 @@ impl SimWorker {
         ToMaster::Hello(Hello {
             protocol: PROTOCOL_VERSION,
             run: self.run,
+            init: self.init,
             class: ClassId(0),
             groups: Groups::ALL,
             host: "a".to_string(),
@@ -139,7 +141,11 @@ impl SimWorker {
                 self.run = Some(welcome.run);
                 self.queue.clear();
                 self.unacknowledged.clear();
-                return vec![ToMaster::Ready { benchmark_us: None }];
+                self.init = Some(welcome.init_number);
+                return vec![ToMaster::Ready {
+                    init: welcome.init_number,
+                    benchmark_us: None,
+                }];
             }
             ToWorker::Welcome(_) => {
                 return vec![ToMaster::Results(self.unacknowledged.clone())];

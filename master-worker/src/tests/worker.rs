@@ -103,6 +103,7 @@ fn result_is_reported_while_a_long_task_runs() {
     let welcome = Welcome {
         run: 1,
         run_name: "test".to_string(),
+        init_number: 1,
         init: Some(InitSource::Message {
             data: Bytes::new(),
             store_as: None,
