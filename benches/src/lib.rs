@@ -9,6 +9,7 @@
 //! | `bench balance` | a task farm with and without rebalancing |
 //! | `bench migrate` | migrations by Sempa and by bare CRIU |
 //! | `bench owners --sizes` | evictions of tasks when an owner logs in |
+//! | `bench work` | what a task of a master-worker run costs, and the same farm in other systems |
 //! | `bench soak` | hundreds of migrations of communicating tasks, and the resources they leak |
 //!
 //! The library also stores the results of `bench decide` and `bench sim`.
@@ -29,6 +30,7 @@ mod rm_overhead;
 mod simulation;
 mod soak;
 mod systems;
+mod work;
 
 use anyhow::{Context, Result, bail};
 use std::fs;
@@ -42,6 +44,7 @@ pub use migration::{MigrationSettings, bench_migrations};
 pub use rm_overhead::bench_rm;
 pub use simulation::{store_decide, store_sim};
 pub use soak::{SoakSettings, bench_soak};
+pub use work::{WORK_PACKAGES, WorkSettings, bench_work};
 
 /// Debian packages that the benchmarks need: the measured systems and their tools.
 pub const DEBIAN_PACKAGES: [&str; 7] = [

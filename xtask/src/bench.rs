@@ -34,6 +34,9 @@ enum BenchTarget {
     /// How long tasks stop during a migration, by their own clocks, compared with CRIU alone, and
     /// with and without pre-copy and post-copy
     Migrate,
+    /// What a task of a master-worker run costs, compared with Dask, Ray, HyperQueue, Work Queue and
+    /// a farm written with PVM calls
+    Work,
     /// Whether hundreds of migrations of tasks that exchange messages lose a message or leak
     /// resources
     Soak,
@@ -52,7 +55,8 @@ pub(crate) struct BenchArgs {
     #[arg(default_value = "all")]
     what: BenchTarget,
     /// peers: only these rows, such as `rtt8` or `rtt8*`; balance: only these repetitions, such as
-    /// `2`; soak: only `tasks` or `moves`; all other stored results are retained
+    /// `2`; soak: only `tasks` or `moves`; all other stored results are retained. work: only these
+    /// rows and systems, such as `grain*` or `dask`
     #[arg(long, value_name = "ROW")]
     only: Vec<String>,
     /// micro: save this run for later comparisons
@@ -64,10 +68,10 @@ pub(crate) struct BenchArgs {
     /// micro: changes below this percentage do not count
     #[arg(long, value_name = "PERCENT", default_value_t = 25.0)]
     share: f64,
-    /// peers, rm, balance, migrate, soak: reduce repetitions and rounds
+    /// peers, rm, work, balance, migrate, soak: reduce repetitions and rounds
     #[arg(long)]
     quick: bool,
-    /// peers, balance, migrate, owners with sizes: number of repetitions of each measurement
+    /// peers, work, balance, migrate, owners with sizes: number of repetitions of each measurement
     #[arg(long, value_name = "NUMBER")]
     repetitions: Option<usize>,
     /// owners, load: duration in minutes; default: 10 for owners, 3 for load
@@ -80,12 +84,12 @@ pub(crate) struct BenchArgs {
     /// migrate: maximum transfer rate of our migrations in bytes per second, as `SEMPA_MOVE_RATE`
     #[arg(long, value_name = "BYTES")]
     rate: Option<u64>,
-    /// peers, rm, owners, load, balance, migrate, soak: measure the programs installed under this
-    /// prefix; build and install nothing
+    /// peers, rm, work, owners, load, balance, migrate, soak: measure the programs installed under
+    /// this prefix; build and install nothing
     #[arg(long, value_name = "DIR")]
     prefix: Option<PathBuf>,
-    /// micro, decide, sim, peers, rm, owners, load, balance, migrate, soak: folder of the table,
-    /// JSON and plots; by default benches/results for all rows, target/bench for some rows
+    /// micro, decide, sim, peers, rm, work, owners, load, balance, migrate, soak: folder of the
+    /// table, JSON and plots; by default benches/results for all rows, target/bench for some rows
     #[arg(long, value_name = "DIR")]
     results: Option<PathBuf>,
 }
@@ -117,6 +121,9 @@ pub(crate) fn run(args: &BenchArgs) -> Result<bool> {
     }
     if args.what == BenchTarget::Soak {
         return run_soak(args);
+    }
+    if args.what == BenchTarget::Work {
+        return measure_work(args);
     }
     if args.what == BenchTarget::Owners {
         setup::set_up_all()?;
@@ -248,6 +255,30 @@ fn run_soak(args: &BenchArgs) -> Result<bool> {
         is_quick: args.quick,
         selected_parts: args.only.clone(),
         results_folder: args.results.clone().unwrap_or(default_folder),
+    })
+}
+
+fn measure_work(args: &BenchArgs) -> Result<bool> {
+    setup::ensure_packages(&DEBIAN_PACKAGES)?;
+    setup::ensure_packages(&sempa_benches::WORK_PACKAGES)?;
+    let prefix = installed_prefix(args)?;
+    let mut build = install::cargo_command(&["build", "--locked", "--release"])?;
+    build.args(["-p", "sempa-benches", "--bin", "work-farm"]);
+    if !build.status()?.success() {
+        bail!("the build of the measured program failed");
+    }
+    let target_folder = install::target_folder()?;
+    sempa_benches::bench_work(&sempa_benches::WorkSettings {
+        prefix,
+        farm_program: target_folder
+            .join(install::RELEASE_PROFILE)
+            .join("work-farm"),
+        is_own_build: args.prefix.is_none(),
+        is_quick: args.quick,
+        selected_names: args.only.clone(),
+        repetition_count: args.repetitions,
+        results_folder: results_folder(args)?,
+        packages_folder: target_folder.join("bench-packages"),
     })
 }
 
