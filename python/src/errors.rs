@@ -60,6 +60,11 @@ pub(crate) fn from_spawn_failures(
     make_exception(py, "spawn_failed", (reason, started, codes))
 }
 
+/// Returns a `RunError` for the end of a master-worker run. `kind` is a word for programs.
+pub(crate) fn from_work_failure(py: Python<'_>, kind: &str, reason: &str) -> PyErr {
+    make_exception(py, "work_failed", (reason, kind))
+}
+
 /// Calls a function of `sempa_pvm.errors`, which returns an exception.
 fn make_exception<'py>(
     py: Python<'py>,

@@ -21,6 +21,7 @@ mod task;
 mod unpacker;
 mod vm;
 mod waits;
+mod work;
 
 /// PVM tasks in Python. Use the package `sempa_pvm`, which exports these classes.
 #[pyo3::pymodule(name = "_native")]
@@ -49,4 +50,10 @@ mod native {
     use crate::unpacker::PyUnpacker;
     #[pymodule_export]
     use crate::vm::PyVm;
+    #[pymodule_export]
+    use crate::work::PyContext;
+    #[pymodule_export]
+    use crate::work::PyRun;
+    #[pymodule_export]
+    use crate::work::{work_in_process, work_master, work_run_of_worker, work_serve, work_stop};
 }

@@ -30,6 +30,10 @@ pub(crate) struct PyVm {
 }
 
 impl PyVm {
+    pub(crate) fn enrolled(&self) -> &Arc<Enrolled> {
+        &self.enrolled
+    }
+
     pub(crate) fn from_enrolled(enrolled: &Arc<Enrolled>) -> Self {
         Self {
             enrolled: enrolled.clone(),

@@ -10,7 +10,8 @@ A process enrolls as a task, starts other tasks, and exchanges messages with the
         answer = vm.recv(worker, tag=2)
         print(bytes(answer))
 
-The documentation is in ``docs/PYTHON.md`` of Sempa.
+:mod:`sempa_pvm.work` is for master-worker programs, :mod:`sempa_pvm.broker` for sessions of workers
+that come and go. The documentation is in ``docs/PYTHON.md`` of Sempa.
 """
 
 from ._native import (
@@ -40,6 +41,7 @@ from .errors import (
     OutOfResourcesError,
     PvmError,
     SpawnError,
+    WorkError,
 )
 from .records import (
     AddedHost,
@@ -90,6 +92,7 @@ __all__ = [
     "TaskInfo",
     "Unpacker",
     "Vm",
+    "WorkError",
     "python",
     "run",
 ]

@@ -116,6 +116,20 @@ class MigrationError(PvmError):
     """A migration began and failed. The task continues on its host."""
 
 
+class WorkError(PvmError):
+    """A master-worker run did not begin, or ended early. The text says what remains of its results.
+
+    ``kind`` is ``"start"``, ``"driver"``, ``"journal"``, ``"quarantine"``, ``"disconnected"``,
+    ``"worker"``, ``"stopped"`` or ``"call"``.
+    """
+
+    kind: str
+
+    def __init__(self, reason: str, kind: str = "") -> None:
+        super().__init__(reason)
+        self.kind = kind
+
+
 class SpawnError(PvmError):
     """Tasks of a spawn were not started. The others run."""
 
@@ -167,6 +181,11 @@ def spawn_failed(reason: str, tasks: list[Task], codes: list[int]) -> SpawnError
     error.tasks = tasks
     error.codes = codes
     return error
+
+
+def work_failed(reason: str, kind: str) -> WorkError:
+    """Returns the exception for a run that did not begin or ended early."""
+    return WorkError(reason, kind)
 
 
 for _error_class in [PvmError, *PvmError.__subclasses__(), EndOfMessageError]:
