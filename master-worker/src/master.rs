@@ -368,6 +368,10 @@ impl<D: RawDriver> Master<D> {
                 Output::ReleaseWorker { worker } => {
                     self.waiting_workers.remove(&worker);
                     transport.send(worker, &ToWorker::End { run_is_over: false });
+                    self.report_pool_event(&PoolEvent::WorkerLost {
+                        worker,
+                        reason: LossReason::Released.to_string(),
+                    })?;
                 }
                 Output::AllTasksClosed => self.handle_all_closed(transport)?,
                 Output::TooManyQuarantined { count } => {

@@ -32,7 +32,7 @@ struct seen {
     sempa_run *run;
     sempa_context *context;
     uint64_t ids[8];
-    int pruned;
+    int pruned, init_count;
 };
 
 static sempa_task task_of(struct work *work, double key)
@@ -115,6 +115,14 @@ static int start(void *user, sempa_run *run)
     CHECK(sempa_run_each_task(run, stop_visit, &visited) == SEMPA_WORK_NONE && visited == 1);
     CHECK(sempa_run_each_task(run, use_run, seen) == SEMPA_WORK_OK);
 
+    struct work canceled = {PLAIN, 9};
+    sempa_task canceled_task = task_of(&canceled, 0);
+    uint64_t canceled_id = 0;
+    CHECK(sempa_run_add_tasks(run, &canceled_task, 1, &canceled_id) == SEMPA_WORK_OK);
+    CHECK(sempa_run_cancel_task(run, canceled_id) == SEMPA_WORK_OK);
+    CHECK(sempa_run_cancel_task(run, canceled_id) == SEMPA_WORK_NONE);
+    CHECK(sempa_run_stop_work(run, 1, NULL) == SEMPA_WORK_NONE);
+
     /* Task 1 comes last, and task 4 is removed. */
     CHECK(sempa_run_set_key(run, seen->ids[1], 5.5) == SEMPA_WORK_OK);
     CHECK(sempa_run_set_key(run, seen->ids[4], 99) == SEMPA_WORK_OK);
@@ -166,8 +174,20 @@ static int on_result(void *user, sempa_run *run, const sempa_result *result)
     seen->order[seen->count++] = work.number;
     if (work.number == 0) {
         CHECK(sempa_run_send_update(run, "old", 3) == SEMPA_WORK_OK);
-        CHECK(sempa_run_send_update(run, "bound", 5) == SEMPA_WORK_OK);
+        CHECK(sempa_run_send_update_to(run, 99, "other", 5) == SEMPA_WORK_OK);
+        CHECK(sempa_run_send_update_to(run, 1, NULL, 5) == SEMPA_WORK_ERR_ARGUMENT);
+        CHECK(sempa_run_send_update_to(run, 1, "bound", 5) == SEMPA_WORK_OK);
+        CHECK(sempa_run_refresh_init_data(run, "new", 3, 77, 0) == SEMPA_WORK_ERR_ARGUMENT);
+        CHECK(sempa_run_refresh_init_data(run, "new", 3, SEMPA_REFRESH_GROUPS, 0)
+              == SEMPA_WORK_ERR_ARGUMENT);
+        CHECK(sempa_run_refresh_init_data(run, "new", 3, SEMPA_REFRESH_NONE, 0) == SEMPA_WORK_OK);
+        CHECK(seen->init_count == 1);
     }
+    if (work.number == 3)
+        CHECK(sempa_run_refresh_init_data(run, "newest", 6, SEMPA_REFRESH_GROUPS, 2) == SEMPA_WORK_OK);
+    if (work.number == 8)
+        /* The worker got the new data before its task, and once. */
+        CHECK(seen->init_count == 2);
     sempa_progress progress = {0};
     progress.size = sizeof progress;
     CHECK(sempa_run_progress(run, &progress) == SEMPA_WORK_OK);
@@ -231,8 +251,10 @@ static int on_all_closed(void *user, sempa_run *run)
 
 static int init(void *user, const void *data, size_t length)
 {
-    (void)user;
-    CHECK(length == 4 && memcmp(data, "init", 4) == 0);
+    struct seen *seen = user;
+    const char *expected = seen->init_count == 0 ? "init" : "newest";
+    CHECK(length == strlen(expected) && memcmp(data, expected, length) == 0);
+    ++seen->init_count;
     return 0;
 }
 
@@ -336,7 +358,7 @@ int main(void)
 
     CHECK(sempa_work_in_process(&options, &driver, &worker, &outcome) == SEMPA_WORK_OK);
     CHECK(outcome.is_finished && outcome.generation == 1 && outcome.repeated_results == 0);
-    CHECK(outcome.statistics.results_accepted == 7 && outcome.statistics.tasks_pruned == 1);
+    CHECK(outcome.statistics.results_accepted == 7 && outcome.statistics.tasks_pruned == 2);
     CHECK(outcome.statistics.tasks_quarantined == 1 && outcome.statistics.efficiency > 0);
     /* Task 6 was added in front of task 0, 7 was returned by 3, 8 added when all were closed. */
     int order[] = {6, 0, 2, 3, 7, 1, 8};
@@ -344,10 +366,12 @@ int main(void)
     CHECK(seen.partial_count == 1 && seen.quarantined_count == 1 && seen.ready_count == 1);
     CHECK(seen.closed_count == 2 && strcmp(seen.reason, "the worker reported a failure") == 0);
 
+    seen.init_count = 0;
     driver.start = start_plain;
     driver.on_result = fail;
     CHECK(sempa_work_in_process(&options, &driver, &worker, &outcome) == SEMPA_WORK_ERR_DRIVER);
     CHECK(strstr(sempa_work_last_error(), "the disk of the driver is full"));
+    seen.init_count = 0;
     driver.on_result = stop;
     CHECK(sempa_work_in_process(&options, &driver, &worker, &outcome) == SEMPA_WORK_OK);
     CHECK(!outcome.is_finished);

@@ -63,7 +63,7 @@ static void check_packing()
     CHECK(MWBase::RMC->unpack(binary) == 0 && binary == std::string("a\0b", 3));
 }
 
-enum Kind { PLAIN, RETURNING, FAILING, GREEDY };
+enum Kind { PLAIN, RETURNING, FAILING, GREEDY, INIT, PATIENT };
 
 class ApiTask : public MWTask {
 public:
@@ -104,16 +104,18 @@ static MWKey descending(MWTask *task) { return -ascending(task); }
 
 class ApiWorker : public MWWorker {
 public:
-    ApiWorker() : driver_word(0) {}
+    ApiWorker() : driver_word(0), word(0), update(0) {}
     MWTask *gimme_a_task() { return new ApiTask; }
 
 protected:
     MWReturn unpack_init_data()
     {
-        int word = 0;
-        RMC->unpack(&word, 1);
-        return word == 77 ? OK : ABORT;
+        int number = 0;
+        RMC->unpack(&number, 1);
+        word = number;
+        return word >= 77 ? OK : ABORT;
     }
+    void unpack_update() { RMC->unpack(&update, 1); }
     void unpack_driver_task_data() { RMC->unpack(&driver_word, 1); }
     void execute_task(MWTask *t)
     {
@@ -125,27 +127,29 @@ protected:
             send_subresults(task, 3);
             return_task(new ApiTask(task->value + 100), task->value + 100);
         }
-        task->result = 2 * task->value;
+        if (task->kind == PATIENT)
+            while (!receive_update())
+                ;
+        task->result = task->kind == INIT ? word : task->kind == PATIENT ? update : 2 * task->value;
     }
 
 private:
-    int driver_word;
+    int driver_word, word, update;
 };
 
 MWWorker *gimme_a_worker() { return new ApiWorker; }
 
 class ApiDriver : public MWDriver {
 public:
-    ApiDriver() : quarantined(0), part(0) {}
+    ApiDriver() : quarantined(0), part(0), word(77) {}
     MWTask *gimme_a_task() { return new ApiTask; }
     std::vector<int> order;
-    int quarantined, part;
+    int quarantined, part, word;
 
 protected:
     MWReturn get_userinfo(int, char **) { return OK; }
     MWReturn pack_worker_init_data()
     {
-        int word = 77;
         RMC->pack(&word, 1);
         return OK;
     }
@@ -251,6 +255,73 @@ protected:
     }
 };
 
+/* New init data, updates of one worker, and tasks that are abandoned. */
+class RefreshDriver : public ApiDriver {
+public:
+    RefreshDriver() : starts(0) {}
+    int starts;
+
+protected:
+    MWReturn setup_initial_tasks(int *, MWTask ***)
+    {
+        set_short_limits();
+        addTask(new ApiTask(1, INIT));
+        return OK;
+    }
+    MWReturn act_on_starting_worker(MWWorkerID *worker)
+    {
+        CHECK(std::string(worker->machine_name()) == "localhost");
+        ++starts;
+        return OK;
+    }
+    void pack_update() { RMC->pack(&word, 1); }
+    MWReturn act_on_completed_task(MWTask *t)
+    {
+        ApiTask *task = static_cast<ApiTask *>(t);
+        order.push_back(task->result);
+        CHECK(task->worker && workers().size() == 1 && workers()[0] == task->worker);
+        // No other task runs.
+        CHECK(!stop_work(task->worker));
+        switch (order.size()) {
+        case 1: // Only workers that start later get this word.
+            word = 78;
+            refreshWorkers(0, MW_NONE);
+            addTask(new ApiTask(2, INIT));
+            break;
+        case 2:
+            word = 79;
+            refreshWorkers(3, MW_THIS);
+            addTask(new ApiTask(3, INIT));
+            break;
+        case 3:
+            word = 80;
+            refreshWorkers(0, MW_ALL);
+            addTask(new ApiTask(4, INIT));
+            break;
+        case 4:
+            addTask(new ApiTask(5, PATIENT));
+            word = 90;
+            CHECK(send_update_message_to(task->worker) == 0);
+            break;
+        }
+        return OK;
+    }
+};
+
+/* A part of a result stops the task. */
+class StopDriver : public PartDriver {
+public:
+    StopDriver() : stopped(0) {}
+    int stopped;
+
+protected:
+    MWReturn act_on_completed_subtask(MWTask *)
+    {
+        stopped += stop_work(workers()[0]);
+        return OK;
+    }
+};
+
 /* A result that cannot be unpacked ends the run. */
 class GreedyDriver : public ApiDriver {
 protected:
@@ -284,6 +355,12 @@ int main(int argc, char **)
     parts.go();
     CHECK((parts.order == std::vector<int>{1, 101}));
     CHECK(parts.part == 4 && parts.quarantined == 1);
+    RefreshDriver refresh;
+    refresh.go();
+    CHECK((refresh.order == std::vector<int>{77, 77, 79, 80, 90}) && refresh.starts == 1);
+    StopDriver stop;
+    stop.go();
+    CHECK(stop.stopped == 1 && stop.order.empty() && stop.statistics().tasks_pruned == 1);
     std::puts("ok");
     return 0;
 }

@@ -31,6 +31,9 @@ enum MWSuspensionPolicy { DEFAULT, REASSIGN, MW_KEEP, MW_MOVE };
 /* Which idle worker gets the next task. The other orders than NO_ORDER use the benchmark. */
 enum MWMachineOrderingPolicy { NO_ORDER, BY_USER_BENCHMARK, BY_KFLOPS };
 
+/* Which present workers refreshWorkers gives new init data: none, those of the group, or all. */
+enum MWRefreshType { MW_NONE, MW_THIS, MW_ALL };
+
 inline int &sempa_mw_print_level()
 {
     static int level = 50;

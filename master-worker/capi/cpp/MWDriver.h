@@ -226,6 +226,25 @@ protected:
         pack_update();
         return run_ ? sempa_run_send_update(run_, scope.packed().data(), scope.packed().size()) : -1;
     }
+    /* Sends what pack_update packs to one worker. Returns -1 outside of the driver's functions. */
+    int send_update_message_to(MWWorkerID *worker) { return send_update_message_to(worker->get_id1()); }
+    int send_update_message_to(int tid)
+    {
+        MWPackScope scope(RMC);
+        pack_update();
+        return run_ ? sempa_run_send_update_to(run_, worker_number(tid), scope.packed().data(),
+                                               scope.packed().size())
+                    : -1;
+    }
+    /* Packs new init data with pack_worker_init_data. Workers that start later get them, and the
+     * selected present workers before their next task. */
+    void refreshWorkers(int group, MWRefreshType type);
+    /* Abandons what a worker computes: the task is deleted without a result, and is_canceled is true
+     * in the worker. Returns false if the worker executes no task. */
+    bool stop_work(MWWorkerID *worker) { return stop_work(worker->get_id1()); }
+    bool stop_work(int tid);
+    /* Returns the present workers. The objects live until the workers leave. */
+    std::vector<MWWorkerID *> workers();
     /* Ends the run after the present callback. Open tasks stay in the journal. */
     void stop_run()
     {
@@ -249,6 +268,7 @@ protected:
 
 private:
     typedef std::unordered_map<uint64_t, MWTask *> Tasks;
+    typedef std::map<uint64_t, MWWorkerID> Workers;
     typedef MWKey (MWDriver::*KeyOfTask)(MWTask *) const;
 
     /* An open task with a number that was computed for the task. */
@@ -264,6 +284,8 @@ private:
         std::vector<KeyedTask> entries;
     };
 
+    static uint64_t worker_number(int tid) { return static_cast<uint32_t>(tid); }
+    void note_worker(const sempa_pool_event *event);
     MWDriver(const MWDriver &);
     MWDriver &operator=(const MWDriver &);
 
@@ -360,6 +382,7 @@ private:
     /* The master's objects of open tasks. Tasks that an earlier master or a worker has added are
      * created from their content when they are needed. */
     Tasks tasks_;
+    Workers workers_;
     sempa_run *run_;
     sempa_outcome outcome_;
 };

@@ -234,6 +234,52 @@ inline int MWDriver::print_task_keys()
     return 0;
 }
 
+inline void MWDriver::refreshWorkers(int group, MWRefreshType type)
+{
+    if (!run_)
+        throw std::runtime_error("refreshWorkers can be called only in functions that the driver calls");
+    if (type == MW_THIS && (group < 0 || group >= 64))
+        throw std::runtime_error("refreshWorkers: a group has a number from 0 to 63");
+    MWPackScope scope(RMC);
+    if (pack_worker_init_data() != OK)
+        throw std::runtime_error("pack_worker_init_data did not return OK");
+    static const int workers[] = {SEMPA_REFRESH_NONE, SEMPA_REFRESH_GROUPS, SEMPA_REFRESH_ALL};
+    uint64_t groups = type == MW_THIS ? uint64_t(1) << group : 0;
+    sempa_mw_check(sempa_run_refresh_init_data(run_, scope.packed().data(), scope.packed().size(),
+                                               workers[type], groups));
+}
+
+inline bool MWDriver::stop_work(int tid)
+{
+    if (!run_)
+        return false;
+    uint64_t task = 0;
+    int code = sempa_run_stop_work(run_, worker_number(tid), &task);
+    sempa_mw_check(code);
+    if (code != SEMPA_WORK_OK)
+        return false;
+    delete_task(this, task);
+    return true;
+}
+
+inline std::vector<MWWorkerID *> MWDriver::workers()
+{
+    std::vector<MWWorkerID *> present;
+    for (Workers::iterator it = workers_.begin(); it != workers_.end(); ++it)
+        present.push_back(&it->second);
+    return present;
+}
+
+/* Keeps the list of workers. A worker that is lost is removed after the application's function. */
+inline void MWDriver::note_worker(const sempa_pool_event *event)
+{
+    Workers::iterator known = workers_.find(event->worker);
+    if (event->kind == SEMPA_WORKER_READY && known == workers_.end())
+        workers_.insert(std::make_pair(event->worker, MWWorkerID(event->worker, event->host)));
+    else if (event->kind == SEMPA_WORKER_MIGRATED && known != workers_.end())
+        known->second.machine_ = event->host;
+}
+
 inline int MWDriver::start(void *user, sempa_run *run)
 {
     MWDriver *driver = static_cast<MWDriver *>(user);
@@ -314,6 +360,8 @@ inline int MWDriver::on_result(void *user, sempa_run *run, const sempa_result *r
         task = driver->find(result->task, result->payload, result->payload_length, true);
         task->working_time = result->wall_s;
         task->cpu_time = result->cpu_s;
+        Workers::iterator known = driver->workers_.find(result->worker);
+        task->worker = known != driver->workers_.end() ? &known->second : 0;
         {
             MWPackScope scope(RMC, result->data, result->length);
             task->unpack_results();
@@ -357,9 +405,10 @@ inline int MWDriver::on_quarantined(void *user, sempa_run *run, const sempa_quar
 inline int MWDriver::on_pool_event(void *user, sempa_run *run, const sempa_pool_event *event)
 {
     MWDriver *driver = static_cast<MWDriver *>(user);
-    return driver->in_run(run, [&]() -> int {
+    int result = driver->in_run(run, [&]() -> int {
+        driver->note_worker(event);
         if (event->kind == SEMPA_WORKER_READY) {
-            MWWorkerID worker(event->worker, event->host);
+            MWWorkerID &worker = driver->workers_.find(event->worker)->second;
             int code = driver->finish(driver->act_on_starting_worker(&worker),
                                       "act_on_starting_worker");
             if (code != 0)
@@ -367,6 +416,9 @@ inline int MWDriver::on_pool_event(void *user, sempa_run *run, const sempa_pool_
         }
         return driver->finish(driver->act_on_pool_event(event), "act_on_pool_event");
     });
+    if (event->kind == SEMPA_WORKER_LOST)
+        driver->workers_.erase(event->worker);
+    return result;
 }
 
 #endif

@@ -4,6 +4,8 @@
 
 #include "MWRMComm.h"
 
+class MWWorkerID;
+
 /*
  * Base class of the application's tasks. The master and the worker have an object of their own for
  * the same task: the description is packed on the master and unpacked on the worker, the result the
@@ -11,7 +13,11 @@
  */
 class MWTask : public MWBase {
 public:
-    MWTask() : number(-1), task_id(0), working_time(0), cpu_time(0), groups_(0), has_no_state_(false) {}
+    MWTask()
+        : number(-1), task_id(0), working_time(0), cpu_time(0), worker(0), groups_(0),
+          has_no_state_(false)
+    {
+    }
     virtual ~MWTask() {}
 
     /* Lower half of task_id; -1 before addTask. */
@@ -21,6 +27,9 @@ public:
     /* Duration and processor time of execute_task in seconds. */
     double working_time;
     double cpu_time;
+    /* In act_on_completed_task: the worker that has returned the result; NULL if the worker has left
+     * or a restart repeats the result. */
+    MWWorkerID *worker;
 
     virtual void pack_work() = 0;
     virtual void unpack_work() = 0;

@@ -359,7 +359,8 @@ typedef struct sempa_driver {
     /* Returns the state for a restart. */
     int (*save)(void *user, sempa_buffer *state);
     int (*restore)(void *user, const void *state, size_t length);
-    /* Returns the data that each worker gets once before its first task. */
+    /* Returns the data that each worker gets once before its first task. Called once for each master:
+     * after a restart, it must return the newest data of sempa_run_refresh_init_data. */
     int (*init_data)(void *user, sempa_buffer *data);
     /* Returns the payload of the benchmark task, whose duration is a worker's factor.
      * SEMPA_WORK_NONE: no benchmark. */
@@ -380,8 +381,8 @@ typedef struct sempa_worker {
     void *user;
     /* Groups of the worker, one bit each; 0 for all. */
     uint64_t groups;
-    /* Takes the init data. Called again for a new master with other init data. NULL: the data are
-     * ignored. A failure ends the worker. */
+    /* Takes the init data. Called again when the driver replaces them, and for a new master whose
+     * init data differ. NULL: the data are ignored. A failure ends the worker. */
     int (*init)(void *user, const void *data, size_t length);
     /* Executes a task and appends its result; required. A failure counts against the task. The
      * benchmark has the task number 0. */
@@ -436,6 +437,26 @@ int sempa_run_set_workers(sempa_run *run, uint16_t class_id, const sempa_workers
 int sempa_run_set_target(sempa_run *run, uint16_t class_id, uint32_t target);
 /* Sends data to all workers, also to running ones. A newer update replaces an older one. */
 int sempa_run_send_update(sempa_run *run, const void *data, size_t length);
+/* Sends data to one worker. The data replace an older update of this worker. Nothing is sent if the
+ * worker has left. */
+int sempa_run_send_update_to(sempa_run *run, uint64_t worker, const void *data, size_t length);
+
+/* Which present workers get new init data. */
+#define SEMPA_REFRESH_NONE 0   /* None: workers that start later get them. */
+#define SEMPA_REFRESH_GROUPS 1 /* The workers of the groups. */
+#define SEMPA_REFRESH_ALL 2
+
+/* Replaces the init data by a copy of `data`. Workers that start later get them, and selected present
+ * workers before their next task. `groups`: one bit for each group of SEMPA_REFRESH_GROUPS. */
+int sempa_run_refresh_init_data(sempa_run *run, const void *data, size_t length, int workers,
+                                uint64_t groups);
+/* Closes an open task without a result. If the task runs, its worker is requested to cancel it.
+ * SEMPA_WORK_NONE: the task is closed. */
+int sempa_run_cancel_task(sempa_run *run, uint64_t task);
+/* Abandons the task that a worker executes: the task is closed without a result, and the worker is
+ * requested to cancel it. Stores the number of the task; `task` may be NULL. SEMPA_WORK_NONE: the
+ * worker executes no task. */
+int sempa_run_stop_work(sempa_run *run, uint64_t worker, uint64_t *task);
 /* Sets the time limit after which tasks should return their remaining work. The limit is between
  * these times and follows the number of waiting tasks. Both 0: no limit. */
 int sempa_run_set_grain(sempa_run *run, double shortest_s, double longest_s);

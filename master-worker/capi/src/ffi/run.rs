@@ -9,13 +9,17 @@ use super::memory;
 use crate::abi;
 use crate::errors::{CallError, CallResult, NONE, OK, guard};
 use crate::settings;
-use master_worker::{ClassId, Run, TaskId, WorkerPlace, WorkerProgram};
+use master_worker::{ClassId, Groups, Run, TaskId, WorkerId, WorkerPlace, WorkerProgram};
 use std::cell::Cell;
 use std::ffi::{c_double, c_int, c_void};
 
 const PLACE_ANYWHERE: c_int = 0;
 const PLACE_HOST: c_int = 1;
 const PLACE_ARCHITECTURE: c_int = 2;
+
+const REFRESH_NONE: c_int = 0;
+const REFRESH_GROUPS: c_int = 1;
+const REFRESH_ALL: c_int = 2;
 
 /// The run of a driver. The pointer is null outside of the driver's callbacks, so that the handle
 /// is useless there but never dangling while the master works.
@@ -319,6 +323,87 @@ unsafe extern "C" fn sempa_run_send_update(
     };
     // SAFETY: by this function's contract.
     unsafe { with_run(run, send) }
+}
+
+/// # Safety
+/// As [`with_run`]; `data` has `length` bytes.
+#[unsafe(no_mangle)]
+unsafe extern "C" fn sempa_run_send_update_to(
+    run: *const RunHandle,
+    worker: u64,
+    data: *const c_void,
+    length: usize,
+) -> c_int {
+    let send = |run: &mut Run| {
+        // SAFETY: by this function's contract.
+        let data = unsafe { memory::bytes("data", data, length)? };
+        run.send_update_to(WorkerId(worker), data.to_vec().into());
+        Ok(OK)
+    };
+    // SAFETY: by this function's contract.
+    unsafe { with_run(run, send) }
+}
+
+/// # Safety
+/// As [`with_run`]; `data` has `length` bytes.
+#[unsafe(no_mangle)]
+unsafe extern "C" fn sempa_run_refresh_init_data(
+    run: *const RunHandle,
+    data: *const c_void,
+    length: usize,
+    workers: c_int,
+    groups: u64,
+) -> c_int {
+    let refresh = |run: &mut Run| {
+        let no_groups = || CallError::argument("groups: no group is named");
+        let groups = match workers {
+            REFRESH_NONE => None,
+            REFRESH_GROUPS => Some(Groups::from_bits(groups).ok_or_else(no_groups)?),
+            REFRESH_ALL => Some(Groups::ALL),
+            other => {
+                let text = format!("workers: {other} selects no workers");
+                return Err(CallError::argument(text));
+            }
+        };
+        // SAFETY: by this function's contract.
+        let data = unsafe { memory::bytes("data", data, length)? };
+        run.refresh_init_data(data.to_vec().into(), groups);
+        Ok(OK)
+    };
+    // SAFETY: by this function's contract.
+    unsafe { with_run(run, refresh) }
+}
+
+/// # Safety
+/// As [`with_run`].
+#[unsafe(no_mangle)]
+unsafe extern "C" fn sempa_run_cancel_task(run: *const RunHandle, task: u64) -> c_int {
+    let cancel = |run: &mut Run| match run.cancel_task(TaskId(task)) {
+        true => Ok(OK),
+        false => Ok(NONE),
+    };
+    // SAFETY: by this function's contract.
+    unsafe { with_run(run, cancel) }
+}
+
+/// # Safety
+/// As [`with_run`]; `task` is null or valid for a write.
+#[unsafe(no_mangle)]
+unsafe extern "C" fn sempa_run_stop_work(
+    run: *const RunHandle,
+    worker: u64,
+    task: *mut u64,
+) -> c_int {
+    let stop = |run: &mut Run| {
+        let Some(stopped) = run.stop_work(WorkerId(worker)) else {
+            return Ok(NONE);
+        };
+        // SAFETY: by this function's contract.
+        unsafe { memory::store(task, stopped.0) };
+        Ok(OK)
+    };
+    // SAFETY: by this function's contract.
+    unsafe { with_run(run, stop) }
 }
 
 /// # Safety
