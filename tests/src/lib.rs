@@ -7,6 +7,7 @@
 
 pub mod all_to_all;
 pub mod assignment;
+pub mod broker_vm;
 pub mod causal_order;
 pub mod checkpoint_steps;
 pub mod conformance;
