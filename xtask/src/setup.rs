@@ -8,7 +8,7 @@ use std::process::Command;
 use xtask_install::{CRIU_PREFIX, ensure_criu_at};
 
 /// Names of the required Debian packages.
-pub(crate) const REQUIRED_PACKAGES: [&str; 31] = [
+pub(crate) const REQUIRED_PACKAGES: [&str; 33] = [
     "tablix2",
     "openssh-server",
     "openssh-client",
@@ -43,6 +43,8 @@ pub(crate) const REQUIRED_PACKAGES: [&str; 31] = [
     "python3",
     // Packages are made with these programs, and checked in fresh systems.
     "debhelper",
+    "dh-python",
+    "python3-wheel",
     "dpkg-dev",
     "patchelf",
     "xz-utils",

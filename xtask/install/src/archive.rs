@@ -30,10 +30,11 @@ pub(crate) fn seal_archive(archive: &Path, shared_library: &Path) -> Result<Vec<
     let names_file = path_with("names");
     fs::write(&names_file, exported_names.join("\n") + "\n")?;
 
-    // The linker takes those members of the archive that the exported names need.
+    // The linker takes those members and sections of the archive that the exported names need. A
+    // program would otherwise contain all of them, because the archive has one object.
     let object = path_with("o");
     let mut link = Command::new("ld");
-    link.args(["-r", "--force-group-allocation", "-o"])
+    link.args(["-r", "--gc-sections", "--force-group-allocation", "-o"])
         .arg(&object)
         .args(exported_names.iter().flat_map(|name| ["-u", name]))
         .arg(archive);

@@ -136,14 +136,20 @@ fn c_library_command() -> Result<Command> {
     Ok(command)
 }
 
-/// Builds the installed programs and libraries into a target folder of their own, with these flags
-/// for rustc. Builds with other flags therefore stay up to date.
+/// Builds the installed programs and libraries, and the packages in `additional_packages`, into a
+/// target folder of their own, with these flags for rustc. Builds with other flags therefore stay
+/// up to date.
 ///
 /// # Errors
 /// The build fails.
-pub fn build_into(target_folder: &Path, rustc_flags: &str) -> Result<BuiltFolders> {
+pub fn build_into(
+    target_folder: &Path,
+    rustc_flags: &str,
+    additional_packages: &[&str],
+) -> Result<BuiltFolders> {
     let mut programs = cargo_command(&["build", "--locked", "--profile", RELEASE_PROFILE])?;
-    programs.args(INSTALLED_PACKAGES.iter().flat_map(|name| ["-p", name]));
+    let packages = INSTALLED_PACKAGES.iter().chain(additional_packages);
+    programs.args(packages.flat_map(|name| ["-p", name]));
     for mut command in [programs, c_library_command()?] {
         let status = command
             .env("CARGO_TARGET_DIR", target_folder)
@@ -160,7 +166,7 @@ pub fn build_into(target_folder: &Path, rustc_flags: &str) -> Result<BuiltFolder
 /// Folders that contain the results of a build.
 #[derive(Clone, Debug)]
 pub struct BuiltFolders {
-    /// Folder of the programs and of the group library.
+    /// Folder of the programs and of all libraries except `libpvm3`.
     pub programs: PathBuf,
     /// Folder of `libpvm3`, which a release builds with another profile.
     pub c_library: PathBuf,
@@ -173,6 +179,14 @@ impl BuiltFolders {
     /// The path of the running program is not known.
     pub fn of_profile(profile: &str) -> Result<Self> {
         Ok(Self::below(&target_folder()?, profile))
+    }
+
+    /// Returns the folder of the library `name`.
+    pub(crate) fn folder_of(&self, name: &str) -> &Path {
+        match name {
+            "libpvm3" => &self.c_library,
+            _ => &self.programs,
+        }
     }
 
     fn below(target_folder: &Path, profile: &str) -> Self {

@@ -3,6 +3,7 @@
 mod archive;
 mod build;
 mod criu;
+mod libraries;
 mod packages;
 mod prefix;
 mod programs;
@@ -14,6 +15,7 @@ pub use build::{
     cargo_command, target_folder,
 };
 pub use criu::{CRIU_PREFIX, ensure_criu_at};
+pub use libraries::{LIBRARIES, Library};
 pub use prefix::{install_built, install_files};
 pub use programs::{DebianPackage, PROGRAMS, Program};
 
@@ -22,7 +24,7 @@ use clap::Subcommand;
 use std::path::{Path, PathBuf};
 
 /// Packages that build the installed programs and libraries.
-pub const INSTALLED_PACKAGES: [&str; 10] = packages::INSTALLED_PACKAGES;
+pub const INSTALLED_PACKAGES: [&str; 12] = packages::INSTALLED_PACKAGES;
 
 /// The commands of people who install Sempa.
 #[derive(Debug, Subcommand)]

@@ -2,7 +2,7 @@
 //! file too, so it uses no other crate.
 
 /// Packages that build the installed programs and libraries.
-pub(crate) const INSTALLED_PACKAGES: [&str; 10] = [
+pub(crate) const INSTALLED_PACKAGES: [&str; 12] = [
     "pvm-console",
     "pvmd",
     "pvm-rm",
@@ -13,4 +13,6 @@ pub(crate) const INSTALLED_PACKAGES: [&str; 10] = [
     "gpvm3",
     "pvmgs",
     "pvm-broker",
+    "sempa-work-capi",
+    "sempa-broker-capi",
 ];

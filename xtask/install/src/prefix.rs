@@ -2,6 +2,7 @@
 
 use crate::archive::seal_archive;
 use crate::build::BuiltFolders;
+use crate::libraries::{LIBRARIES, Library};
 use crate::programs::{PROGRAMS, Program};
 use crate::project_folder;
 use crate::pvm_root::install_pvm_root;
@@ -31,23 +32,11 @@ pub fn install_built(prefix: &Path, built: &BuiltFolders) -> Result<()> {
     for program in &PROGRAMS {
         install_program(program, prefix, built)?;
     }
-    install_file(
-        &built.c_library.join("libpvm3.so"),
-        &prefix.join("lib/libpvm3.so.3"),
-        0o755,
-    )?;
-    replace_link("libpvm3.so.3", &prefix.join("lib/libpvm3.so"))?;
-    let capi_folder = project_folder().join("libpvm/capi");
-    for header in ["pvm3.h", "pvmproto.h", "pvmtev.h"] {
-        install_file(
-            &capi_folder.join("include").join(header),
-            &prefix.join("include").join(header),
-            0o644,
-        )?;
+    for library in &LIBRARIES {
+        install_library(library, prefix, built)?;
     }
-    install_archive("libpvm3", &built.c_library, prefix)?;
-    write_package_config(prefix, &capi_folder.join("pvm3.pc.in"))?;
-    install_groups_and_fortran(prefix, &built.programs)?;
+    replace_link("pvm_gstat", &prefix.join("bin/pvmgroups"))?;
+    install_fortran(prefix)?;
     install_pvm_root(prefix)?;
     install_manuals(prefix)
 }
@@ -59,28 +48,53 @@ fn install_program(program: &Program, prefix: &Path, built: &BuiltFolders) -> Re
     install_file(&source_path, &folder.join(program.name), 0o755)
 }
 
-/// Installs the archive of the library `name` from a folder of built libraries.
-fn install_archive(name: &str, build_folder: &Path, prefix: &Path) -> Result<()> {
-    let file_name = format!("{name}.a");
-    let bytes = seal_archive(
-        &build_folder.join(&file_name),
-        &build_folder.join(format!("{name}.so")),
-    )
-    .with_context(|| format!("cannot make {file_name}"))?;
-    replace_file(&prefix.join("lib").join(file_name), &bytes, 0o644)
-}
-
-/// Installs the group library with its programs, and the files that Fortran programs need.
-fn install_groups_and_fortran(prefix: &Path, build_folder: &Path) -> Result<()> {
+/// Installs a library in both forms, with its headers and its files for pkg-config.
+fn install_library(library: &Library, prefix: &Path, built: &BuiltFolders) -> Result<()> {
+    let build_folder = built.folder_of(library.name);
+    let shared_name = format!("{}.so", library.name);
+    let shared_library = build_folder.join(&shared_name);
     install_file(
-        &build_folder.join("libgpvm3.so"),
-        &prefix.join("lib/libgpvm3.so.3"),
+        &shared_library,
+        &prefix.join("lib").join(library.soname),
         0o755,
     )?;
-    replace_link("libgpvm3.so.3", &prefix.join("lib/libgpvm3.so"))?;
-    install_archive("libgpvm3", build_folder, prefix)?;
-    replace_link("pvm_gstat", &prefix.join("bin/pvmgroups"))?;
-    write_package_config(prefix, &project_folder().join("libpvm/group/gpvm3.pc.in"))?;
+    replace_link(library.soname, &prefix.join("lib").join(&shared_name))?;
+    let archive_name = format!("{}.a", library.name);
+    let archive = seal_archive(&build_folder.join(&archive_name), &shared_library)
+        .with_context(|| format!("cannot make {archive_name}"))?;
+    replace_file(&prefix.join("lib").join(archive_name), &archive, 0o644)?;
+    for (header, folder) in library.headers {
+        install_header(&project_folder().join(header), &prefix.join(folder))?;
+    }
+    for (source_folder, folder) in library.header_folders {
+        for header in files_of(&project_folder().join(source_folder))? {
+            install_header(&header, &prefix.join(folder))?;
+        }
+    }
+    for template in library.package_configs {
+        write_package_config(prefix, &project_folder().join(template))?;
+    }
+    Ok(())
+}
+
+fn install_header(header: &Path, folder: &Path) -> Result<()> {
+    fs::create_dir_all(folder).with_context(|| format!("cannot make {}", folder.display()))?;
+    install_file(
+        header,
+        &folder.join(header.file_name().unwrap_or_default()),
+        0o644,
+    )
+}
+
+/// Returns the paths of the files in a folder.
+fn files_of(folder: &Path) -> Result<Vec<PathBuf>> {
+    let entries = fs::read_dir(folder).with_context(|| folder.display().to_string())?;
+    let paths = entries.flatten().map(|entry| entry.path());
+    Ok(paths.filter(|path| path.is_file()).collect())
+}
+
+/// Installs the files that Fortran programs need.
+fn install_fortran(prefix: &Path) -> Result<()> {
     replace_file(&prefix.join("lib/libfpvm3.a"), fpvm3::ARCHIVE, 0o644)?;
     replace_file(
         &prefix.join("include/fpvm3.h"),

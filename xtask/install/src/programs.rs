@@ -3,25 +3,34 @@
 /// A Debian package of Sempa.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum DebianPackage {
-    /// The libraries that programs load.
+    /// The libraries that PVM programs load.
     Library,
+    /// The library of master-worker programs.
+    WorkLibrary,
+    /// The library of members of a broker session.
+    BrokerLibrary,
     /// The programs that users and their virtual machines run.
     Programs,
     /// What programmers need to compile and link programs.
     Development,
     /// What root runs on each machine, for all users.
     Node,
+    /// The Python module.
+    Python,
     /// A CRIU for the taskers.
     Criu,
 }
 
 impl DebianPackage {
     /// All packages, in the order in which they depend on each other.
-    pub const ALL: [Self; 5] = [
+    pub const ALL: [Self; 8] = [
         Self::Library,
+        Self::WorkLibrary,
+        Self::BrokerLibrary,
         Self::Programs,
         Self::Development,
         Self::Node,
+        Self::Python,
         Self::Criu,
     ];
 
@@ -29,9 +38,12 @@ impl DebianPackage {
     pub fn name(self) -> &'static str {
         match self {
             Self::Library => "sempa-libpvm3",
+            Self::WorkLibrary => "libsempa-work1",
+            Self::BrokerLibrary => "libsempa-broker1",
             Self::Programs => "sempa",
             Self::Development => "sempa-dev",
             Self::Node => "sempa-node",
+            Self::Python => "python3-sempa-pvm",
             Self::Criu => "sempa-criu",
         }
     }

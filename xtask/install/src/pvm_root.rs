@@ -22,7 +22,7 @@ const SCRIPTS_IN_PATH: [&str; 2] = ["aimk", "pvmgetarch"];
 /// This folder has no shared libraries, as in PVM: a program that is linked with an archive runs
 /// without `LD_LIBRARY_PATH`, and no other `libpvm3.so.3` of the machine can take the library's
 /// place.
-const LINKS: [(&str, &str); 9] = [
+const LINKS: [(&str, &str); 11] = [
     ("lib/pvm", "../bin/pvm"),
     ("lib/pvmd", "../bin/pvmd"),
     ("lib/pvmgs", "../bin/pvmgs"),
@@ -32,6 +32,8 @@ const LINKS: [(&str, &str); 9] = [
     ("lib/LINUX64/libpvm3.a", "../libpvm3.a"),
     ("lib/LINUX64/libgpvm3.a", "../libgpvm3.a"),
     ("lib/LINUX64/libfpvm3.a", "../libfpvm3.a"),
+    ("lib/LINUX64/libsempa_work.a", "../libsempa_work.a"),
+    ("lib/LINUX64/libsempa_broker.a", "../libsempa_broker.a"),
 ];
 
 /// Installs the scripts and definitions of `libpvm/pvm-root`, and links to the installed programs

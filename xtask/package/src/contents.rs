@@ -5,7 +5,7 @@
 
 use crate::TRIPLET;
 use std::path::{Path, PathBuf};
-use xtask_install::{DebianPackage, PROGRAMS};
+use xtask_install::{DebianPackage, LIBRARIES, Library, PROGRAMS};
 
 /// Where a file goes.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -22,19 +22,9 @@ fn destination(package: DebianPackage, path: impl Into<PathBuf>) -> Option<Desti
     })
 }
 
-/// Links of packages, as (package, path, target). Paths are below the root of the installed system.
-/// `{V}` stands for the version.
-pub const LINKS: [(DebianPackage, &str, &str); 19] = [
-    (
-        DebianPackage::Library,
-        "usr/lib/x86_64-linux-gnu/libpvm3.so.3",
-        "libpvm3.so.3.{V}",
-    ),
-    (
-        DebianPackage::Library,
-        "usr/lib/x86_64-linux-gnu/libgpvm3.so.3",
-        "libgpvm3.so.3.{V}",
-    ),
+/// Links of packages, as (package, path, target), in addition to [`library_links`]. Paths are below
+/// the root of the installed system.
+pub const LINKS: [(DebianPackage, &str, &str); 13] = [
     (
         DebianPackage::Programs,
         "usr/bin/pvmgetarch",
@@ -77,16 +67,6 @@ pub const LINKS: [(DebianPackage, &str, &str); 19] = [
     ),
     (
         DebianPackage::Development,
-        "usr/lib/x86_64-linux-gnu/libpvm3.so",
-        "libpvm3.so.3",
-    ),
-    (
-        DebianPackage::Development,
-        "usr/lib/x86_64-linux-gnu/libgpvm3.so",
-        "libgpvm3.so.3",
-    ),
-    (
-        DebianPackage::Development,
         "usr/bin/aimk",
         "../lib/pvm3/lib/aimk",
     ),
@@ -95,16 +75,6 @@ pub const LINKS: [(DebianPackage, &str, &str); 19] = [
         DebianPackage::Development,
         "usr/lib/pvm3/include",
         "../../include",
-    ),
-    (
-        DebianPackage::Development,
-        "usr/lib/pvm3/lib/LINUX64/libpvm3.a",
-        "../../../x86_64-linux-gnu/libpvm3.a",
-    ),
-    (
-        DebianPackage::Development,
-        "usr/lib/pvm3/lib/LINUX64/libgpvm3.a",
-        "../../../x86_64-linux-gnu/libgpvm3.a",
     ),
     (
         DebianPackage::Development,
@@ -117,6 +87,33 @@ pub const LINKS: [(DebianPackage, &str, &str); 19] = [
         "pvm_gstat.1.gz",
     ),
 ];
+
+/// Returns the links of the installed libraries, as (package, path, target). Paths are below the
+/// root of the installed system.
+pub fn library_links(version: &str) -> Vec<(DebianPackage, String, String)> {
+    let development = DebianPackage::Development;
+    let links_of = |library: &Library| {
+        let (name, soname) = (library.name, library.soname);
+        [
+            (
+                library.package,
+                format!("usr/lib/{TRIPLET}/{soname}"),
+                format!("{soname}.{version}"),
+            ),
+            (
+                development,
+                format!("usr/lib/{TRIPLET}/{name}.so"),
+                soname.to_string(),
+            ),
+            (
+                development,
+                format!("usr/lib/pvm3/lib/LINUX64/{name}.a"),
+                format!("../../../{TRIPLET}/{name}.a"),
+            ),
+        ]
+    };
+    LIBRARIES.iter().flat_map(links_of).collect()
+}
 
 /// Files of the sources that an installation under a prefix does not have, as (path in the sources,
 /// package, path in the installed system).
@@ -176,7 +173,7 @@ pub const UNITS_OF_PROGRAMS: [(&str, &str); 2] = [
 /// Returns where a file of an installation goes. `path` is relative to the prefix of the
 /// installation. Returns `None` for a file that no package has; see [`is_left_out`].
 pub fn destination_of(path: &Path, version: &str) -> Option<Destination> {
-    use DebianPackage::{Development, Library, Programs};
+    use DebianPackage::{Development, Programs};
     let name = path.file_name()?.to_str()?;
     let folder = path.parent()?.to_str()?;
     let libraries = format!("usr/lib/{TRIPLET}");
@@ -186,20 +183,15 @@ pub fn destination_of(path: &Path, version: &str) -> Option<Destination> {
             destination(program.package, format!("usr/{folder}/{name}"))
         }
         "lib" => match name {
-            "libpvm3.so.3" | "libgpvm3.so.3" => {
-                destination(Library, format!("{libraries}/{name}.{version}"))
-            }
-            "libpvm3.a" | "libgpvm3.a" | "libfpvm3.a" => {
-                destination(Development, format!("{libraries}/{name}"))
-            }
+            "libfpvm3.a" => destination(Development, format!("{libraries}/{name}")),
             "pvmgetarch" | "pvmtmparch" => {
                 destination(Programs, format!("usr/lib/pvm3/lib/{name}"))
             }
             "aimk" => destination(Development, format!("usr/lib/pvm3/lib/{name}")),
-            _ => None,
+            _ => library_destination(name, version),
         },
         "lib/pkgconfig" => destination(Development, format!("{libraries}/pkgconfig/{name}")),
-        "include" => destination(Development, format!("usr/include/{name}")),
+        "include" | "include/sempa-mw" => destination(Development, format!("usr/{folder}/{name}")),
         "conf" => destination(Development, format!("usr/lib/pvm3/conf/{name}")),
         "share/man/man3" => destination(Development, format!("usr/share/man/man3/{name}")),
         "share/man/man1" | "share/man/man8" => {
@@ -209,6 +201,17 @@ pub fn destination_of(path: &Path, version: &str) -> Option<Destination> {
         _ if folder.starts_with("share/") => destination(Programs, format!("usr/{folder}/{name}")),
         _ => None,
     }
+}
+
+/// Returns where a file of a library goes.
+fn library_destination(name: &str, version: &str) -> Option<Destination> {
+    let libraries = format!("usr/lib/{TRIPLET}");
+    let is_archive = |library: &Library| name.strip_suffix(".a") == Some(library.name);
+    if LIBRARIES.iter().any(is_archive) {
+        return destination(DebianPackage::Development, format!("{libraries}/{name}"));
+    }
+    let library = LIBRARIES.iter().find(|library| library.soname == name)?;
+    destination(library.package, format!("{libraries}/{name}.{version}"))
 }
 
 /// Returns the package of the manual page of a program.
@@ -251,6 +254,12 @@ mod tests {
         assert_eq!(
             library.path,
             Path::new("usr/lib/x86_64-linux-gnu/libpvm3.so.3.7.8.9")
+        );
+        let links = library_links("7.8.9");
+        let link = links.iter().find(|(_, path, _)| path.ends_with(".so.3"));
+        assert_eq!(
+            link.map(|(_, _, target)| target.as_str()),
+            Some("libpvm3.so.3.7.8.9")
         );
     }
 }

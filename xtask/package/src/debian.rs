@@ -6,8 +6,10 @@
 
 use crate::contents::{
     EXTRA_FILES, FILES_OF_PROGRAMS, LINKS, UNITS_OF_PROGRAMS, destination_of, is_left_out,
+    library_links,
 };
 use crate::process::{capture, run};
+use crate::python::{Installer, PYTHON_PACKAGE, PythonModule};
 use crate::{Compression, Inputs, TRIPLET, remove_folder};
 use anyhow::{Context, Result, bail};
 use std::fs;
@@ -18,6 +20,8 @@ use xtask_install::{DebianPackage, INSTALLED_PACKAGES, PROGRAMS, project_folder}
 
 /// Version of PVM whose interface the packages provide.
 const PVM_VERSION: &str = "3.4.6";
+/// Where Debian's Python finds the modules of packages.
+const DIST_PACKAGES: &str = "usr/lib/python3/dist-packages";
 /// Where the package sempa-criu has its files.
 const CRIU_FOLDER: &str = "usr/lib/sempa/criu";
 /// Maintainer of the packages, unless `DEBFULLNAME` and `DEBEMAIL` are set.
@@ -70,6 +74,7 @@ struct Packaging<'a> {
     release: &'a Release,
     /// Installation with the files of the packages.
     prefix: &'a Path,
+    python: &'a PythonModule,
     /// Folder with the folder `debian`, in which debhelper's programs work.
     folder: PathBuf,
     /// The packages to make, without those that lack a program.
@@ -106,6 +111,7 @@ pub(crate) fn make_packages(
     let packaging = Packaging {
         release,
         prefix: inputs.prefix,
+        python: inputs.python,
         folder,
         packages,
         criu_version,
@@ -221,6 +227,7 @@ impl Packaging<'_> {
         tree.args(["tree", "--locked", "--offline", "--prefix", "none"])
             .args(["--edges", "normal", "--format", "{p}: {l}"])
             .args(INSTALLED_PACKAGES.iter().flat_map(|name| ["-p", name]))
+            .args(["-p", PYTHON_PACKAGE])
             .current_dir(project_folder());
         let mut crates: Vec<String> = capture(&mut tree)?
             .lines()
@@ -274,9 +281,14 @@ impl Packaging<'_> {
             }
         }
         for (package, path, target) in LINKS {
-            let fill = |text: &str| text.replace("{V}", version);
-            link(&fill(target), &self.root_of(package).join(fill(path)))?;
+            link(target, &self.root_of(package).join(path))?;
         }
+        for (package, path, target) in library_links(version) {
+            link(&target, &self.root_of(package).join(path))?;
+        }
+        let python_root = self.root_of(DebianPackage::Python);
+        self.python
+            .write_tree(&python_root.join(DIST_PACKAGES), Installer::Debian)?;
         for (source, package, path) in EXTRA_FILES {
             copy(
                 &project_folder().join(source),
@@ -352,7 +364,10 @@ impl Packaging<'_> {
 
     fn run_debhelper(&self, compression: Compression, out: &Path) -> Result<()> {
         let only_library = format!("-p{}", DebianPackage::Library.name());
+        let only_new_libraries = [DebianPackage::WorkLibrary, DebianPackage::BrokerLibrary]
+            .map(|package| format!("-p{}", package.name()));
         let only_node = format!("-p{}", DebianPackage::Node.name());
+        let only_python = format!("-p{}", DebianPackage::Python.name());
         let changelog = project_folder().join("CHANGELOG.md").display().to_string();
         let library_dependency = format!("libpvm3 (>= {PVM_VERSION})");
         let pvm = format!(
@@ -373,6 +388,7 @@ impl Packaging<'_> {
             ("dh_installdocs", vec![]),
             ("dh_installchangelogs", vec![&changelog]),
             ("dh_lintian", vec![]),
+            ("dh_python3", vec![&only_python]),
         ];
         if self.has_program("pvm-taskerd") {
             // The socket starts the service. Tasks are children of the service, so an upgrade stops
@@ -401,6 +417,10 @@ impl Packaging<'_> {
                 "dh_makeshlibs",
                 vec![&only_library[..], "-V", &library_dependency],
             ),
+            (
+                "dh_makeshlibs",
+                only_new_libraries.each_ref().map(String::as_str).into(),
+            ),
             ("dh_shlibdeps", vec![&without_criu]),
             ("dh_installdeb", vec![]),
             ("dh_gencontrol", vec!["--", &pvm, &criu]),
@@ -416,6 +436,8 @@ impl Packaging<'_> {
                     // The compressed blocks would depend on the number of processors.
                     .env("DPKG_DEB_THREADS_MAX", "1")
                     .env("DPKG_BUILD_API", "1")
+                    // `dh_python3` does not determine the architecture.
+                    .env("DEB_HOST_ARCH", "amd64")
                     .env("LC_ALL", "C.UTF-8"),
             )?;
         }

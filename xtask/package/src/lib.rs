@@ -1,10 +1,11 @@
-//! `cargo xtask package`: builds a release, makes Debian packages and a tar archive of it, and
-//! checks them in fresh systems.
+//! `cargo xtask package`: builds a release, makes Debian packages, a tar archive and a Python wheel
+//! of it, and checks them in fresh systems.
 //!
 //! | module | purpose |
 //! | --- | --- |
 //! | [`contents`] | which file of an installation goes to which package, and where |
 //! | `debian` | runs debhelper's programs on the files of each package |
+//! | `python` | the Python module: its place in a package, and the wheel |
 //! | `tarball` | the archive with an install script |
 //! | [`manual`] | manual pages of the C interface |
 //! | [`completion`] | completion files for shells |
@@ -16,9 +17,11 @@ pub mod contents;
 mod debian;
 pub mod manual;
 mod process;
+mod python;
 mod tarball;
 
 use crate::debian::Release;
+use crate::python::{PYTHON_PACKAGE, PythonModule};
 use anyhow::{Context, Result, bail};
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -63,13 +66,19 @@ pub fn run(args: &PackageArgs) -> Result<bool> {
     let work_folder = install::target_folder()?.join("package");
     let built = match &args.as_built {
         Some(profile) => BuiltFolders::of_profile(profile)?,
-        None => install::build_into(&work_folder.join("build"), &path_flags()?)?,
+        None => install::build_into(
+            &work_folder.join("build"),
+            &path_flags()?,
+            &[PYTHON_PACKAGE],
+        )?,
     };
     let prefix = install_for_packages(&work_folder, &built)?;
     let out = std::path::absolute(&args.out)?;
     let release = Release::new(args.revision)?;
+    let python = PythonModule::new(&built.programs)?;
     let inputs = Inputs {
         prefix: &prefix,
+        python: &python,
         criu: &args.criu,
         work_folder: &work_folder,
     };
@@ -81,6 +90,7 @@ pub fn run(args: &PackageArgs) -> Result<bool> {
     make_empty(&out)?;
     let mut made = debian::make_packages(&release, &inputs, compression, &out)?;
     made.push(tarball::make(&release, &inputs, compression, &out)?);
+    made.push(python.make_wheel(&release, &work_folder.join("wheel"), &out)?);
     for path in &made {
         println!("package: {}", path.display());
     }
@@ -127,6 +137,7 @@ fn install_for_packages(work_folder: &Path, built: &BuiltFolders) -> Result<Path
 struct Inputs<'a> {
     /// Installation with all files of the packages.
     prefix: &'a Path,
+    python: &'a PythonModule,
     /// Folder of a CRIU; it may be missing.
     criu: &'a Path,
     /// Folder for temporary files of the packaging.
