@@ -358,6 +358,7 @@ impl<D: RawDriver> Master<D> {
                     self.store_failure(task, &record)?;
                     self.acknowledge(record.worker, vec![record.attempt], transport);
                 }
+                Output::AttemptLost { task, record } => self.store_failure(task, &record)?,
                 Output::Quarantined { task, history } => self.quarantine(task, &history)?,
                 Output::StartWorkers { class, count } => {
                     if let Some(program) = self.run.programs.get(&class) {

@@ -18,7 +18,7 @@ pub struct WorkerProgram {
     pub arguments: Vec<String>,
     /// Architecture or host to which the workers are restricted.
     pub place: WorkerPlace,
-    /// Number of workers that the run should have.
+    /// Number of workers that the run should have, or [`WorkerProgram::ONE_PER_HOST`].
     pub target: u32,
 }
 
@@ -31,6 +31,9 @@ pub enum WorkerPlace {
 }
 
 impl WorkerProgram {
+    /// As many workers as the virtual machine has hosts, also when hosts come and go.
+    pub const ONE_PER_HOST: u32 = u32::MAX;
+
     pub fn new(program: impl Into<String>, target: u32) -> Self {
         Self {
             program: program.into(),
@@ -87,6 +90,7 @@ pub struct Run {
     pub(crate) refresh: Option<(Bytes, Option<Groups>)>,
     pub(crate) programs: BTreeMap<ClassId, WorkerProgram>,
     pub(crate) grain: Option<Grain>,
+    host_count: u32,
     pub(crate) is_stopped: bool,
     pub(crate) mode: Mode,
     pub(crate) now: Micros,
@@ -118,6 +122,7 @@ impl Run {
             refresh: None,
             programs: BTreeMap::new(),
             grain: None,
+            host_count: 1,
             is_stopped: false,
             mode: Mode::Live,
             now,
@@ -256,10 +261,34 @@ impl Run {
 
     /// Sets the program of a class of workers and the number of workers that the run should have.
     pub fn set_workers(&mut self, class: ClassId, program: WorkerProgram) {
-        if self.mode == Mode::Live {
-            self.dispatcher.set_target(self.now, class, program.target);
-        }
+        let target = program.target;
         self.programs.insert(class, program);
+        self.apply_target(class, target);
+    }
+
+    fn apply_target(&mut self, class: ClassId, target: u32) {
+        let count = match target {
+            WorkerProgram::ONE_PER_HOST => self.host_count,
+            count => count,
+        };
+        if self.mode == Mode::Live {
+            self.dispatcher.set_target(self.now, class, count);
+        }
+    }
+
+    /// Sets the number of hosts, which some targets follow.
+    pub(crate) fn set_host_count(&mut self, count: usize) {
+        let count = u32::try_from(count).unwrap_or(u32::MAX);
+        if std::mem::replace(&mut self.host_count, count) == count {
+            return;
+        }
+        let follows = |(class, program): (&ClassId, &WorkerProgram)| {
+            (program.target == WorkerProgram::ONE_PER_HOST).then_some(*class)
+        };
+        let classes: Vec<ClassId> = self.programs.iter().filter_map(follows).collect();
+        for class in classes {
+            self.apply_target(class, WorkerProgram::ONE_PER_HOST);
+        }
     }
 
     /// Changes the number of workers of a class.
@@ -267,9 +296,7 @@ impl Run {
         if let Some(program) = self.programs.get_mut(&class) {
             program.target = target;
         }
-        if self.mode == Mode::Live {
-            self.dispatcher.set_target(self.now, class, target);
-        }
+        self.apply_target(class, target);
     }
 
     /// Sends data to all workers, also to running ones. A newer update replaces an older one.

@@ -73,7 +73,7 @@ pub(crate) fn quarantine<D: RawDriver>(master: &Master<D>) -> String {
                         "host": record.host,
                         "seconds": record.ended_at.saturating_sub(record.started_at) as f64 / 1e6,
                         "reason": record.reason.to_string(),
-                        "counts": record.reason.counts(),
+                        "counts": record.is_counted,
                     })
                 })
                 .collect();

@@ -137,8 +137,9 @@ pub fn run_master<D: RawDriver>(
     };
     let waker = vm.clone();
     let wake = Box::new(move || waker.runtime().wake_waiting_threads());
-    let start = begin_run(driver, options, wake)?;
+    let mut start = begin_run(driver, options, wake)?;
     let (generation, repeated_results) = (start.generation, start.repeated_results);
+    start.master.run.set_host_count(transport.hosts.len());
     let mut shell = Shell {
         vm: vm.clone(),
         clock,
@@ -234,6 +235,8 @@ impl<D: RawDriver> Shell<D> {
             for (tid, reason) in self.losses.due(Instant::now()) {
                 self.lose(tid, reason, transport)?;
             }
+            // After the losses, so that the workers of a lost host are not released twice.
+            self.master.run.set_host_count(transport.hosts.len());
             self.tell(MasterEvent::Tick, transport)?;
             self.master.add_busy(begun.elapsed());
             self.show_progress();

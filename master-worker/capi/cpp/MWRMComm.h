@@ -113,11 +113,11 @@ public:
         send_class(exec_class);
     }
 
-    /* Sets the number of workers of class 0, or of a class. */
+    /* Sets the number of workers of class 0, or of a class. -1: as many as there are hosts. */
     void set_target_num_workers(int count) { set_target_num_workers(0, count); }
     void set_target_num_workers(int exec_class, int count)
     {
-        if (exec_class < 0 || exec_class > USHRT_MAX || count < 0) {
+        if (exec_class < 0 || exec_class > USHRT_MAX || count < -1) {
             MWprintf(10, "set_target_num_workers: class %d cannot have %d workers; the number is "
                          "unchanged\n", exec_class, count);
             return;
@@ -125,7 +125,7 @@ public:
         state().classes[exec_class].target = count;
         send_class(exec_class);
     }
-    /* Returns the number of workers of a class; of all classes for -1. */
+    /* Returns the number of workers of a class, as it was set; the sum of all classes for -1. */
     int get_target_num_workers(int exec_class = -1) const
     {
         int sum = 0;

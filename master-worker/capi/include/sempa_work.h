@@ -246,6 +246,9 @@ int sempa_work_default_settings(sempa_settings *settings);
 #define SEMPA_PLACE_HOST 1
 #define SEMPA_PLACE_ARCHITECTURE 2
 
+/* Number of workers: one for each host, also when hosts come and go. */
+#define SEMPA_TARGET_ONE_PER_HOST UINT32_MAX
+
 /* A program that workers execute, and how many of them a run should have. */
 typedef struct sempa_workers {
     size_t size;
@@ -253,6 +256,7 @@ typedef struct sempa_workers {
     const char *program;
     /* Arguments, ended by NULL; NULL for none. */
     const char *const *arguments;
+    /* Number of workers, or SEMPA_TARGET_ONE_PER_HOST. */
     uint32_t target;
     int place_kind;
     const char *place;

@@ -44,6 +44,7 @@ impl Dispatcher {
                 attempt,
                 started_at,
                 reason: LossReason::OverTime,
+                may_have_begun: true,
                 is_counted: true,
                 is_suspect: false,
             };

@@ -357,13 +357,18 @@ impl Dispatcher {
         true
     }
 
-    /// Restores attempts of an open task that counted against the task under an earlier master.
+    /// Restores attempts of an open task that ended without results under an earlier master.
     pub fn restore_attempts(&mut self, id: TaskId, history: Vec<AttemptRecord>) {
+        let history_max = self.settings.limits.history.max(1);
         if let Some(task) = self.tasks.open.get_mut(&id) {
             let trouble = task.trouble.get_or_insert_default();
-            trouble.counted_attempts += u32::try_from(history.len()).unwrap_or(u32::MAX);
-            trouble.is_suspect |= !history.is_empty();
+            let counted = history.iter().filter(|record| record.is_counted).count();
+            trouble.counted_attempts += u32::try_from(counted).unwrap_or(u32::MAX);
+            // An attempt of several suspects does not count, although its reason does.
+            trouble.is_suspect |= history.iter().any(|record| record.reason.counts());
             trouble.history.extend(history);
+            let oldest = trouble.history.len().saturating_sub(history_max);
+            trouble.history.drain(..oldest);
         }
     }
 

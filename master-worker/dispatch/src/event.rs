@@ -238,6 +238,8 @@ pub enum Output {
         record: AttemptRecord,
         then: TaskFailure,
     },
+    /// An attempt that may have begun ended for a reason that does not count: store the record.
+    AttemptLost { task: TaskId, record: AttemptRecord },
     /// The task is not tried again.
     Quarantined {
         task: TaskId,

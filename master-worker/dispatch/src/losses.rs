@@ -21,6 +21,8 @@ pub(crate) struct AttemptEnd {
     pub(crate) attempt: AttemptId,
     pub(crate) started_at: Micros,
     pub(crate) reason: LossReason,
+    /// The worker may have begun the attempt.
+    pub(crate) may_have_begun: bool,
     /// The attempt counts against the task.
     pub(crate) is_counted: bool,
     /// The task is one of several that may have caused the loss.
@@ -54,11 +56,8 @@ impl Dispatcher {
 
     /// Ends all attempts of a worker that is not in the pool any more.
     fn end_attempts(&mut self, now: Micros, worker: &Worker, reason: LossReason) {
-        let suspects = if reason.counts() {
-            suspect_count(worker.held.iter()).min(worker.held.len())
-        } else {
-            0
-        };
+        let begun = suspect_count(worker.held.iter()).min(worker.held.len());
+        let suspects = if reason.counts() { begun } else { 0 };
         for (index, held) in worker.held.iter().enumerate() {
             if held.is_abandoned {
                 continue;
@@ -69,6 +68,7 @@ impl Dispatcher {
                 attempt: held.attempt,
                 started_at: if index == 0 { worker.first_since } else { now },
                 reason,
+                may_have_begun: index < begun,
                 is_counted: suspects == 1 && index == 0,
                 is_suspect: suspects > 1 && index < suspects,
             };
@@ -96,7 +96,12 @@ impl Dispatcher {
             started_at: end.started_at,
             ended_at: now,
             reason: end.reason,
+            is_counted: end.is_counted,
         };
+        if !end.may_have_begun {
+            self.place_again(now, id, end.worker, None);
+            return;
+        }
         let trouble = task.trouble.get_or_insert_default();
         if trouble.history.len() >= history_max {
             trouble.history.remove(0);
@@ -119,6 +124,9 @@ impl Dispatcher {
                 record,
                 then,
             });
+        } else {
+            self.outputs
+                .push_back(Output::AttemptLost { task: id, record });
         }
         if then == TaskFailure::Quarantined {
             self.quarantine(id);

@@ -38,6 +38,7 @@ impl Dispatcher {
                         attempt: report.attempt,
                         started_at: removed.started_at,
                         reason: LossReason::Failed,
+                        may_have_begun: true,
                         is_counted: true,
                         is_suspect: false,
                     };

@@ -18,6 +18,8 @@ pub struct AttemptRecord {
     pub started_at: Micros,
     pub ended_at: Micros,
     pub reason: LossReason,
+    /// The attempt counts against the task.
+    pub is_counted: bool,
 }
 
 /// A task that is not tried again, with its latest attempts.

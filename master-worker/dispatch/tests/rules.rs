@@ -363,7 +363,7 @@ fn quarantine_counts_only_reasons_that_blame_the_task() {
     }
     let history = history.expect("quarantined");
     assert_eq!(history.len(), 10);
-    let counted = history.iter().filter(|record| record.reason.counts());
+    let counted = history.iter().filter(|record| record.is_counted);
     assert_eq!(counted.count(), 5);
     assert!(
         history
@@ -653,4 +653,180 @@ fn returned_worker_keeps_its_tasks() {
             .iter()
             .any(|o| matches!(o, Output::Accept { .. }))
     );
+}
+
+/// A task that the driver abandons is closed: its worker is told, and a late result does not count.
+#[test]
+fn abandoned_task_is_closed_and_its_worker_continues() {
+    let mut run = dispatcher(quiet_settings());
+    run.add_tasks(0, &[task(1, 0.0), task(2, 0.0), task(3, 0.0)])
+        .expect("added");
+    add_worker(&mut run, 0, 1, "a");
+    let first = dispatches(&outputs(&mut run))[0];
+    assert_eq!(run.executing_task(WorkerId(1)), Some(TaskId(1)));
+    assert_eq!(run.executing_task(WorkerId(2)), None);
+    let closed = [TaskId(1), TaskId(2), TaskId(9)];
+    assert_eq!(run.cancel(1, &closed), [TaskId(1), TaskId(2)]);
+    let canceled = Output::Cancel {
+        worker: WorkerId(1),
+        task: TaskId(1),
+        attempt: first.2,
+    };
+    assert_eq!(outputs(&mut run), [canceled]);
+    assert_eq!(run.executing_task(WorkerId(1)), None);
+    report(&mut run, 2, first, 2);
+    let found = outputs(&mut run);
+    assert!(matches!(found[0], Output::Discard { .. }), "{found:?}");
+    assert_eq!(tasks_of(&found), [(1, 3)]);
+    assert_eq!(run.report(2).counts.tasks_pruned, 2);
+}
+
+/// While a callback of the driver takes long, workers have tasks ahead: after the first such time,
+/// they hold tasks for a time of this length.
+#[test]
+fn workers_hold_tasks_for_the_time_of_a_callback() {
+    const DURATION: Micros = 10_000;
+    const CALLBACK: Micros = SECOND;
+    let mut run = dispatcher(Settings {
+        second_copies: false,
+        ..Settings::default()
+    });
+    let tasks: Vec<_> = (1..=2_000).map(|id| task(id, 0.0)).collect();
+    run.add_tasks(0, &tasks).expect("added");
+    add_worker(&mut run, 0, 1, "a");
+    let mut held: std::collections::VecDeque<_> = dispatches(&outputs(&mut run)).into();
+    let mut now = 0;
+    for _ in 0..10 {
+        now += DURATION;
+        let finished = held.pop_front().expect("a task");
+        report(&mut run, now, finished, DURATION);
+        held.extend(dispatches(&outputs(&mut run)));
+    }
+    assert!(held.len() < 5, "short look-ahead: {} tasks", held.len());
+    run.note_busy(CALLBACK);
+    let enough = (CALLBACK / DURATION) as usize;
+    for _ in 0..500 {
+        now += DURATION;
+        let finished = held.pop_front().expect("a task");
+        report(&mut run, now, finished, DURATION);
+        held.extend(dispatches(&outputs(&mut run)));
+        run.note_busy(CALLBACK);
+        assert!(held.len() >= enough.min(run.open_task_count()));
+    }
+    // The allowance decays when callbacks are short again.
+    for _ in 0..1_000 {
+        now += SECOND / 10;
+        run.handle(now, Event::Tick);
+    }
+    run.note_busy(10);
+    while held.len() > 5 {
+        now += DURATION;
+        report(&mut run, now, held.pop_front().expect("a task"), DURATION);
+        assert_eq!(dispatches(&outputs(&mut run)), [], "{} left", held.len());
+    }
+    assert!(run.waiting_task_count() > 0);
+}
+
+/// Processor time counts as it was measured: more than the duration for a task with threads, less
+/// for a task that waits (point 16).
+#[test]
+fn processor_time_is_not_replaced_by_the_duration() {
+    let mut run = dispatcher(quiet_settings());
+    run.add_tasks(0, &[task(1, 0.0), task(2, 0.0)])
+        .expect("added");
+    for id in 1..=2 {
+        add_worker(&mut run, 0, id, "a");
+    }
+    let dispatched = dispatches(&outputs(&mut run));
+    for ((worker, task, attempt), cpu) in dispatched.into_iter().zip([8 * SECOND, 1_000]) {
+        let report = AttemptReport {
+            task: TaskId(task),
+            attempt,
+            outcome: AttemptOutcome::Completed,
+            cpu,
+            wall: 2 * SECOND,
+        };
+        let worker = WorkerId(worker);
+        run.handle(2 * SECOND, Event::Attempt { worker, report });
+    }
+    let result = run.report(2 * SECOND);
+    assert_eq!(result.cpu_s, 8.001);
+    assert_eq!((result.task_cpu_s.min, result.task_cpu_s.max), (0.001, 8.0));
+}
+
+/// Without a benchmark all factors are 1, and each quotient is a number as soon as there is
+/// something to divide by (point 17).
+#[test]
+fn run_without_benchmark_has_the_factor_1() {
+    let mut run = dispatcher(quiet_settings());
+    run.add_tasks(0, &[task(1, 0.0)]).expect("added");
+    add_worker(&mut run, 0, 1, "a");
+    let dispatched = dispatches(&outputs(&mut run));
+    report(&mut run, SECOND, dispatched[0], SECOND);
+    let result = run.report(SECOND);
+    assert_eq!(run.workers(SECOND)[0].factor, 1.0);
+    assert_eq!(result.pool_performance, Some(1.0));
+    assert_eq!(result.normalized_s, result.cpu_s);
+    assert_eq!(result.factor.mean, 1.0);
+}
+
+/// The story of a task has only attempts that may have begun, and counts those that count, also
+/// after a restart.
+#[test]
+fn history_of_a_restarted_task_has_attempts_that_do_not_count() {
+    let mut run = dispatcher(Settings {
+        second_copies: false,
+        ..Settings::default()
+    });
+    let tasks: Vec<_> = (1..=3).map(|id| task(id, 0.0)).collect();
+    run.add_tasks(0, &tasks).expect("added");
+    add_worker(&mut run, 0, 1, "a");
+    let first = dispatches(&outputs(&mut run));
+    report(&mut run, 10_000, first[0], 10_000);
+    assert_eq!(dispatches(&outputs(&mut run)).len(), 2, "one task ahead");
+    let lost = |worker, reason| Event::WorkerLost {
+        worker: WorkerId(worker),
+        reason,
+    };
+    run.handle(20_000, lost(1, LossReason::Owner));
+    add_worker(&mut run, 30_000, 2, "b");
+    run.handle(40_000, lost(2, LossReason::Killed { signal: 11 }));
+    let mut history = Vec::new();
+    for output in outputs(&mut run) {
+        match output {
+            Output::AttemptLost { task, record } | Output::AttemptFailed { task, record, .. } => {
+                assert_eq!(task, TaskId(2), "task 3 was never begun: {record:?}");
+                history.push(record);
+            }
+            _ => {}
+        }
+    }
+    let counted: Vec<bool> = history.iter().map(|record| record.is_counted).collect();
+    assert_eq!(counted, [false, true]);
+
+    let mut next = Dispatcher::new(quiet_settings(), 2, RunStatistics::default(), 0);
+    next.restore_tasks(0, &[task(2, 0.0)], Some(TaskId(3)));
+    next.restore_attempts(TaskId(2), history.clone());
+    let mut now = 0;
+    let mut quarantined = None;
+    for id in 11..=20 {
+        now += 100 * SECOND;
+        add_worker(&mut next, now, id, "a");
+        if dispatches(&outputs(&mut next)).is_empty() {
+            break;
+        }
+        next.handle(now + 1, lost(id, LossReason::Ended { status: 1 }));
+        quarantined = outputs(&mut next)
+            .into_iter()
+            .find_map(|output| match output {
+                Output::Quarantined { history, .. } => Some(history),
+                _ => None,
+            });
+        if quarantined.is_some() {
+            break;
+        }
+    }
+    let story = quarantined.expect("quarantined");
+    assert_eq!(story[..2], history[..]);
+    assert_eq!(story.len(), 6, "one for the owner, five that count");
 }

@@ -18,7 +18,7 @@ const CHILDREN: u64 = 3;
 /// A subtask splits into two returned tasks until its number is below this.
 const RETURNED_BELOW: u64 = 4;
 
-fn raw_task(number: u64) -> RawTask {
+pub(super) fn raw_task(number: u64) -> RawTask {
     RawTask {
         key: (number % 5) as f64,
         groups: Groups::ALL,
@@ -26,7 +26,7 @@ fn raw_task(number: u64) -> RawTask {
     }
 }
 
-fn number_in(bytes: &[u8]) -> u64 {
+pub(super) fn number_in(bytes: &[u8]) -> u64 {
     u64::from_le_bytes(bytes.try_into().expect("eight bytes"))
 }
 
@@ -90,8 +90,8 @@ impl Random {
 }
 
 #[derive(Default)]
-struct Outbox {
-    messages: Vec<(WorkerId, ToWorker)>,
+pub(super) struct Outbox {
+    pub(super) messages: Vec<(WorkerId, ToWorker)>,
 }
 
 impl Transport for Outbox {
@@ -206,7 +206,7 @@ fn expected() -> (u64, u64) {
     expected
 }
 
-fn options(dir: &Path) -> MasterOptions {
+pub(super) fn options(dir: &Path) -> MasterOptions {
     MasterOptions {
         journal: Some(dir.to_path_buf()),
         ..MasterOptions::new("test")

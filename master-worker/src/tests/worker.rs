@@ -2,7 +2,7 @@
 
 use crate::context::Context;
 use crate::host_store::HostStore;
-use crate::protocol::{InitSource, TaskOrder, ToMaster, ToWorker, Welcome};
+use crate::protocol::{AttemptContent, InitSource, TaskOrder, ToMaster, ToWorker, Welcome};
 use crate::raw::{Failure, RawWorker};
 use crate::worker_loop::{WorkerEnd, WorkerIdentity, WorkerInput, WorkerPort, run_worker};
 use bytes::Bytes;
@@ -141,4 +141,129 @@ fn result_is_reported_while_a_long_task_runs() {
         [1, 2],
         "two messages, the first during the long task"
     );
+}
+
+/// Returns the init data as the result of each task. The first task lasts until the data change.
+struct Reader {
+    data: Bytes,
+    inputs: Rc<RefCell<VecDeque<ToWorker>>>,
+}
+
+impl RawWorker for Reader {
+    fn init(&mut self, data: Bytes) -> Result<(), Failure> {
+        self.data = data;
+        Ok(())
+    }
+
+    fn execute(&mut self, task: Bytes, context: &mut Context) -> Result<Bytes, Failure> {
+        let has_change = || self.inputs.borrow().front() == Some(&ToWorker::InitChanged);
+        if task == "first" {
+            context.send_partial(Bytes::new())?;
+            while has_change() {
+                context.poll()?;
+            }
+        }
+        Ok(self.data.clone())
+    }
+}
+
+/// A connection that has a message only when an earlier one was sent.
+struct StepPort {
+    inputs: Rc<RefCell<VecDeque<ToWorker>>>,
+    sent: Sent,
+}
+
+impl WorkerPort for StepPort {
+    fn next_input(&mut self, waits: bool) -> Result<Option<WorkerInput>, Failure> {
+        let mut inputs = self.inputs.borrow_mut();
+        let was_sent = |is_wanted: fn(&ToMaster) -> bool| self.sent.borrow().iter().any(is_wanted);
+        let is_due = match inputs.front() {
+            Some(ToWorker::Tasks { .. }) => was_sent(|m| matches!(m, ToMaster::Ready { .. })),
+            Some(ToWorker::InitChanged) => was_sent(|m| matches!(m, ToMaster::Partial { .. })),
+            Some(ToWorker::Welcome(welcome)) if welcome.init_number > 1 => {
+                was_sent(|m| matches!(m, ToMaster::InitWanted))
+            }
+            _ => true,
+        };
+        let next = if is_due { inputs.pop_front() } else { None };
+        let end = || waits.then_some(ToWorker::End { run_is_over: true });
+        Ok(next.or_else(end).map(WorkerInput::Message))
+    }
+
+    fn send(&mut self, message: &ToMaster) -> Result<(), Failure> {
+        self.sent.borrow_mut().push(message.clone());
+        Ok(())
+    }
+
+    fn find_master(&mut self, _run_name: &str, _patience: Duration) -> Result<bool, Failure> {
+        Ok(false)
+    }
+
+    fn host_name(&self) -> String {
+        "a".to_string()
+    }
+
+    fn host_store(&self) -> Option<HostStore> {
+        None
+    }
+}
+
+fn welcome(number: u64, data: &'static str) -> ToWorker {
+    ToWorker::Welcome(Box::new(Welcome {
+        run: 1,
+        run_name: "test".to_string(),
+        init_number: number,
+        init: Some(InitSource::Message {
+            data: Bytes::from_static(data.as_bytes()),
+            store_as: None,
+        }),
+        benchmark: None,
+        update: None,
+        keeps_results: false,
+        master_wait_ms: 0,
+    }))
+}
+
+/// A busy worker with tasks ahead takes new init data before its next task, and keeps these tasks.
+#[test]
+fn new_init_data_come_before_the_next_task() {
+    let sent = Sent::default();
+    let tasks = ToWorker::Tasks {
+        report_each: false,
+        time_limit_us: None,
+        orders: vec![order(1, "first"), order(2, "second"), order(3, "third")],
+    };
+    let inputs = Rc::new(RefCell::new(VecDeque::from([
+        welcome(1, "old"),
+        tasks,
+        ToWorker::InitChanged,
+        welcome(2, "new"),
+    ])));
+    let port = StepPort {
+        inputs: Rc::clone(&inputs),
+        sent: Rc::clone(&sent),
+    };
+    let mut worker = Reader {
+        data: Bytes::new(),
+        inputs,
+    };
+    run_worker(port, &mut worker, WorkerIdentity::default()).expect("ends");
+    let mut events = Vec::new();
+    for message in sent.borrow().iter() {
+        match message {
+            ToMaster::Results(results) => {
+                for result in results {
+                    let AttemptContent::Completed { result, .. } = &result.content else {
+                        panic!("failed");
+                    };
+                    events.push(String::from_utf8_lossy(result).into_owned());
+                }
+            }
+            ToMaster::InitWanted => events.push("wanted".to_string()),
+            ToMaster::Ready { init, .. } => events.push(format!("ready {init}")),
+            _ => {}
+        }
+    }
+    let expected = ["ready 1", "old", "wanted", "ready 2", "new", "new"];
+    assert_eq!(events, expected);
 }

@@ -120,7 +120,7 @@ impl Attempts {
                 host: keep(&record.host),
                 reason: keep(&record.reason.to_string()),
                 duration_s: record.ended_at.saturating_sub(record.started_at) as f64 / 1e6,
-                counts: record.reason.counts().into(),
+                counts: record.is_counted.into(),
             })
             .collect();
         Self {

@@ -405,7 +405,8 @@ impl World {
                 } => {
                     self.send_to_worker(worker, ToWorker::Acknowledged(attempt));
                 }
-                Output::AttemptFailed { task, record, .. } => {
+                Output::AttemptFailed { task, record, .. }
+                | Output::AttemptLost { task, record } => {
                     self.journal.failed.push((task, record));
                 }
                 Output::Quarantined { task, .. } => {
