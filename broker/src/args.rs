@@ -42,6 +42,10 @@ pub(crate) struct StartOptions {
     /// Begin a new session if an earlier one of this name is over.
     #[arg(long)]
     pub(crate) new: bool,
+    /// Host for the broker of a new session, such as one without an owner; by default the resource
+    /// manager chooses.
+    #[arg(long)]
+    pub(crate) host: Option<String>,
     #[command(flatten)]
     pub(crate) broker: BrokerOptions,
 }

@@ -9,7 +9,9 @@ use anyhow::{Context, Result, bail};
 use libpvm::proto::Tid;
 use libpvm::proto::message::ENC_XDR;
 use libpvm::{Body, Match, Vm};
-use sempa_broker_client::directory::{self, SessionEntry, find_or_start, next_connection};
+use sempa_broker_client::directory::{
+    self, SessionEntry, StartSettings, find_or_start, next_connection,
+};
 use sempa_broker_client::session_file::{Secret, SessionFile};
 use sempa_broker_client::tls::{fingerprint, role_secret};
 use sempa_broker_client::wire::{BROKER_CTX, decode_to_member, encode};
@@ -31,7 +33,11 @@ pub(crate) fn start(options: &StartOptions) -> Result<()> {
     }
     let deadline = Instant::now() + ANSWER_TIMEOUT;
     let arguments = to_arguments(&options.broker);
-    let broker = find_or_start(&vm, session, &arguments, deadline)?;
+    let settings = StartSettings {
+        options: &arguments,
+        host: options.host.as_deref(),
+    };
+    let broker = find_or_start(&vm, session, settings, deadline)?;
     println!("session {session} has the broker {broker}");
     Ok(vm.exit()?)
 }

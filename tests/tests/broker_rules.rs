@@ -152,16 +152,10 @@ fn a_full_host_gets_no_more_sessions() {
 fn a_session_without_members_ends() {
     let bed = require_testbed(1);
     let broker = BrokerVm::start(&bed);
-    broker.broker_succeeds(&["start", "idle", "--idle", "1"]);
+    broker.broker_succeeds(&["start", "idle", "--idle", "5"]);
     let file = broker.session_file("idle");
     let member = stay(&broker, bed.outside_host(), &file);
-    // Two idle times pass; the session goes on, because of the member.
-    let other = broker.run_on(
-        bed.host(1),
-        &["broker-probe", "join", "idle", "worker", "5"],
-    );
-    assert!(other.succeeded(), "{other:?}");
-    broker.expect_status(member_without_input(member), 0);
+    broker.expect_status(without_input(member), 0);
     wait_until_over(&broker, "idle");
     assert_eq!(
         broker.broker(&["start", "idle"]).status.code(),
@@ -174,13 +168,14 @@ fn a_session_without_members_ends() {
         &["broker-probe", "join", &file, "worker", "60"],
     );
     assert_eq!(late.status.code(), Some(EXIT_OVER), "{late:?}");
-    let member = stay(&broker, bed.host(1), "idle");
+    let worker = broker.start_on(bed.host(1), &["broker_worker", "idle", "1", "0"]);
+    broker.wait_until_present("idle", 1);
     broker.broker_succeeds(&["end", "idle", "--within", "0"]);
-    broker.expect_status(member_without_input(member), EXIT_OVER);
+    broker.expect_status(worker, EXIT_OVER);
     broker.vm.halt_and_wait().expect("halts");
 }
 
-fn member_without_input(mut member: RunningCommand) -> RunningCommand {
+fn without_input(mut member: RunningCommand) -> RunningCommand {
     drop(member.take_stdin());
     member
 }
@@ -279,7 +274,7 @@ fn users_see_members_and_events() {
         tasks.iter().any(|task| task.name == "pvm-broker"),
         "{tasks:?}"
     );
-    broker.expect_status(member_without_input(member), 0);
+    broker.expect_status(without_input(member), 0);
     for event in ["member 1 joined from h1", "member 1 is gone: left"] {
         wait_for(TIMEOUT, || {
             let log = broker.vm.events_and_logs();
@@ -366,6 +361,7 @@ fn the_broker_starts_a_foreman() {
 fn an_owner_moves_a_worker_out() {
     let bed = require_testbed(2);
     let broker = BrokerVm::start(&bed);
+    broker.broker_succeeds(&["start", "owner", "--host", "h1"]);
     let foreman = broker.start_foreman("owner", 1500, 2);
     broker.wait_for_line(&foreman, "foreman is member 1");
     let spawn = ["-h2", "broker_worker", "owner", "1", "1"];
@@ -437,16 +433,11 @@ fn a_session_survives_its_brokers_host_in_a_shared_home() {
         ..VmSettings::default()
     };
     let broker = BrokerVm::start_with_settings(&bed, 2, settings);
-    let on_h2 = (0..10).map(|number| format!("s{number}")).find(|name| {
-        broker.broker_succeeds(&["start", name]);
-        let sessions: Value =
-            serde_json::from_str(&broker.broker_succeeds(&["sessions", "--json"])).expect("JSON");
-        sessions[name]["Running"]["host"] == "h2"
-    });
-    let session = on_h2.expect("a broker on h2");
-    let foreman = broker.start_foreman(&session, 600, 1);
-    let worker = broker.start_on(bed.host(1), &["broker_worker", &session, "1", "2"]);
+    broker.broker_succeeds(&["start", "shared", "--host", "h2"]);
+    let foreman = broker.start_foreman("shared", 600, 1);
+    let worker = broker.start_on(bed.host(1), &["broker_worker", "shared", "1", "2"]);
     broker.wait_for_line(&foreman, "100 done");
+    assert_eq!(broker.broker_pids()[0].0, 2);
     bed.host(2).kill_all_processes();
     broker.wait_for_line(&foreman, "results 600");
     let output = broker.release(foreman);

@@ -157,17 +157,25 @@ fn is_running(vm: &Vm, tid: Tid) -> bool {
     vm.tasks(tid).is_ok_and(|tasks| !tasks.is_empty())
 }
 
+/// What a broker that starts is given.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct StartSettings<'a> {
+    /// Arguments of `pvm-broker serve`.
+    pub options: &'a [String],
+    /// Host for the broker of a new session; `None` leaves the choice to the resource manager.
+    pub host: Option<&'a str>,
+}
+
 /// Returns the tid of the session's broker. Starts the broker if the session has none: a new
-/// session begins, or the session of a killed broker goes on. `broker_options` are for a broker
-/// that this call starts.
+/// session begins, or the session of a killed broker goes on.
 ///
 /// # Errors
-/// [`Error::Over`] if the session is over; [`Error::NoBroker`] if no broker starts before the
-/// deadline.
+/// [`Error::Over`] if the session is over; [`Error::NoBroker`] if the broker of a new session
+/// cannot start, or no broker starts before the deadline.
 pub fn find_or_start(
     vm: &Vm,
     session: &str,
-    broker_options: &[String],
+    settings: StartSettings<'_>,
     deadline: Instant,
 ) -> Result<Tid, Error> {
     if !is_session_name(session) {
@@ -180,7 +188,9 @@ pub fn find_or_start(
     }
     let mut last_reason = String::from("no broker has answered in time");
     loop {
-        let host = match lookup(vm, session)? {
+        let entry = lookup(vm, session)?;
+        let is_new = entry.is_none();
+        let host = match entry {
             Some(SessionEntry::Over { end, .. }) => {
                 let session = session.to_string();
                 return Err(Error::Over { session, end });
@@ -195,12 +205,19 @@ pub fn find_or_start(
                 // session.
                 Some(host).filter(|host| vm.config().is_ok_and(|c| c.find_by_name(host).is_some()))
             }
-            None => choose_host(vm, session)?,
+            None => match settings.host {
+                Some(host) => Some(host.to_string()),
+                None => choose_host(vm, session)?,
+            },
         };
-        match start_broker(vm, session, broker_options, host.as_deref(), deadline)? {
-            (broker, StartReport::Ready) => return Ok(broker),
-            (_, StartReport::Taken) => {}
-            (_, StartReport::Failed(reason)) => last_reason = reason,
+        match start_broker(vm, session, settings.options, host.as_deref(), deadline)? {
+            (broker, StartOutcome::Reported(StartReport::Ready)) => return Ok(broker),
+            (_, StartOutcome::Reported(StartReport::Taken)) => {}
+            (_, StartOutcome::Reported(StartReport::Failed(reason))) if is_new => {
+                return Err(no_broker(session, reason));
+            }
+            (_, StartOutcome::Reported(StartReport::Failed(reason))) => last_reason = reason,
+            (_, StartOutcome::NoReport(reason)) => last_reason = reason.to_string(),
         }
         if Instant::now() >= deadline {
             return Err(no_broker(session, last_reason));
@@ -208,6 +225,14 @@ pub fn find_or_start(
         // No message announces the entry of a broker that another task has started.
         vm.recv_timeout(nothing(), RETRY_PAUSE)?;
     }
+}
+
+/// What the task that starts a broker learns.
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum StartOutcome {
+    Reported(StartReport),
+    /// The broker has not reported, for this reason. Another attempt may succeed.
+    NoReport(&'static str),
 }
 
 /// A selection that no message matches.
@@ -299,7 +324,7 @@ fn start_broker(
     broker_options: &[String],
     host: Option<&str>,
     deadline: Instant,
-) -> Result<(Tid, StartReport), Error> {
+) -> Result<(Tid, StartOutcome), Error> {
     let connection = next_connection();
     // The broker is a job of its own, so that it outlives the member that starts it.
     let mut spawn = vm
@@ -334,14 +359,15 @@ fn start_broker(
     vm.notify(notice.clone())?;
     let selection = Match::any().ctx(BROKER_CTX).tag(connection);
     let timeout = deadline.saturating_duration_since(Instant::now());
-    let report = match vm.recv_timeout(selection, timeout)? {
-        Some(message) if message.src == broker => decode(&message.body).unwrap_or_else(|| {
-            StartReport::Failed("its version differs from this program's".into())
-        }),
-        Some(_) => StartReport::Failed(
-            "the broker ended while it started; 'pvm events' and the daemon's log tell why".into(),
+    let outcome = match vm.recv_timeout(selection, timeout)? {
+        Some(message) if message.src == broker => match decode(&message.body) {
+            Some(report) => StartOutcome::Reported(report),
+            None => StartOutcome::NoReport("its version differs from this program's"),
+        },
+        Some(_) => StartOutcome::NoReport(
+            "the broker ended while it started; 'pvm events' and the daemon's log tell why",
         ),
-        None => StartReport::Failed("the broker did not answer in time".into()),
+        None => StartOutcome::NoReport("the broker did not answer in time"),
     };
     // The cancellation sends the notice at once if it has not come; nobody reads it then.
     let cancellation = NotifyRequest {
@@ -350,7 +376,7 @@ fn start_broker(
     };
     vm.notify(cancellation)?;
     while vm.try_recv(selection)?.is_some() {}
-    Ok((broker, report))
+    Ok((broker, outcome))
 }
 
 #[cfg(test)]

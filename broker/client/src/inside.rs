@@ -2,7 +2,7 @@
 //! order and reports the end of the broker, so this connection needs no thread and no heartbeat.
 
 use crate::Error;
-use crate::directory::{find_or_start, next_connection};
+use crate::directory::{StartSettings, find_or_start, next_connection};
 use crate::member::MemberState;
 use crate::wire::{BROKER_CTX, decode_to_member, encode};
 use libpvm::proto::message::ENC_XDR;
@@ -84,6 +84,7 @@ impl InsideLink {
             }
             let deadline = deadline.unwrap_or_else(|| Instant::now() + RECONNECT_TIMEOUT);
             if let Some(refusal) = state.endpoint.take_temporary_refusal() {
+                state.refusal = Some(refusal);
                 if Instant::now() >= deadline {
                     let session = self.session.clone();
                     return Err(Error::Refused { session, refusal });
@@ -133,7 +134,11 @@ impl InsideLink {
     }
 
     fn connect(&self, state: &mut MemberState, deadline: Instant) -> Result<(), Error> {
-        let broker = match find_or_start(&self.vm, &self.session, &self.broker_options, deadline) {
+        let settings = StartSettings {
+            options: &self.broker_options,
+            host: None,
+        };
+        let broker = match find_or_start(&self.vm, &self.session, settings, deadline) {
             Ok(broker) => broker,
             Err(error) => {
                 if let Error::Over { end, .. } = &error {

@@ -35,6 +35,8 @@ pub(crate) struct MemberState {
     pub(crate) connection: Option<Connection>,
     /// Why the last attempt to connect from outside failed.
     pub(crate) failure: Option<String>,
+    /// The limit that has refused this member within the virtual machine.
+    pub(crate) refusal: Option<Refusal>,
 }
 
 #[derive(Debug)]
@@ -120,16 +122,21 @@ impl Member {
                 member.id = id;
                 Ok(member)
             }
-            None => {
-                let failure = match &member.link {
-                    Link::Inside { .. } => None,
-                    Link::Outside(link) => link.lock().failure.take(),
-                };
-                Err(Error::NoBroker {
-                    session: member.session.clone(),
-                    reason: failure.unwrap_or_else(|| "the broker did not answer in time".into()),
-                })
-            }
+            None => Err(member.why_not_welcomed()),
+        }
+    }
+
+    fn why_not_welcomed(&self) -> Error {
+        let session = self.session.clone();
+        let mut state = self.lock();
+        let refusal = state.endpoint.take_temporary_refusal().or(state.refusal);
+        if let Some(refusal) = refusal {
+            return Error::Refused { session, refusal };
+        }
+        let failure = state.failure.take();
+        Error::NoBroker {
+            session,
+            reason: failure.unwrap_or_else(|| "the broker did not answer in time".into()),
         }
     }
 
@@ -522,5 +529,6 @@ fn new_state(options: &JoinOptions) -> Result<MemberState, Error> {
         endpoint: Endpoint::new(Token(token), profile),
         connection: None,
         failure: None,
+        refusal: None,
     })
 }
