@@ -65,6 +65,11 @@ pub(crate) fn from_work_failure(py: Python<'_>, kind: &str, reason: &str) -> PyE
     make_exception(py, "work_failed", (reason, kind))
 }
 
+/// Returns a `BrokerError`. `kind` decides about the class.
+pub(crate) fn from_broker_failure(py: Python<'_>, kind: &str, reason: &str) -> PyErr {
+    make_exception(py, "broker_failed", (reason, kind))
+}
+
 /// Calls a function of `sempa_pvm.errors`, which returns an exception.
 fn make_exception<'py>(
     py: Python<'py>,

@@ -6,6 +6,7 @@
 
 mod array_header;
 mod arrivals;
+mod broker;
 mod buffer;
 mod content;
 mod enrolled;
@@ -30,6 +31,8 @@ mod native {
     use crate::arrivals::PyLoopWaker;
     #[pymodule_export]
     use crate::arrivals::PyWatch;
+    #[pymodule_export]
+    use crate::broker::PyMember;
     #[pymodule_export]
     use crate::content::PyContent;
     #[pymodule_export]

@@ -27,16 +27,25 @@ const BUILD_TIMEOUT: Duration = Duration::from_secs(1200);
 const INSTALL_TIMEOUT: Duration = Duration::from_secs(300);
 const PROGRAM_TIMEOUT: Duration = Duration::from_secs(180);
 /// Programs in Python, by their path in the project.
-const PROGRAMS: [&str; 8] = [
+const PROGRAMS: [&str; 13] = [
+    "examples/python/monte_carlo.py",
     "tests/programs/py_asyncio.py",
+    "tests/programs/py_broker.py",
     "tests/programs/py_content.py",
     "tests/programs/py_counter.py",
     "tests/programs/py_ring.py",
     "tests/programs/py_services.py",
     "tests/programs/py_waits.py",
+    "tests/programs/py_work.py",
+    "tests/programs/py_work_journal.py",
+    "tests/programs/py_work_speed.py",
     "python/examples/speed.py",
     "python/examples/sums.py",
 ];
+/// Exit status of a program that comes after the end of its session.
+const EXIT_OVER: i32 = 79;
+/// What the example prints for ten tasks.
+const PI_LINE: &str = "pi is about 3.14245\n";
 /// Oldest version of Python that has the buffer protocol in its stable ABI.
 const VERSION_CHECK: &str =
     "import sys; assert sys.version_info >= (3, 11), sys.version; print(sys.executable)";
@@ -383,6 +392,121 @@ fn keyboard_interrupts_end_waits() {
 fn migrated_python_task_goes_on() {
     with_python_hosts(2, |hosts| {
         hosts.check_output("py_counter.py", &[], "the counter went on\n");
+    });
+}
+
+/// Functions, drivers, workers and coroutines work in one process.
+#[test]
+fn work_is_right_in_one_process() {
+    let build = WheelBuild::make();
+    let folder = tempfile::tempdir().expect("a folder");
+    let interpreter = build.install_into(&folder.path().join("venv"));
+    let run_in_process = |script: &str, arguments: &[&str]| {
+        let mut program = Command::new(&interpreter);
+        program
+            .arg(project_file(script))
+            .args(arguments)
+            .env("SEMPA_WORK_IN_PROCESS", "1");
+        run_successfully(program, PROGRAM_TIMEOUT)
+            .expect("it succeeds")
+            .stdout
+    };
+    let output = run_in_process("tests/programs/py_work.py", &[]);
+    assert_eq!(output, "work is right\n");
+    let output = run_in_process("examples/python/monte_carlo.py", &["10"]);
+    assert!(output.starts_with(PI_LINE), "{output}");
+    assert!(output.contains("10 tasks in 10 attempts"), "{output}");
+}
+
+/// Functions, drivers, workers, coroutines and numpy arrays, on two hosts.
+#[test]
+#[ignore = "system tier: needs root, hosts and maturin"]
+fn work_is_right_on_hosts() {
+    with_python_hosts(2, |hosts| {
+        let arguments: &[&str] = match hosts.build.install_package(&hosts.interpreter, "numpy") {
+            Ok(()) => &["numpy"],
+            Err(reason) => {
+                eprintln!("numpy arrays are not tested: {reason}");
+                &[]
+            }
+        };
+        hosts.check_output("py_work.py", arguments, "work is right\n");
+        let output = run_to_end(hosts.command("monte_carlo.py", &["10"]), PROGRAM_TIMEOUT);
+        let output = output.expect("it ends");
+        assert!(
+            output.succeeded() && output.stdout.starts_with(PI_LINE),
+            "{output:?}"
+        );
+    });
+}
+
+/// A master that was killed continues from its journal with all results, and with its workers.
+#[test]
+#[ignore = "system tier: needs root, hosts and maturin"]
+fn killed_master_in_python_continues() {
+    with_python_hosts(2, |hosts| {
+        for way in ["class", "function"] {
+            let journal = hosts.vm.testbed().folder().join(format!("journal-{way}"));
+            let arguments = [way, journal.to_str().expect("a path")];
+            let command = hosts.command("py_work_journal.py", &arguments);
+            let running = RunningCommand::start(command, Stdio::null()).expect("it starts");
+            let process = wait_for(PROGRAM_TIMEOUT, || {
+                let output = running.stdout_so_far().map_err(|error| error.to_string())?;
+                match output.lines().count() >= 20 {
+                    true => program_process(&running),
+                    false => Err(output),
+                }
+            });
+            let process = process.expect("it has results");
+            kill(Pid::from_raw(process.pid()), Signal::SIGKILL).expect("a signal");
+            let killed = running.wait_or_kill(PROGRAM_TIMEOUT).expect("it ends");
+            assert!(!killed.stdout.contains("sum"), "{way}: {killed:?}");
+            let command = hosts.command("py_work_journal.py", &arguments);
+            let output = run_to_end(command, PROGRAM_TIMEOUT)
+                .unwrap_or_else(|error| panic!("{error:#}\n{}", hosts.vm.events_and_logs()));
+            assert!(
+                output.succeeded()
+                    && output
+                        .stdout
+                        .ends_with("sum 8955050 masters 2 workers True\n"),
+                "{way}: {output:?}\n{}",
+                hosts.vm.events_and_logs()
+            );
+        }
+    });
+}
+
+/// A foreman gives tasks to workers of which one leaves and one is killed. Programs that come after
+/// the end of the session have their own exit status.
+#[test]
+#[ignore = "system tier: needs root, hosts and maturin"]
+fn broker_session_has_members_that_come_and_go() {
+    let broker = build_folder().expect("a folder").join("pvm-broker");
+    let missing = "pvm-broker is not built: run cargo build -p pvm-broker".to_string();
+    panic_if_unmet((!broker.exists()).then_some(missing));
+    with_python_hosts(2, |hosts| {
+        let folder = hosts.vm.user_home().join("pvm3/bin/LINUX64");
+        fs::create_dir_all(&folder).expect("a folder");
+        fs::copy(&broker, folder.join("pvm-broker")).expect("a copy");
+        hosts.check_output("py_broker.py", &[], "the session is right\n");
+        let late = run_to_end(hosts.command("py_broker.py", &["leave"]), PROGRAM_TIMEOUT);
+        let late = late.expect("it ends");
+        assert_eq!(late.status.code(), Some(EXIT_OVER), "{late:?}");
+        let sentence = "py_broker.py: the session py-squares is over: a foreman has ended it";
+        assert!(late.stderr.starts_with(sentence), "{late:?}");
+    });
+}
+
+/// Prints how many tasks without work a run of two workers finishes in a second.
+#[test]
+#[ignore = "system tier: needs root, hosts and maturin"]
+fn tasks_without_work_are_finished() {
+    with_python_hosts(2, |hosts| {
+        let command = hosts.command("py_work_speed.py", &["100000"]);
+        let output = run_to_end(command, PROGRAM_TIMEOUT).expect("it ends");
+        assert!(output.succeeded(), "{output:?}");
+        assert!(output.stdout.contains("100000 tasks in"), "{output:?}");
+        println!("{}", output.stdout);
     });
 }
 

@@ -29,6 +29,7 @@ from ._native import (
 from ._run import python, run
 from .errors import (
     BadMessageError,
+    BrokerError,
     DeniedError,
     EndOfMessageError,
     GroupError,
@@ -40,6 +41,7 @@ from .errors import (
     NotFoundError,
     OutOfResourcesError,
     PvmError,
+    SessionOverError,
     SpawnError,
     WorkError,
 )
@@ -60,6 +62,7 @@ from .records import (
 __all__ = [
     "AddedHost",
     "BadMessageError",
+    "BrokerError",
     "Content",
     "DeniedError",
     "EndOfMessageError",
@@ -86,6 +89,7 @@ __all__ = [
     "OutOfResourcesError",
     "Packer",
     "PvmError",
+    "SessionOverError",
     "SpawnError",
     "Task",
     "TaskEnded",

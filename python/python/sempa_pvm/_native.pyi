@@ -3,6 +3,7 @@ from collections.abc import Awaitable, Coroutine, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self, SupportsComplex, SupportsFloat, final, overload
 
+from ._broker_types import Answer, Mail, MailInfo, Report
 from .errors import PvmError
 from .records import (
     AddedHost,
@@ -21,6 +22,7 @@ __all__ = [
     "EventStream",
     "Group",
     "Mailbox",
+    "Member",
     "Message",
     "Notices",
     "Packer",
@@ -352,3 +354,57 @@ def work_in_process(driver: object, worker: object, options: str) -> str: ...
 def work_serve(vm: Vm, worker: object, group_bits: int) -> float | None: ...
 def work_run_of_worker() -> str | None: ...
 def work_stop(vm: Vm) -> None: ...
+
+@final
+class Member:
+    @staticmethod
+    def join(
+        session: str | None = None,
+        *,
+        session_file: str | os.PathLike[str] | None = None,
+        foreman: bool = False,
+        factor: int = 0,
+        broker_options: Sequence[str] | None = None,
+        timeout: float = 60.0,
+        vm: Vm | None = None,
+    ) -> Member: ...
+    @property
+    def id(self) -> int: ...
+    @property
+    def session(self) -> str: ...
+    @property
+    def incarnation(self) -> int: ...
+    @property
+    def over(self) -> str | None: ...
+    def send(
+        self,
+        to: int,
+        kind: int,
+        data: _Buffer | None = None,
+        *,
+        returns: bool = False,
+        timeout: float | None = None,
+    ) -> Answer: ...
+    def recv(
+        self, source: int | None = None, kind: int | None = None, timeout: float | None = None
+    ) -> Mail: ...
+    def try_recv(self, source: int | None = None, kind: int | None = None) -> Mail | None: ...
+    def arecv(
+        self, source: int | None = None, kind: int | None = None
+    ) -> Coroutine[Any, Any, Mail]: ...
+    def probe(
+        self, source: int | None = None, kind: int | None = None, timeout: float | None = None
+    ) -> MailInfo: ...
+    def iprobe(self, source: int | None = None, kind: int | None = None) -> MailInfo | None: ...
+    def watch(self, member: int | None = None) -> Answer: ...
+    def report(self) -> Report: ...
+    def finish(self, within: float = 0.0) -> Answer: ...
+    def leave(self, *, for_owner: bool = False) -> None: ...
+    def _wait(self, source: int | None, kind: int | None) -> None: ...
+    def __enter__(self) -> Self: ...
+    def __exit__(
+        self,
+        exception_type: type[BaseException] | None,
+        exception: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> Literal[False]: ...

@@ -130,6 +130,27 @@ class WorkError(PvmError):
         self.kind = kind
 
 
+class BrokerError(PvmError):
+    """A call of a member of a broker session failed.
+
+    ``kind`` is ``"over"``, ``"gone"``, ``"refused"``, ``"session file"``, ``"no broker"`` or
+    ``"system"``. ``exit_status`` is the status for a program that ends because of the error.
+    """
+
+    kind: str
+    exit_status: int = 1
+
+    def __init__(self, reason: str, kind: str = "") -> None:
+        super().__init__(reason)
+        self.kind = kind
+
+
+class SessionOverError(BrokerError):
+    """The session is over. A program that meets this error ends with ``exit_status``."""
+
+    exit_status: int = 79
+
+
 class SpawnError(PvmError):
     """Tasks of a spawn were not started. The others run."""
 
@@ -188,6 +209,11 @@ def work_failed(reason: str, kind: str) -> WorkError:
     return WorkError(reason, kind)
 
 
-for _error_class in [PvmError, *PvmError.__subclasses__(), EndOfMessageError]:
+def broker_failed(reason: str, kind: str) -> BrokerError:
+    """Returns the exception for a failed call of a member."""
+    return (SessionOverError if kind == "over" else BrokerError)(reason, kind)
+
+
+for _error_class in [PvmError, *PvmError.__subclasses__(), EndOfMessageError, SessionOverError]:
     # Tracebacks name the module from which programs import the class.
     _error_class.__module__ = "sempa_pvm"

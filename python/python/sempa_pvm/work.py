@@ -64,6 +64,7 @@ from ._work_types import (
 from .errors import PvmError, WorkError
 
 __all__ = [
+    "AnyWorker",
     "AsyncResults",
     "Attempt",
     "Context",

@@ -35,11 +35,14 @@ impl PyDriver {
         })
     }
 
-    /// Calls `f` with the Python object. Keeps an exception, which ends the run.
+    /// Calls `f` with the Python object. Keeps an exception, which ends the run; further calls fail.
     fn call<R>(
         &self,
         f: impl FnOnce(Python<'_>, &Bound<'_, PyAny>) -> PyResult<R>,
     ) -> Result<R, Failure> {
+        if lock(&self.exception).is_some() {
+            return Err("an earlier callback has failed".into());
+        }
         Python::attach(|py| {
             f(py, self.object.bind(py)).map_err(|error| {
                 let text = error.to_string();
