@@ -91,10 +91,11 @@ impl<D: RawDriver> Master<D> {
             held_attempts: hello.held_attempts,
         };
         self.tell_dispatcher(returned, transport)?;
-        self.report_pool_event(&PoolEvent::WorkerReady {
+        self.report_pool_event(PoolEvent::WorkerReady {
             worker,
             host: hello.host.into(),
-        })
+        });
+        Ok(())
     }
 
     fn welcome_message(&self, init: Option<InitSource>) -> Welcome {
@@ -160,10 +161,11 @@ impl<D: RawDriver> Master<D> {
             benchmark: benchmark_us,
         };
         self.tell_dispatcher(ready, transport)?;
-        self.report_pool_event(&PoolEvent::WorkerReady {
+        self.report_pool_event(PoolEvent::WorkerReady {
             worker,
             host: waiting.host.into(),
-        })
+        });
+        Ok(())
     }
 
     /// Replaces the init data. Present workers of `groups` get the new data before their next task.

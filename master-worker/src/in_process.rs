@@ -46,7 +46,8 @@ impl<D: RawDriver> Shared<D> {
         if let Err(error) = self.master.handle(now, event, &mut self.mailbox) {
             self.error = Some(error);
         }
-        self.master.add_busy(begun.elapsed());
+        let elapsed = begun.elapsed();
+        self.master.add_busy(elapsed, elapsed);
     }
 }
 

@@ -105,6 +105,16 @@ impl JournalState {
         stored
     }
 
+    /// True if statistics or a snapshot are due.
+    pub(crate) fn has_turn(&self, now: Micros) -> bool {
+        now >= self.next_statistics || self.wants_snapshot(now)
+    }
+
+    fn wants_snapshot(&self, now: Micros) -> bool {
+        let is_wanted = now >= self.next_snapshot || self.journal.log_bytes() > LOG_BYTES_MAX;
+        is_wanted && !self.journal.is_snapshot_pending()
+    }
+
     /// True once in each interval of the statistics.
     pub(crate) fn take_statistics_turn(&mut self, now: Micros) -> bool {
         let is_due = now >= self.next_statistics;
@@ -116,8 +126,7 @@ impl JournalState {
 
     /// True once in each interval of the snapshots, and earlier if the log is large.
     pub(crate) fn take_snapshot_turn(&mut self, now: Micros) -> bool {
-        let is_wanted = now >= self.next_snapshot || self.journal.log_bytes() > LOG_BYTES_MAX;
-        let is_due = is_wanted && !self.journal.is_snapshot_pending();
+        let is_due = self.wants_snapshot(now);
         if is_due {
             self.next_snapshot = now + SNAPSHOT_INTERVAL;
         }

@@ -82,6 +82,7 @@
 //! ```
 
 mod arrivals;
+mod callbacks;
 mod context;
 mod events;
 mod host_store;

@@ -2,22 +2,23 @@
 //! A [`Transport`] carries its messages.
 
 use crate::arrivals::{WaitingWorker, init_number};
+use crate::callbacks::{AcceptedResult, Deferred, stored_task, stored_tasks};
 use crate::init_hosts::InitHosts;
-use crate::journal::{FailedAttempt, Record, StoredTask, TaskStats};
+use crate::journal::Record;
 use crate::journal_state::JournalState;
-use crate::protocol::{AttemptContent, AttemptResult, RawTask, TaskOrder, ToMaster, ToWorker};
-use crate::raw::{Failure, PoolEvent, RawDriver, ResultInfo};
+use crate::protocol::{AttemptContent, AttemptResult, TaskOrder, ToMaster, ToWorker};
+use crate::raw::{Failure, PoolEvent, RawDriver};
 use crate::recovery::encode;
-use crate::run::{AddedTask, Run, WorkerProgram};
+use crate::run::{Run, WorkerProgram};
 use crate::status;
 use bytes::Bytes;
 use sempa_work_dispatch::{
-    AttemptId, AttemptOutcome, AttemptRecord, AttemptReport, ClassId, Event, Key, LossReason,
-    Micros, NewTask, Output, PauseCause, Question, StatisticsReport, TaskId, WorkerId,
+    AttemptId, AttemptOutcome, AttemptReport, ClassId, Event, Key, LossReason, Micros, NewTask,
+    Output, PauseCause, Question, StatisticsReport, TaskId, WorkerId,
 };
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 use thiserror::Error;
 
 /// Why a run ended before its tasks were finished.
@@ -92,11 +93,13 @@ pub(crate) struct Master<D> {
     pub(crate) waiting_workers: BTreeMap<WorkerId, WaitingWorker>,
     /// The result that the dispatcher examines.
     current: Option<AttemptResult>,
+    /// Callbacks that wait for their call.
+    pub(crate) deferred: VecDeque<Deferred>,
     pub(crate) state: RunState,
     final_report: Option<StatisticsReport>,
     busy: Duration,
     /// Part of `busy` that the driver's callbacks have used.
-    callback_time: Duration,
+    pub(crate) callback_time: Duration,
 }
 
 /// Parts of a master that exist before its first event.
@@ -109,7 +112,7 @@ pub(crate) struct MasterParts<D> {
     pub(crate) master_wait: Duration,
 }
 
-fn driver_error(callback: &'static str) -> impl FnOnce(Failure) -> RunError {
+pub(crate) fn driver_error(callback: &'static str) -> impl FnOnce(Failure) -> RunError {
     move |source| RunError::Driver { callback, source }
 }
 
@@ -136,6 +139,7 @@ impl<D: RawDriver> Master<D> {
             master_wait: parts.master_wait,
             waiting_workers: BTreeMap::new(),
             current: None,
+            deferred: VecDeque::new(),
             state: RunState::Running,
             final_report: None,
             busy: Duration::ZERO,
@@ -143,8 +147,21 @@ impl<D: RawDriver> Master<D> {
         })
     }
 
-    /// Handles an event and sends what follows from it.
+    /// Handles an event, calls the driver, and sends what follows from both.
     pub(crate) fn handle(
+        &mut self,
+        now: Micros,
+        event: MasterEvent,
+        transport: &mut dyn Transport,
+    ) -> Result<(), RunError> {
+        self.receive(now, event, transport)?;
+        while self.run_callback(now, transport)? {}
+        self.settle(now, transport)
+    }
+
+    /// Handles an event and sends what the dispatcher decides. Callbacks of the driver wait for
+    /// [`Master::run_callback`].
+    pub(crate) fn receive(
         &mut self,
         now: Micros,
         event: MasterEvent,
@@ -161,13 +178,13 @@ impl<D: RawDriver> Master<D> {
             MasterEvent::WorkerPaused(worker, cause) => {
                 if self.run.dispatcher.has_worker(worker) {
                     self.tell_dispatcher(Event::WorkerPaused { worker, cause }, transport)?;
-                    self.report_pool_event(&PoolEvent::WorkerPaused { worker, cause })?;
+                    self.report_pool_event(PoolEvent::WorkerPaused { worker, cause });
                 }
             }
             MasterEvent::WorkerResumed(worker) => {
                 if self.run.dispatcher.has_worker(worker) {
                     self.tell_dispatcher(Event::WorkerResumed { worker }, transport)?;
-                    self.report_pool_event(&PoolEvent::WorkerResumed { worker })?;
+                    self.report_pool_event(PoolEvent::WorkerResumed { worker });
                 }
             }
             MasterEvent::WorkerMigrated(worker, host) => {
@@ -177,16 +194,16 @@ impl<D: RawDriver> Master<D> {
                         host: host.clone(),
                     };
                     self.tell_dispatcher(migrated, transport)?;
-                    self.report_pool_event(&PoolEvent::WorkerMigrated { worker, host })?;
+                    self.report_pool_event(PoolEvent::WorkerMigrated { worker, host });
                 }
             }
             MasterEvent::HostAdded(host) => {
                 self.tell_dispatcher(Event::HostAvailable, transport)?;
-                self.report_pool_event(&PoolEvent::HostAdded { host })?;
+                self.report_pool_event(PoolEvent::HostAdded { host });
             }
             MasterEvent::HostLost(host) => {
                 self.init.forget_copy(&host);
-                self.report_pool_event(&PoolEvent::HostLost { host })?;
+                self.report_pool_event(PoolEvent::HostLost { host });
             }
             MasterEvent::HostAvailable => self.tell_dispatcher(Event::HostAvailable, transport)?,
             MasterEvent::StartFailed(class, count) => {
@@ -194,6 +211,16 @@ impl<D: RawDriver> Master<D> {
             }
             MasterEvent::Tick => self.tell_dispatcher(Event::Tick, transport)?,
         }
+        self.carry_out(transport)
+    }
+
+    /// Stores what is due, and ends the run if it was stopped. No callback waits.
+    pub(crate) fn settle(
+        &mut self,
+        now: Micros,
+        transport: &mut dyn Transport,
+    ) -> Result<(), RunError> {
+        self.run.now = now;
         self.finish_callbacks(transport)?;
         self.carry_out(transport)?;
         self.acknowledge_stored(transport);
@@ -242,7 +269,10 @@ impl<D: RawDriver> Master<D> {
                 }
                 Ok(())
             }
-            ToMaster::Partial { task, data, .. } => self.handle_partial(task, &data),
+            ToMaster::Partial { task, data, .. } => {
+                self.deferred.push_back(Deferred::Partial { task, data });
+                Ok(())
+            }
             ToMaster::Returned(attempts) => {
                 self.tell_dispatcher(Event::TasksReturned { worker, attempts }, transport)
             }
@@ -263,10 +293,11 @@ impl<D: RawDriver> Master<D> {
             return Ok(());
         }
         self.tell_dispatcher(Event::WorkerLost { worker, reason }, transport)?;
-        self.report_pool_event(&PoolEvent::WorkerLost {
+        self.report_pool_event(PoolEvent::WorkerLost {
             worker,
             reason: reason.to_string(),
-        })
+        });
+        Ok(())
     }
 
     fn handle_result(
@@ -291,34 +322,6 @@ impl<D: RawDriver> Master<D> {
         Ok(())
     }
 
-    fn handle_partial(&mut self, task: TaskId, data: &Bytes) -> Result<(), RunError> {
-        let Some(stored) = self.run.payloads.get(&task) else {
-            return Ok(());
-        };
-        let payload = stored.task.payload.clone();
-        self.call_driver("on_partial_result", |driver, run| {
-            driver.on_partial_result(run, task, &payload, data)
-        })
-    }
-
-    pub(crate) fn report_pool_event(&mut self, event: &PoolEvent) -> Result<(), RunError> {
-        self.call_driver("on_pool_event", |driver, run| {
-            driver.on_pool_event(run, event)
-        })
-    }
-
-    /// Calls the driver, and adds the duration of the call to the time of callbacks.
-    fn call_driver(
-        &mut self,
-        callback: &'static str,
-        call: impl FnOnce(&mut D, &mut Run) -> Result<(), Failure>,
-    ) -> Result<(), RunError> {
-        let begun = Instant::now();
-        let outcome = call(&mut self.driver, &mut self.run);
-        self.callback_time += begun.elapsed();
-        outcome.map_err(driver_error(callback))
-    }
-
     pub(crate) fn tell_dispatcher(
         &mut self,
         event: Event,
@@ -341,11 +344,16 @@ impl<D: RawDriver> Master<D> {
                 Output::Recall { worker, attempts } => {
                     transport.send(worker, &ToWorker::Recall(attempts));
                 }
-                Output::Accept {
-                    worker,
-                    task,
-                    attempt,
-                } => self.accept(worker, task, attempt, transport)?,
+                Output::Accept { worker, .. } => {
+                    self.deferred.extend(self.current.take().map(|result| {
+                        let factor = self.run.dispatcher.worker_factor(worker);
+                        Deferred::Accepted(AcceptedResult {
+                            worker,
+                            factor,
+                            result,
+                        })
+                    }))
+                }
                 Output::Discard {
                     worker, attempt, ..
                 } => self.acknowledge(worker, vec![attempt], transport),
@@ -355,11 +363,16 @@ impl<D: RawDriver> Master<D> {
                     attempt,
                 } => transport.send(worker, &ToWorker::Cancel { task, attempt }),
                 Output::AttemptFailed { task, record, .. } => {
-                    self.store_failure(task, &record)?;
                     self.acknowledge(record.worker, vec![record.attempt], transport);
+                    self.deferred
+                        .push_back(Deferred::AttemptFailed { task, record });
                 }
-                Output::AttemptLost { task, record } => self.store_failure(task, &record)?,
-                Output::Quarantined { task, history } => self.quarantine(task, &history)?,
+                Output::AttemptLost { task, record } => self
+                    .deferred
+                    .push_back(Deferred::AttemptFailed { task, record }),
+                Output::Quarantined { task, history } => self
+                    .deferred
+                    .push_back(Deferred::Quarantined { task, history }),
                 Output::StartWorkers { class, count } => {
                     if let Some(program) = self.run.programs.get(&class) {
                         transport.start_workers(class, program, count);
@@ -369,12 +382,12 @@ impl<D: RawDriver> Master<D> {
                 Output::ReleaseWorker { worker } => {
                     self.waiting_workers.remove(&worker);
                     transport.send(worker, &ToWorker::End { run_is_over: false });
-                    self.report_pool_event(&PoolEvent::WorkerLost {
+                    self.report_pool_event(PoolEvent::WorkerLost {
                         worker,
                         reason: LossReason::Released.to_string(),
-                    })?;
+                    });
                 }
-                Output::AllTasksClosed => self.handle_all_closed(transport)?,
+                Output::AllTasksClosed => self.deferred.push_back(Deferred::AllClosed),
                 Output::TooManyQuarantined { count } => {
                     return Err(RunError::TooManyQuarantined { count });
                 }
@@ -411,102 +424,6 @@ impl<D: RawDriver> Master<D> {
         transport.send(worker, &message);
     }
 
-    /// Passes the first result of a task to the driver, and stores the result together with the
-    /// tasks that it adds.
-    fn accept(
-        &mut self,
-        worker: WorkerId,
-        task: TaskId,
-        attempt: AttemptId,
-        transport: &mut dyn Transport,
-    ) -> Result<(), RunError> {
-        self.finish_callbacks(transport)?;
-        let (Some(stored), Some(current)) = (self.run.payloads.remove(&task), self.current.take())
-        else {
-            return Ok(());
-        };
-        let AttemptContent::Completed {
-            result,
-            returned_tasks,
-        } = current.content
-        else {
-            return Ok(());
-        };
-        let info = ResultInfo {
-            task,
-            worker,
-            cpu_us: current.cpu_us,
-            wall_us: current.wall_us,
-        };
-        let returned = self.run.add_tasks(returned_tasks);
-        let returned = returned.map_err(driver_error("on_result"))?.len() as u32;
-        let payload = stored.task.payload;
-        self.call_driver("on_result", |driver, run| {
-            driver.on_result(run, &info, &payload, &result)
-        })?;
-        let added = stored_tasks(&self.run.added);
-        self.run.added.clear();
-        let stats = TaskStats {
-            cpu_us: current.cpu_us,
-            wall_us: current.wall_us,
-            factor: self.run.dispatcher.worker_factor(worker),
-        };
-        let Some(journal) = &mut self.journal else {
-            return self.finish_callbacks(transport);
-        };
-        let record = Record::Accepted {
-            task: task.0,
-            attempt: attempt.0,
-            result,
-            returned,
-            added,
-            stats,
-        };
-        let lsn = journal.append(record)?;
-        journal.acknowledge_later(lsn, worker, attempt);
-        self.finish_callbacks(transport)
-    }
-
-    fn store_failure(&mut self, task: TaskId, record: &AttemptRecord) -> Result<(), RunError> {
-        let Some(journal) = &self.journal else {
-            return Ok(());
-        };
-        let failed = FailedAttempt {
-            task: task.0,
-            attempt: record.attempt.0,
-            reason: encode(record)?,
-        };
-        journal.append(Record::AttemptFailed(failed)).map(|_| ())
-    }
-
-    fn quarantine(&mut self, task: TaskId, history: &[AttemptRecord]) -> Result<(), RunError> {
-        if let Some(journal) = &self.journal {
-            journal.append(Record::Quarantined {
-                task: task.0,
-                history: encode(&history)?,
-            })?;
-        }
-        let stored = self.run.payloads.get(&task);
-        let payload = stored.map(|stored| stored.task.payload.clone());
-        let payload = payload.unwrap_or_default();
-        self.call_driver("on_quarantined", |driver, run| {
-            driver.on_quarantined(run, task, &payload, history)
-        })
-    }
-
-    fn handle_all_closed(&mut self, transport: &mut dyn Transport) -> Result<(), RunError> {
-        // The callback of the last result may have added tasks.
-        if self.state != RunState::Running || self.run.dispatcher.open_task_count() > 0 {
-            return Ok(());
-        }
-        self.call_driver("on_all_closed", |driver, run| driver.on_all_closed(run))?;
-        self.finish_callbacks(transport)?;
-        if self.run.dispatcher.open_task_count() == 0 {
-            self.end(RunState::Finished, transport);
-        }
-        Ok(())
-    }
-
     /// Takes the statistics, then releases all workers.
     pub(crate) fn end(&mut self, state: RunState, transport: &mut dyn Transport) {
         self.state = state;
@@ -529,43 +446,6 @@ impl<D: RawDriver> Master<D> {
     pub(crate) fn report(&self) -> StatisticsReport {
         let report = self.final_report.clone();
         report.unwrap_or_else(|| self.run.dispatcher.report(self.run.now))
-    }
-
-    /// Stores what callbacks without a result have changed, and sends new updates and init data.
-    fn finish_callbacks(&mut self, transport: &mut dyn Transport) -> Result<(), RunError> {
-        let added = std::mem::take(&mut self.run.added);
-        let pruned = std::mem::take(&mut self.run.pruned);
-        let changed_keys = std::mem::take(&mut self.run.changed_keys);
-        if let Some(journal) = &self.journal {
-            if !added.is_empty() {
-                let tasks = stored_tasks(&added);
-                journal.append(Record::TasksAdded { tasks })?;
-            }
-            if !pruned.is_empty() {
-                let tasks = pruned.iter().map(|task| task.0).collect();
-                journal.append(Record::Pruned { tasks })?;
-            }
-            for (task, key) in changed_keys {
-                journal.append(Record::KeyChanged { task: task.0, key })?;
-            }
-        }
-        if std::mem::take(&mut self.run.update_is_new)
-            && let Some(update) = self.run.update.clone()
-        {
-            let message = ToWorker::Update(update);
-            for worker in self.run.dispatcher.worker_ids() {
-                transport.send(worker, &message);
-            }
-        }
-        for (worker, update) in std::mem::take(&mut self.run.worker_updates) {
-            if self.run.dispatcher.has_worker(worker) {
-                transport.send(worker, &ToWorker::Update(update));
-            }
-        }
-        if let Some((data, groups)) = self.run.refresh.take() {
-            self.refresh_init_data(data, groups, transport);
-        }
-        Ok(())
     }
 
     fn acknowledge(
@@ -634,12 +514,12 @@ impl<D: RawDriver> Master<D> {
         journal.wait_for_first_snapshot(patience)
     }
 
-    /// Adds time that the master has spent with work. No message of a worker was handled later than
-    /// this time after its arrival.
-    pub(crate) fn add_busy(&mut self, busy: Duration) {
+    /// Adds time that the master has spent with work. `longest_delay` is the longest time for which
+    /// messages had to wait.
+    pub(crate) fn add_busy(&mut self, busy: Duration, longest_delay: Duration) {
         self.busy += busy;
-        let busy = u64::try_from(busy.as_micros()).unwrap_or(u64::MAX);
-        self.run.dispatcher.note_busy(busy);
+        let delay = u64::try_from(longest_delay.as_micros()).unwrap_or(u64::MAX);
+        self.run.dispatcher.note_busy(delay);
     }
 
     pub(crate) fn busy(&self) -> Duration {
@@ -704,12 +584,14 @@ impl<D: RawDriver> Master<D> {
             }
             Question::Retry(id) => {
                 let id = TaskId(*id);
+                let now = self.run.now;
+                // The record of the quarantine comes first.
+                while self.run_callback(now, transport)? {}
                 let task = self.run.payloads.get(&id).map(|stored| NewTask {
                     id,
                     key: Key::new(stored.task.key).unwrap_or_default(),
                     groups: stored.task.groups,
                 });
-                let now = self.run.now;
                 let is_retried =
                     task.is_some_and(|task| self.run.dispatcher.retry_quarantined(now, &task));
                 if is_retried {
@@ -733,20 +615,4 @@ impl<D: RawDriver> Master<D> {
     pub(crate) fn init_bytes_sent(&self) -> u64 {
         self.init.sent_bytes()
     }
-}
-
-fn stored_task(id: TaskId, raw: &RawTask, position: i64) -> StoredTask {
-    StoredTask {
-        id: id.0,
-        key: raw.key,
-        groups: raw.groups.bits(),
-        position,
-        payload: raw.payload.clone(),
-    }
-}
-
-fn stored_tasks(added: &[AddedTask]) -> Vec<StoredTask> {
-    let tasks = added.iter();
-    let stored = |added: &AddedTask| stored_task(added.id, &added.task, added.position);
-    tasks.map(stored).collect()
 }

@@ -23,6 +23,8 @@ const NOTICE_TAG: i32 = 0x5357_4d05;
 const CONTEXT: i32 = 0;
 /// Messages that the master takes from the library at once.
 const BATCH_MAX: usize = 256;
+/// Interval at which the master looks for messages between callbacks of the driver.
+const RECEIVE_INTERVAL: Duration = Duration::from_millis(1);
 const FINISH_PATIENCE: Duration = Duration::from_secs(60);
 
 /// Workers that a thread has started.
@@ -224,24 +226,58 @@ impl<D: RawDriver> Shell<D> {
         while self.master.state == RunState::Running {
             let arrived = self.wait()?;
             let begun = Instant::now();
-            if let Arrived::Messages(messages) = arrived {
-                for message in messages {
-                    self.handle_message(&message, transport)?;
-                }
-            }
-            while let Ok(started) = self.receiver.try_recv() {
-                self.handle_started(started, transport)?;
-            }
-            for (tid, reason) in self.losses.due(Instant::now()) {
-                self.lose(tid, reason, transport)?;
-            }
-            // After the losses, so that the workers of a lost host are not released twice.
-            self.master.run.set_host_count(transport.hosts.len());
-            self.tell(MasterEvent::Tick, transport)?;
-            self.master.add_busy(begun.elapsed());
+            self.receive(arrived, transport)?;
+            let longest_delay = self.run_callbacks(begun, transport)?;
+            let now = self.now();
+            self.master.settle(now, transport)?;
+            self.master.add_busy(begun.elapsed(), longest_delay);
             self.show_progress();
         }
         Ok(())
+    }
+
+    /// Handles what has arrived, without callbacks of the driver.
+    fn receive(&mut self, arrived: Arrived, transport: &mut VmTransport) -> Result<(), RunError> {
+        if let Arrived::Messages(messages) = arrived {
+            for message in messages {
+                self.handle_message(&message, transport)?;
+            }
+        }
+        while let Ok(started) = self.receiver.try_recv() {
+            self.handle_started(started, transport)?;
+        }
+        for (tid, reason) in self.losses.due(Instant::now()) {
+            self.lose(tid, reason, transport)?;
+        }
+        // After the losses, so that the workers of a lost host are not released twice.
+        self.master.run.set_host_count(transport.hosts.len());
+        self.tell(MasterEvent::Tick, transport)
+    }
+
+    /// Calls the driver for all events. Between the calls, handles messages that have arrived, so
+    /// that a worker waits for one callback at most. Returns the longest time for which messages had
+    /// to wait since `begun`.
+    fn run_callbacks(
+        &mut self,
+        begun: Instant,
+        transport: &mut VmTransport,
+    ) -> Result<Duration, RunError> {
+        let (mut longest_delay, mut received_at) = (Duration::ZERO, begun);
+        loop {
+            let now = self.now();
+            let was_called = self.master.run_callback(now, transport)?;
+            let delay = received_at.elapsed();
+            longest_delay = longest_delay.max(delay);
+            if !was_called {
+                return Ok(longest_delay);
+            }
+            if delay >= RECEIVE_INTERVAL && self.master.accepts_messages(now) {
+                received_at = Instant::now();
+                let arrived = self.vm.runtime().check_inbox(&mut take_messages);
+                self.receive(arrived.unwrap_or(Arrived::Woken), transport)?;
+                self.master.acknowledge_stored(transport);
+            }
+        }
     }
 
     /// Waits for messages, for a thread, or for the time of the next check.
@@ -253,19 +289,9 @@ impl<D: RawDriver> Shell<D> {
         let deadline = deadlines.into_iter().flatten().min();
         let mut calls = 0;
         let mut take = |inbox: &mut Inbox| {
-            let mut messages = VecDeque::new();
-            while messages.len() < BATCH_MAX
-                && let Some(message) = inbox.take_first(is_for_master)
-            {
-                messages.push_back(message);
-            }
             calls += 1;
-            match messages.is_empty() {
-                false => Some(Arrived::Messages(messages)),
-                // The first call is made before the wait.
-                true if calls > 1 => Some(Arrived::Woken),
-                true => None,
-            }
+            // The first call is made before the wait.
+            take_messages(inbox).or((calls > 1).then_some(Arrived::Woken))
         };
         let arrived = self.vm.runtime().wait_for_inbox(deadline, &mut take);
         match arrived {
@@ -276,7 +302,7 @@ impl<D: RawDriver> Shell<D> {
 
     fn tell(&mut self, event: MasterEvent, transport: &mut VmTransport) -> Result<(), RunError> {
         let now = self.now();
-        self.master.handle(now, event, transport)
+        self.master.receive(now, event, transport)
     }
 
     fn handle_message(
@@ -420,6 +446,17 @@ impl<D: RawDriver> Shell<D> {
         }
         Ok((outcome, self.master.driver))
     }
+}
+
+/// Takes the messages that have arrived; `None` if there are none.
+fn take_messages(inbox: &mut Inbox) -> Option<Arrived> {
+    let mut messages = VecDeque::new();
+    while messages.len() < BATCH_MAX
+        && let Some(message) = inbox.take_first(is_for_master)
+    {
+        messages.push_back(message);
+    }
+    (!messages.is_empty()).then_some(Arrived::Messages(messages))
 }
 
 fn is_for_master(message: &Message) -> bool {

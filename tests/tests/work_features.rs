@@ -102,6 +102,75 @@ fn init_data_are_sent_once_per_host() {
     assert!((1..=2).contains(&copies), "{copies} copies for two hosts");
 }
 
+/// The driver replaces the init data in the middle of the run. No later task sees the old ones, and
+/// the new ones are sent once per host.
+#[test]
+#[ignore = "system tier: needs root and hosts"]
+fn new_init_data_reach_all_workers_before_their_next_task() {
+    let facts = run_probe(&["refresh", "4"]);
+    let old_sum: u64 = (0..1 << 20).map(|index: u64| index & 0xff).sum();
+    let new_sum = 2 << 20;
+    assert_eq!(facts.number("results"), 160);
+    assert_eq!(facts.number("sum"), 80 * (old_sum + new_sum));
+    let copies = facts.number("init bytes") >> 20;
+    assert!(
+        (2..=4).contains(&copies),
+        "{copies} copies of two data for two hosts"
+    );
+}
+
+/// The driver abandons the task of one worker, and updates only the other worker.
+#[test]
+#[ignore = "system tier: needs root and hosts"]
+fn driver_stops_one_worker_and_updates_another() {
+    let facts = run_probe(&["stop", "2"]);
+    assert_eq!((facts.number("results"), facts.number("sum")), (1, 4_711));
+    assert_eq!((facts.number("pruned"), facts.number("lost")), (1, 0));
+}
+
+/// A worker executes the tasks that it holds ahead while a callback of the driver runs.
+#[test]
+#[ignore = "system tier: needs root and hosts"]
+fn worker_continues_during_a_callback() {
+    let facts = run_probe(&["slow", "1"]);
+    assert_eq!(facts.number("results"), 200);
+    assert!(facts.number("overlapped") >= 5, "{}", facts.0);
+}
+
+/// A host that vanishes without a word is noticed, and its tasks are executed elsewhere (point 20 of
+/// the faults of earlier systems).
+#[test]
+#[ignore = "system tier: needs root and hosts"]
+fn tasks_of_a_vanished_host_are_executed_elsewhere() {
+    let bed = require_testbed(2);
+    let vm = Vm::start(&bed, VmSettings::default()).expect("a virtual machine");
+    vm.add_hosts(&["h2"]).expect("h2 joins");
+    let command = probe_command(&vm, &["long", "4"]);
+    let run = RunningCommand::start(command, Stdio::null()).expect("starts");
+    let is_on_h2 = || {
+        let workers = vm
+            .pvm_json(&["work", "workers", "probe"])
+            .map_err(|e| e.to_string())?;
+        let workers = workers.first().map(|answer| answer["workers"].clone());
+        let workers = workers.and_then(|workers| workers.as_array().cloned());
+        let on_h2 = workers.unwrap_or_default().into_iter().filter(|worker| {
+            worker["host"] == "h2" && worker["held_tasks"].as_u64().unwrap_or_default() > 0
+        });
+        match on_h2.count() {
+            0 => Err("no task is executed on h2".to_string()),
+            _ => Ok(()),
+        }
+    };
+    wait_for(TIMEOUT, is_on_h2).or_panic_with_logs(&vm);
+    bed.set_connected(2, false).expect("cut");
+    let result = run.wait_or_kill(TIMEOUT).or_panic_with_logs(&vm);
+    let facts = Facts(result.stdout);
+    assert_eq!((facts.number("results"), facts.number("sum")), (40, 40));
+    assert!(facts.number("lost") >= 1, "{}", facts.0);
+    bed.set_connected(2, true).expect("connected");
+    vm.halt_and_wait().expect("halts");
+}
+
 /// The task of a suspended worker is executed by another worker, which would be idle otherwise.
 #[test]
 #[ignore = "system tier: needs root and hosts"]

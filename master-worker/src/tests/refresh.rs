@@ -78,6 +78,7 @@ impl RawDriver for Changing {
         match number_in(result) {
             REFRESH => {
                 self.init += 1;
+                run.add_tasks((101..=103).map(raw_task).collect())?;
                 run.refresh_init_data(self.data(), Groups::single(1));
             }
             UPDATE_ONE => run.send_update_to(WorkerId(2), Bytes::from_static(b"for two")),
@@ -205,7 +206,7 @@ fn is_message(source: &InitSource) -> bool {
 #[test]
 fn new_init_data_reach_the_group_once_per_host() {
     let dir = tempfile::tempdir().expect("a folder");
-    let mut setup = Setup::new(&dir.path().join("run"), Changing::new(20, 7));
+    let mut setup = Setup::new(&dir.path().join("run"), Changing::new(4, 7));
     let tasks: Vec<_> = [(1, "a", 1), (2, "a", 1), (3, "b", 2), (4, "b", 1)]
         .into_iter()
         .map(|(worker, host, group)| setup.join(worker, host, group))
@@ -221,7 +222,10 @@ fn new_init_data_reach_the_group_once_per_host() {
     let task = messages
         .iter()
         .position(|m| matches!(m, ToWorker::Tasks { .. }));
-    assert!(change < task && change.is_some(), "{messages:?}");
+    assert!(
+        change < task && change.is_some(),
+        "a task that the callback has added comes later: {messages:?}"
+    );
     assert!(setup.has_change(2) && !setup.has_change(3) && setup.has_change(4));
 
     setup.send(1, ToMaster::InitWanted);
@@ -355,4 +359,39 @@ fn end_of_a_run_counts_workers_before_their_release() {
     for worker in 1..=3 {
         assert!(setup.take(worker).contains(&end), "worker {worker}");
     }
+}
+
+/// The dispatcher decides about all results that have arrived before the first callback begins, so
+/// that a slow callback keeps no worker waiting.
+#[test]
+fn tasks_are_sent_before_the_callbacks_of_results() {
+    let dir = tempfile::tempdir().expect("a folder");
+    let mut setup = Setup::new(&dir.path().join("run"), Changing::new(20, 7));
+    let first: Vec<TaskOrder> = (1..=3).map(|w| setup.join(w, "a", 1)[0].clone()).collect();
+    for (worker, order) in (1..=3).zip(&first) {
+        let result = AttemptResult {
+            task: order.task,
+            attempt: order.attempt,
+            cpu_us: 1,
+            wall_us: 1,
+            content: AttemptContent::Completed {
+                result: Bytes::copy_from_slice(&77_u64.to_le_bytes()),
+                returned_tasks: Vec::new(),
+            },
+        };
+        let message = MasterEvent::Message(WorkerId(worker), ToMaster::Results(vec![result]));
+        let received = setup.master.receive(2, message, &mut setup.outbox);
+        received.expect("received");
+    }
+    assert_eq!(setup.master.driver.results, 0);
+    for worker in 1..=3 {
+        assert_eq!(setup.take_tasks(worker).len(), 1, "worker {worker}");
+    }
+    for results in 1..=3 {
+        let called = setup.master.run_callback(3, &mut setup.outbox);
+        assert!(called.expect("called"));
+        assert_eq!(setup.master.driver.results, results);
+    }
+    let called = setup.master.run_callback(3, &mut setup.outbox);
+    assert!(!called.expect("nothing to call"));
 }

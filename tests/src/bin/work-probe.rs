@@ -7,16 +7,22 @@
 //! | `update` | tasks that run until an update arrives, which the driver sends when all have begun |
 //! | `init` | NUMBER workers get init data of 1 MiB and return its sum |
 //! | `pause` | the driver suspends its first worker when a task has begun |
+//! | `refresh` | NUMBER workers return the sum of their init data, which the driver replaces |
+//! | `stop` | two tasks wait; the driver abandons one, and updates the worker of the other |
+//! | `slow` | a callback waits until the worker has executed further tasks |
+//! | `long` | 40 tasks of half a second on NUMBER workers |
 
 use libpvm::Vm;
 use libpvm::proto::Tid;
 use master_worker::{
     AttemptRecord, Driver, Failure, Groups, MasterOptions, PackedDriver, PoolEvent, RunHandle,
-    Task, TaskContext, Worker, WorkerProgram, is_worker, run_as_worker, run_master,
+    Task, TaskContext, Worker, WorkerId, WorkerProgram, is_worker, run_as_worker, run_master,
 };
 use serde::{Deserialize, Serialize};
+use std::io::Write;
+use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// The master's connection, for the calls of its driver.
 static VM: OnceLock<Vm> = OnceLock::new();
@@ -25,6 +31,11 @@ const INIT_BYTES: usize = 1 << 20;
 const UPDATE: u64 = 4_711;
 /// Number of tasks that wait for the update.
 const WAITING_TASKS: u64 = 3;
+/// Each byte of the init data that replace the first ones.
+const NEW_BYTE: u8 = 2;
+/// Tasks that the worker executes while a callback runs.
+const OVERLAPPED_TASKS: u64 = 5;
+const CALLBACK_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// What a task does.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -37,6 +48,10 @@ enum Action {
     SumInit,
     /// Say that the task has begun, and sleep.
     Sleep(Duration),
+    /// Say that the task has begun, and return an update, or 0 when the task is canceled.
+    AwaitEnd,
+    /// Append a byte to a file and compute for a millisecond.
+    Count(PathBuf),
 }
 
 impl Task for Action {
@@ -51,8 +66,9 @@ struct Probe {
     sum: u64,
     results: u64,
     ready_workers: u64,
-    /// Tid of the first worker.
-    first_worker: i32,
+    /// The workers in the order in which they became ready.
+    workers: Vec<WorkerId>,
+    overlapped_tasks: u64,
     pauses: u64,
     quarantined: Vec<String>,
 }
@@ -69,6 +85,10 @@ impl Probe {
             // Each worker gets some.
             "init" => Ok(vec![Action::SumInit; 20 * self.number as usize]),
             "pause" => Ok(vec![Action::Sleep(Duration::from_millis(500)); 2]),
+            "refresh" => Ok(vec![Action::SumInit; 20 * self.number as usize]),
+            "stop" => Ok(vec![Action::AwaitEnd; 2]),
+            "slow" => Ok(vec![Action::Count(counter_file()?); 200]),
+            "long" => Ok(vec![Action::Sleep(Duration::from_millis(500)); 40]),
             mode => Err(format!("there is no mode {mode}").into()),
         }
     }
@@ -87,19 +107,27 @@ impl Driver for Probe {
 
     fn init_data(&mut self) -> Result<Vec<u8>, Failure> {
         Ok(match self.mode.as_str() {
-            "init" => (0..INIT_BYTES).map(|index| index as u8).collect(),
+            "init" | "refresh" => (0..INIT_BYTES).map(|index| index as u8).collect(),
             _ => Vec::new(),
         })
     }
 
     fn on_result(
         &mut self,
-        _run: &mut RunHandle<'_, Self>,
+        run: &mut RunHandle<'_, Self>,
         _task: Action,
         result: u64,
     ) -> Result<(), Failure> {
         self.results += 1;
         self.sum += result;
+        let first_tasks = 20 * self.number;
+        if self.mode == "refresh" && self.results == first_tasks {
+            run.refresh(&vec![NEW_BYTE; INIT_BYTES], Some(Groups::ALL))?;
+            run.add(&vec![Action::SumInit; first_tasks as usize])?;
+        }
+        if self.mode == "slow" && self.results == 50 {
+            self.overlapped_tasks = wait_for_tasks()?;
+        }
         Ok(())
     }
 
@@ -115,7 +143,15 @@ impl Driver for Probe {
         }
         if self.mode == "pause" && self.begun == 1 {
             let vm = VM.get().ok_or("no connection")?;
-            vm.task(Tid::from_raw(self.first_worker)).suspend()?;
+            let first = self.workers.first().ok_or("no worker")?;
+            vm.task(Tid::from_raw(i32::try_from(first.0)?)).suspend()?;
+        }
+        if self.mode == "stop" && self.begun == 2 {
+            let [first, second] = self.workers[..] else {
+                return Err(format!("not two workers: {:?}", self.workers).into());
+            };
+            run.stop_work(first).ok_or("the worker executes no task")?;
+            run.update_worker(second, &UPDATE)?;
         }
         Ok(())
     }
@@ -139,15 +175,36 @@ impl Driver for Probe {
     ) -> Result<(), Failure> {
         match event {
             PoolEvent::WorkerReady { worker, .. } => {
-                if self.ready_workers == 0 {
-                    self.first_worker = i32::try_from(worker.0)?;
-                }
+                self.workers.push(*worker);
                 self.ready_workers += 1;
             }
             PoolEvent::WorkerPaused { .. } => self.pauses += 1,
             _ => {}
         }
         Ok(())
+    }
+}
+
+/// Returns the file in which a worker counts its tasks.
+fn counter_file() -> Result<PathBuf, Failure> {
+    let program = std::env::current_exe()?;
+    Ok(program.with_extension("counter"))
+}
+
+fn file_size(path: &Path) -> u64 {
+    std::fs::metadata(path).map_or(0, |metadata| metadata.len())
+}
+
+/// Waits until workers have executed further tasks. Returns their number.
+fn wait_for_tasks() -> Result<u64, Failure> {
+    let (file, began) = (counter_file()?, Instant::now());
+    let before = file_size(&file);
+    loop {
+        let executed = file_size(&file) - before;
+        if executed >= OVERLAPPED_TASKS || began.elapsed() > CALLBACK_TIMEOUT {
+            return Ok(executed);
+        }
+        std::thread::yield_now();
     }
 }
 
@@ -188,6 +245,26 @@ impl Worker for Executor {
                 std::thread::sleep(duration);
                 Ok(1)
             }
+            Action::AwaitEnd => {
+                context.send_partial(&())?;
+                while !context.is_canceled()? {
+                    if let Some(update) = context.update()? {
+                        return Ok(update);
+                    }
+                    std::thread::yield_now();
+                }
+                Ok(0)
+            }
+            Action::Count(path) => {
+                let mut file = std::fs::File::options()
+                    .append(true)
+                    .create(true)
+                    .open(path)?;
+                file.write_all(b".")?;
+                let began = Instant::now();
+                while began.elapsed() < Duration::from_millis(1) {}
+                Ok(1)
+            }
         }
     }
 }
@@ -202,6 +279,8 @@ fn main() -> Result<(), Failure> {
     let own_program = std::env::current_exe()?.to_string_lossy().into_owned();
     let mut options = MasterOptions::new("probe");
     options.settings.retry.delay = 10_000;
+    // The loss of a host must be noticed, not only its slowness.
+    options.settings.second_copies = mode != "long";
     options.default_workers = Some(WorkerProgram::new(own_program, u32::try_from(number)?));
     let probe = Probe {
         mode,
@@ -210,7 +289,8 @@ fn main() -> Result<(), Failure> {
         sum: 0,
         results: 0,
         ready_workers: 0,
-        first_worker: 0,
+        workers: Vec::new(),
+        overlapped_tasks: 0,
         pauses: 0,
         quarantined: Vec::new(),
     };
@@ -224,6 +304,8 @@ fn main() -> Result<(), Failure> {
     println!("pauses {}", probe.pauses);
     println!("copies {}", counts.second_copies);
     println!("lost {}", counts.workers_lost);
+    println!("pruned {}", counts.tasks_pruned);
+    println!("overlapped {}", probe.overlapped_tasks);
     println!("init bytes {}", outcome.init_bytes_sent);
     for reasons in probe.quarantined {
         println!("quarantined {reasons}");
