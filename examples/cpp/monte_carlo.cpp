@@ -1,16 +1,17 @@
 // Estimates pi with a master-worker run: monte_carlo [TASKS]
 //
-// With SEMPA_WORK_IN_PROCESS=1 the program needs no virtual machine.
+// With SEMPA_WORK_IN_PROCESS=1 the program needs no virtual machine; SEMPA_WORK_JOURNAL names the
+// directory of a journal.
 #include <MWDriver.h>
 #include <cmath>
 #include <cstdlib>
+#include <stdexcept>
 
 const int POINTS_PER_TASK = 1000000;
 
 // A batch of random points; the seed is its description, the number of hits its result.
-class Batch : public MWTask {
-public:
-    explicit Batch(unsigned long seed = 0) : seed(seed), hits(0) {}
+struct Batch : MWTask {
+    Batch(unsigned long seed = 0) : seed(seed), hits(0) {}
     void pack_work() { RMC->pack(&seed, 1); }
     void unpack_work() { RMC->unpack(&seed, 1); }
     void pack_results() { RMC->pack(&hits, 1); }
@@ -18,7 +19,7 @@ public:
     unsigned long seed, hits;
 };
 
-class Pi : public MWDriver {
+struct Pi : MWDriver {
     int tasks = 100;
     unsigned long hits = 0;
 
@@ -41,11 +42,17 @@ class Pi : public MWDriver {
         hits += static_cast<Batch *>(task)->hits;
         return OK;
     }
+    void write_master_state(FILE *file) { std::fprintf(file, "%lu", hits); }
+    void read_master_state(FILE *file)
+    {
+        if (std::fscanf(file, "%lu", &hits) != 1)
+            throw std::runtime_error("the saved state has no number of hits");
+    }
     MWTask *gimme_a_task() { return new Batch; }
     void printresults() { std::printf("pi is about %.5f\n", 4.0 * hits / tasks / POINTS_PER_TASK); }
 };
 
-class Thrower : public MWWorker {
+struct Thrower : MWWorker {
     MWTask *gimme_a_task() { return new Batch; }
     MWReturn unpack_init_data() { return OK; }
     // Counts the points within the circle.
@@ -68,8 +75,4 @@ class Thrower : public MWWorker {
 
 MWWorker *gimme_a_worker() { return new Thrower; }
 
-int main(int argc, char *argv[])
-{
-    Pi().go(argc, argv);
-    return 0;
-}
+int main(int argc, char *argv[]) { Pi().go(argc, argv); }

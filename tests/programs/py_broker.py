@@ -3,7 +3,9 @@
 import asyncio
 import os
 import signal
+import subprocess
 import sys
+import tempfile
 
 import sempa_pvm as pvm
 from sempa_pvm import broker
@@ -80,12 +82,12 @@ def serve(member):
                     todo.append(running.pop(mail.member))
             case broker.Returned():
                 assert mail.kind == TASK and mail.reason, mail
-            case broker.Message(kind=RESULT):
+            case broker.Message() if mail.kind == RESULT:
                 number, square = (int(text) for text in bytes(mail.data).split())
                 results[number] = square
                 running.pop(mail.sender, None)
                 idle.append(mail.sender)
-            case broker.Message(kind=READY):
+            case broker.Message():
                 idle.append(mail.sender)
     return results, gone
 
@@ -133,6 +135,38 @@ def check_report(member, gone):
     assert states[member.id].tid is not None, states
 
 
+def check_member_outside(member):
+    """A member outside the virtual machine dials the broker, with a session file."""
+    program = os.path.expanduser("~/pvm3/bin/LINUX64/pvm-broker")
+    with tempfile.TemporaryDirectory() as folder:
+        file = os.path.join(folder, "session")
+        command = [program, "secret", SESSION, "--output", file]
+        subprocess.run(command, check=True, stdout=subprocess.PIPE)
+        with broker.join(session_file=file) as outside:
+            assert outside.session == SESSION and outside.incarnation == 1, outside
+            assert outside.send(member.id, 5, b"from outside")
+            mail = member.recv(outside.id, kind=5, timeout=WAIT)
+            assert bytes(mail.data) == b"from outside", mail
+            assert member.send(outside.id, 6, returns=True)
+            mail = outside.recv(member.id, timeout=WAIT)
+            assert mail == broker.Message(member.id, 6, memoryview(b"")), mail
+    notice = member.recv(outside.id, broker.GONE, timeout=WAIT)
+    assert notice == broker.Gone(outside.id, "left", 0), notice
+    try:
+        outside.send(broker.FOREMAN, 1)
+    except broker.BrokerError as error:
+        assert error.kind == "gone" and "has left" in str(error), error
+    else:
+        raise AssertionError("no error")
+    open_file = os.path.join(os.path.dirname(__file__), "no such file")
+    try:
+        broker.join(session_file=open_file)
+    except broker.BrokerError as error:
+        assert error.kind == "session file", error
+    else:
+        raise AssertionError("no error")
+
+
 def foreman(vm):
     lives = ["leave", "kill", "async"]
     with broker.join(SESSION, foreman=True, vm=vm) as member:
@@ -145,6 +179,7 @@ def foreman(vm):
         check_answers(member, gone)
         check_probes(member)
         check_report(member, gone)
+        check_member_outside(member)
         assert member.over is None
         assert member.finish(), "the foreman may end the session"
     try:

@@ -1,4 +1,4 @@
-//! Estimates pi with a master-worker run: `rust-monte-carlo [TASKS]`.
+//! Estimates pi with a master-worker run: `rust-monte-carlo [TASKS] [JOURNAL]`.
 //!
 //! With `SEMPA_WORK_IN_PROCESS=1` the program needs no virtual machine.
 
@@ -29,7 +29,7 @@ impl Driver for Pi {
     type Update = Nothing;
     type Partial = Nothing;
 
-    fn initial_tasks(&mut self, _run: &mut RunHandle<'_, Self>) -> Result<Vec<Batch>, Failure> {
+    fn initial_tasks(&mut self, _: &mut RunHandle<'_, Self>) -> Result<Vec<Batch>, Failure> {
         Ok((0..self.tasks).map(Batch).collect())
     }
 
@@ -37,12 +37,7 @@ impl Driver for Pi {
         Ok(())
     }
 
-    fn on_result(
-        &mut self,
-        _run: &mut RunHandle<'_, Self>,
-        _batch: Batch,
-        hits: u64,
-    ) -> Result<(), Failure> {
+    fn on_result(&mut self, _: &mut RunHandle<Self>, _: Batch, hits: u64) -> Result<(), Failure> {
         self.hits += hits;
         Ok(())
     }
@@ -61,29 +56,26 @@ impl Worker for Thrower {
     }
 
     /// Counts the points within the circle.
-    fn execute(
-        &mut self,
-        batch: Batch,
-        _context: &mut TaskContext<'_, '_, Self>,
-    ) -> Result<u64, Failure> {
+    fn execute(&mut self, batch: Batch, _: &mut TaskContext<Self>) -> Result<u64, Failure> {
         let mut state = batch.0 + 1;
-        let mut random = || {
-            // splitmix64
-            state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
-            let mixed = (state ^ (state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-            let mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-            ((mixed ^ (mixed >> 31)) >> 11) as f64 / (1u64 << 53) as f64
-        };
-        let is_hit = |_: &u64| random().powi(2) + random().powi(2) < 1.0;
+        let is_hit = |_: &u64| random(&mut state).hypot(random(&mut state)) < 1.0;
         Ok((0..POINTS_PER_TASK).filter(is_hit).count() as u64)
     }
 }
 
+/// Returns a number from 0 to 1 (splitmix64).
+fn random(state: &mut u64) -> f64 {
+    *state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    let mixed = (*state ^ (*state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    ((mixed ^ (mixed >> 31)) >> 11) as f64 / (1u64 << 53) as f64
+}
+
 fn main() -> Result<(), Failure> {
-    let tasks = std::env::args()
-        .nth(1)
-        .map_or(Ok(100), |text| text.parse())?;
+    let mut arguments = std::env::args().skip(1);
+    let tasks = arguments.next().map_or(Ok(100), |text| text.parse())?;
     let mut options = ProgramOptions::new("monte-carlo", 4);
+    options.master.journal = arguments.next().map(Into::into);
     options.in_process = std::env::var_os("SEMPA_WORK_IN_PROCESS").is_some();
     let (pi, outcome) = run_program::<Pi, Thrower>(Pi { tasks, hits: 0 }, &options)?;
     let points = tasks * POINTS_PER_TASK;
