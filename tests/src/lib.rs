@@ -34,6 +34,7 @@ pub mod ring_job;
 pub mod rng;
 pub mod run;
 pub mod screen;
+pub mod source_packages;
 pub mod ssh;
 mod ssh_settings;
 pub mod tablix;

@@ -6,13 +6,14 @@ use sempa_tests::broker_vm::{
     repository_folder, sum_of_squares, total,
 };
 use sempa_tests::requirements::{panic_if_unmet, require_testbed};
-use sempa_tests::run::{CommandResult, RunningCommand, run_to_end};
+use sempa_tests::run::RunningCommand;
+use sempa_tests::source_packages::FASTDNAML;
 use sempa_tests::testbed::Host;
 use sempa_tests::{OrPanicWithLogs, wait_for};
 use serde_json::Value;
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::Stdio;
 
 /// The first member starts the broker. Members inside and outside the virtual machine work
 /// together. At the end of the session all get the exit status for the end, and nothing is left.
@@ -268,28 +269,6 @@ fn sixty_one_workers_with_122_departures() {
     broker.end();
 }
 
-/// Fetches fastDNAml's source from Debian into a folder: by `apt-get source` if sources are
-/// configured, else from the pool of the configured mirror. Returns `None` if apt cannot fetch it.
-fn fetch_fastdnaml(folder: &Path) -> Option<PathBuf> {
-    let archive = "fastdnaml_1.2.2.orig.tar.gz";
-    let run = |program: &str, arguments: &[&str]| {
-        let mut command = Command::new(program);
-        command.current_dir(folder).args(arguments);
-        run_to_end(command, TIMEOUT)
-            .ok()
-            .filter(CommandResult::succeeded)
-    };
-    if run("apt-get", &["source", "--download-only", "fastdnaml"]).is_none() {
-        let uris = run("apt-get", &["download", "--print-uris", "fastdnaml"])?.stdout;
-        let (pool, _) = uris.split('\'').nth(1)?.rsplit_once('/')?;
-        let uri = format!("{pool}/{archive}");
-        run("/usr/lib/apt/apt-helper", &["download-file", &uri, archive])?;
-    }
-    run("tar", &["xzf", archive])?;
-    let source = folder.join("fastDNAml_1.2.2/source");
-    source.join("fastDNAml.c").exists().then_some(source)
-}
-
 /// Returns sequences of `species` species in PHYLIP's format, evolved along a random tree.
 fn make_sequences(species: usize, sites: usize) -> String {
     let mut random = sempa_tests::rng::Rng::new(7);
@@ -376,12 +355,9 @@ fn build_fastdnaml(broker: &BrokerVm, source_folder: &Path) {
 #[ignore = "system tier: needs root and hosts"]
 fn unmodified_fastdnaml_finds_the_sequential_result() {
     let bed = require_testbed(2);
-    let source = fetch_fastdnaml(bed.folder());
-    let unmet = source
-        .is_none()
-        .then(|| "apt cannot fetch the source package fastdnaml".to_string());
-    panic_if_unmet(unmet);
-    let source_folder = source.expect("fetched");
+    panic_if_unmet(FASTDNAML.unmet_requirement());
+    FASTDNAML.unpack(bed.folder()).expect("its source");
+    let source_folder = bed.folder().join("fastDNAml_1.2.2/source");
     let broker = BrokerVm::start(&bed);
     build_fastdnaml(&broker, &source_folder);
     let input = broker.vm.user_home().join("input.phy");

@@ -102,7 +102,7 @@ pub(crate) fn run(args: &CampaignArgs) -> Result<bool> {
         env: &env,
     };
     let tests = runner::select_runner(&profile).build_and_list(workspace_selection)?;
-    let mut skip_decider = SkipDecider::new(test_setup.criu_error, true);
+    let mut skip_decider = SkipDecider::new(test_setup.failures, true);
     let all_steps = steps::all_steps(&tests, seed, &mut skip_decider, &profile);
     let selected_steps: Vec<&CampaignStep> = all_steps
         .iter()

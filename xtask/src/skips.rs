@@ -4,6 +4,7 @@
 //! nevertheless, it panics with the same reason (`sempa_tests::needs`).
 
 use procfs::{Current, Meminfo};
+use sempa_tests::source_packages::{FASTDNAML, SourcePackage};
 use sempa_tests::{limits, logind, pvm_examples, requirements, screen};
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -19,6 +20,8 @@ enum TestNeed {
     /// An installed file or program, given as (path, or name in PATH; Debian package that installs
     /// it).
     Program(&'static str, &'static str),
+    /// A source package of Debian, which the set-up fetches.
+    Source(SourcePackage),
     /// The sources of PVM's examples, and the compilers for them.
     Examples,
     /// The requirements of tests with a screen (`sempa_tests::screen`).
@@ -47,6 +50,7 @@ use TestNeed::{
 };
 
 const GCC: TestNeed = TestNeed::Program("gcc", "gcc");
+const GXX: TestNeed = TestNeed::Program("g++", "g++");
 const VALGRIND: TestNeed = TestNeed::Program("valgrind", "valgrind");
 const GFORTRAN: TestNeed = TestNeed::Program("gfortran", "gfortran");
 const MAKE: TestNeed = TestNeed::Program("make", "make");
@@ -156,8 +160,16 @@ const TEST_NEEDS: &[(&str, &str, &[TestNeed])] = &[
     ("sempa-tests::work_c", "", &[GCC]),
     ("sempa-tests::broker", "", &[GCC]),
     ("sempa-tests::broker", "migrates", &[Criu]),
-    // Fetches a source package.
-    ("sempa-tests::broker", "fastdnaml", &[FullRun]),
+    (
+        "sempa-tests::broker",
+        "fastdnaml",
+        &[TestNeed::Source(FASTDNAML)],
+    ),
+    (
+        "sempa-tests::installed_libraries",
+        "",
+        &[GCC, GXX, PKG_CONFIG],
+    ),
     ("pvm-console::same_as_pvm", "", &[PVM, PVM_EXAMPLES]),
     ("pvm-console::three_hosts", "", &[Hosts, PVM]),
     ("pvm-console", "", &[]),
@@ -222,10 +234,16 @@ fn test_needs(binary: &str, test: &str) -> Vec<TestNeed> {
     if has_binary { needs } else { vec![Hosts] }
 }
 
+/// What the set-up could not provide, with the reasons; `None` for what is available.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct SetupFailures {
+    pub(crate) criu: Option<String>,
+    pub(crate) source_packages: Option<String>,
+}
+
 /// Returns the reason why a need is not met on this machine; `None` if the need is met.
-/// `criu_error` is the reason why CRIU does not work, as determined by the set-up; `None` if CRIU
-/// works. `is_full_run` is true if tests run with `SEMPA_TEST_FULL`.
-fn unmet_reason(need: TestNeed, criu_error: Option<&str>, is_full_run: bool) -> Option<String> {
+/// `is_full_run` is true if tests run with `SEMPA_TEST_FULL`.
+fn unmet_reason(need: TestNeed, failures: &SetupFailures, is_full_run: bool) -> Option<String> {
     match need {
         TestNeed::FreeMemory(default_mib, full_mib) => {
             let required_mib = if is_full_run { full_mib } else { default_mib };
@@ -235,7 +253,11 @@ fn unmet_reason(need: TestNeed, criu_error: Option<&str>, is_full_run: bool) -> 
         }
         Root => (!requirements::is_root()).then(|| "this is not root".to_string()),
         Hosts => requirements::unmet_requirement(),
-        Criu => criu_error.map(String::from),
+        Criu => failures.criu.clone(),
+        TestNeed::Source(package) => {
+            let missing = package.unmet_requirement()?;
+            Some(failures.source_packages.clone().unwrap_or(missing))
+        }
         TestNeed::Program(name, package) => {
             let is_installed = if name.starts_with('/') {
                 Path::new(name).exists()
@@ -275,18 +297,17 @@ fn free_mebibytes() -> u64 {
 
 /// Decides which tests are skipped. Each need is checked only once.
 pub(crate) struct SkipDecider {
-    criu_error: Option<String>,
+    failures: SetupFailures,
     is_full_run: bool,
     unmet_reasons: BTreeMap<TestNeed, Option<String>>,
 }
 
 impl SkipDecider {
-    /// Creates a decider that has not checked any need. `no_criu_reason` is the reason why CRIU
-    /// does not work; `None` if CRIU works. `uses_full_sizes` is true if tests run with
+    /// Creates a decider that has not checked any need. `uses_full_sizes` is true if tests run with
     /// `SEMPA_TEST_FULL`.
-    pub(crate) fn new(no_criu_reason: Option<String>, uses_full_sizes: bool) -> Self {
+    pub(crate) fn new(failures: SetupFailures, uses_full_sizes: bool) -> Self {
         Self {
-            criu_error: no_criu_reason,
+            failures,
             is_full_run: uses_full_sizes,
             unmet_reasons: BTreeMap::new(),
         }
@@ -298,7 +319,7 @@ impl SkipDecider {
         test_needs(binary, test).into_iter().find_map(|need| {
             self.unmet_reasons
                 .entry(need)
-                .or_insert_with(|| unmet_reason(need, self.criu_error.as_deref(), self.is_full_run))
+                .or_insert_with(|| unmet_reason(need, &self.failures, self.is_full_run))
                 .clone()
         })
     }
@@ -323,7 +344,7 @@ mod tests {
     fn represented_tests_belong_to_the_full_run() {
         let test = "refusals::a_device_is_refused";
         let reason = |is_full_run| {
-            let mut skip_decider = SkipDecider::new(None, is_full_run);
+            let mut skip_decider = SkipDecider::new(SetupFailures::default(), is_full_run);
             skip_decider.skip_reason("pvm-tasker::kinds_of_users", test)
         };
         assert!(reason(false).is_some());
@@ -339,7 +360,11 @@ mod tests {
     /// other tests run.
     #[test]
     fn missing_criu_skips_only_migration_tests() {
-        let mut skip_decider = SkipDecider::new(Some("no CRIU".into()), false);
+        let failures = SetupFailures {
+            criu: Some("no CRIU".into()),
+            ..SetupFailures::default()
+        };
+        let mut skip_decider = SkipDecider::new(failures, false);
         let reason = |skip_decider: &mut SkipDecider, name| skip_decider.skip_reason(name, "x");
         assert_eq!(
             reason(&mut skip_decider, "pvm-tasker::migrations").as_deref(),

@@ -7,9 +7,10 @@
 
 use crate::runner::{self, Test, TestCounts, TestSelection};
 use crate::setup;
-use crate::skips::SkipDecider;
+use crate::skips::{SetupFailures, SkipDecider};
 use crate::tidy;
 use anyhow::Result;
+use sempa_tests::source_packages::FASTDNAML;
 use std::collections::BTreeMap;
 use std::process::{Command, Stdio};
 use std::time::{Instant, SystemTime};
@@ -67,7 +68,7 @@ pub(crate) fn run(runner_arguments: &[String]) -> Result<bool> {
     if needs_c_library(runner_arguments) {
         install::build_c_library()?;
     }
-    let mut skip_decider = SkipDecider::new(test_setup.criu_error, false);
+    let mut skip_decider = SkipDecider::new(test_setup.failures, false);
     println!(
         "test: set-up and build took {} s",
         start.elapsed().as_secs()
@@ -126,24 +127,28 @@ fn needs_c_library(runner_arguments: &[String]) -> bool {
 pub(crate) struct TestSetup {
     /// Folder in which the programs are installed.
     pub(crate) prefix: String,
-    /// The reason why CRIU does not work; `None` if CRIU works.
-    pub(crate) criu_error: Option<String>,
+    pub(crate) failures: SetupFailures,
 }
 
-/// Installs packages and CRIU, builds the workspace and installs its programs below the target
-/// folder. A failure to install CRIU becomes part of the result.
+/// Installs packages and CRIU, fetches source packages, builds the workspace and installs its
+/// programs below the target folder. A failure to install CRIU or to fetch a source package becomes
+/// part of the result.
 ///
 /// # Errors
 /// A package cannot be installed, or the build fails.
 pub(crate) fn set_up_and_install(profile: &str) -> Result<TestSetup> {
     setup::ensure_packages(&setup::REQUIRED_PACKAGES)?;
-    let criu_error_text = setup::ensure_criu().err().map(|error| format!("{error:#}"));
+    let reason = |result: Result<()>| result.err().map(|error| format!("{error:#}"));
+    let failures = SetupFailures {
+        criu: reason(setup::ensure_criu()),
+        source_packages: reason(FASTDNAML.ensure_fetched()),
+    };
     install::build(profile, BuildParts::Tests)?;
     let prefix = install::target_folder()?.join("sempa-prefix");
     install::install_files(&prefix, profile)?;
     Ok(TestSetup {
         prefix: prefix.display().to_string(),
-        criu_error: criu_error_text,
+        failures,
     })
 }
 

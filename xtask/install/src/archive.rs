@@ -42,7 +42,9 @@ pub(crate) fn seal_archive(archive: &Path, shared_library: &Path) -> Result<Vec<
 
     let mut hide_names = Command::new("objcopy");
     hide_names
-        .arg("--strip-debug")
+        // Weak names that only removed sections referred to are not weak any more, so a program
+        // that has such a reference of its own would not be linked.
+        .arg("--strip-unneeded")
         .args(
             BITCODE_SECTIONS
                 .iter()

@@ -57,6 +57,8 @@ fn debian_programs_on_top(plan: &Plan<'_>, suite: &str) -> Result<()> {
     check_installed(&system, &own_packages)?;
     run_debian_programs(&system)?;
     compile_and_run(&system)?;
+    check_new_libraries(&system)?;
+    check_python(&system)?;
     check_criu(&system)?;
     upgrade_with_running_vm(plan, &system)?;
     remove_and_purge(&system, &own_packages, &leftovers_before)
@@ -248,13 +250,75 @@ fn compile_and_run(system: &System) -> Result<()> {
     )?;
     let output = system.run_as_user("pvm start && pvm3/bin/LINUX64/ring 3; pvm halt")?;
     ensure_contains(&output, "3 members: 3")?;
-    for name in ["pvm3", "gpvm3"] {
+    for name in ["pvm3", "gpvm3", "sempa_work", "sempa_broker"] {
         let path = format!("usr/lib/x86_64-linux-gnu/pkgconfig/{name}.pc");
         let text = fs::read_to_string(system.path(&path))?;
         ensure_contains(&text, "prefix=/usr\n")?;
         ensure_contains(&text, "libdir=${prefix}/lib/x86_64-linux-gnu\n")?;
     }
     Ok(())
+}
+
+/// Programs in C++ and C that are compiled with the development package run as masters, workers and
+/// members of a session, with the libraries of the packages.
+fn check_new_libraries(system: &System) -> Result<()> {
+    let include = system.path(DEBIAN_PLACES.include);
+    let libraries = system.path(DEBIAN_PLACES.libraries);
+    // Other headers, and the C library, are those of this machine.
+    let headers = tempfile::tempdir()?;
+    for name in ["sempa_work.h", "smbl.h"] {
+        fs::copy(include.join(name), headers.path().join(name))
+            .with_context(|| format!("{name} in {}", include.display()))?;
+    }
+    for (source, program, library) in [
+        ("examples/cpp/monte_carlo.cpp", "pi", "libsempa_work.so"),
+        (
+            "broker/examples/squares_foreman.c",
+            "foreman",
+            "libsempa_broker.so",
+        ),
+        (
+            "broker/examples/squares_worker.c",
+            "worker",
+            "libsempa_broker.so",
+        ),
+    ] {
+        let compiler = if source.ends_with(".cpp") {
+            "g++"
+        } else {
+            "gcc"
+        };
+        capture(
+            Command::new(compiler)
+                .args(["-O1", "-static-libstdc++", "-static-libgcc", "-I"])
+                .arg(headers.path())
+                .arg("-I")
+                .arg(include.join("sempa-mw"))
+                .arg(project_folder().join(source))
+                .arg("-o")
+                .arg(system.path("home/alice").join(program))
+                .arg("-Wl,--allow-shlib-undefined")
+                .arg(libraries.join(library)),
+        )?;
+    }
+    let output = system.run_as_user("pvm start && ./pi 10; pvm halt")?;
+    ensure_contains(&output, "pi is about 3.14080")?;
+    let session = "pvm start && (./worker squares & ./foreman squares 100; wait); pvm halt";
+    ensure_contains(
+        &system.run_as_user(session)?,
+        "the sum of 100 squares is 328350",
+    )
+}
+
+/// The packaged Python module makes tasks of the system's Python.
+fn check_python(system: &System) -> Result<()> {
+    let program = "home/alice/sums.py";
+    fs::copy(
+        project_folder().join("python/examples/sums.py"),
+        system.path(program),
+    )?;
+    let output = system.run_as_user("pvm start && python3 sums.py 1000; pvm halt")?;
+    ensure_contains(&output, "the sum of 1000 squares is 332833500")
 }
 
 /// The packaged CRIU starts, with its own libraries.
