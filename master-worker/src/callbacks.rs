@@ -1,8 +1,8 @@
 //! Callbacks of the driver, and what the journal stores about them.
 //!
 //! A callback may take long. So the master handles all messages that have arrived, sends what the
-//! dispatcher decides, and calls the driver afterwards, in the order of the events. The journal gets
-//! its records in the same order.
+//! dispatcher decides, and calls the driver afterwards, in the order of the events. The journal
+//! gets its records in the same order.
 
 use crate::journal::{FailedAttempt, Record, StoredTask, TaskStats};
 use crate::master::{Master, RunError, RunState, Transport, driver_error};
@@ -15,7 +15,7 @@ use sempa_work_dispatch::{AttemptRecord, Micros, TaskId, WorkerId};
 use std::time::Instant;
 
 /// Number of waiting callbacks above which the master handles no further message.
-const DEFERRED_MAX: usize = 4_096;
+const DEFERRED_MAX: usize = 1_024;
 
 /// The first result of a task.
 #[derive(Debug)]
@@ -34,7 +34,7 @@ pub(crate) enum Deferred {
         task: TaskId,
         data: Bytes,
     },
-    /// Only a record.
+    /// A record without a callback: an attempt ended without a result.
     AttemptFailed {
         task: TaskId,
         record: AttemptRecord,

@@ -46,8 +46,7 @@ impl<D: RawDriver> Shared<D> {
         if let Err(error) = self.master.handle(now, event, &mut self.mailbox) {
             self.error = Some(error);
         }
-        let elapsed = begun.elapsed();
-        self.master.add_busy(elapsed, elapsed);
+        self.master.add_busy(begun.elapsed());
     }
 }
 

@@ -514,12 +514,11 @@ impl<D: RawDriver> Master<D> {
         journal.wait_for_first_snapshot(patience)
     }
 
-    /// Adds time that the master has spent with work. `longest_delay` is the longest time for which
-    /// messages had to wait.
-    pub(crate) fn add_busy(&mut self, busy: Duration, longest_delay: Duration) {
+    /// Adds time that the master has spent with work, and for which messages waited.
+    pub(crate) fn add_busy(&mut self, busy: Duration) {
         self.busy += busy;
-        let delay = u64::try_from(longest_delay.as_micros()).unwrap_or(u64::MAX);
-        self.run.dispatcher.note_busy(delay);
+        let micros = u64::try_from(busy.as_micros()).unwrap_or(u64::MAX);
+        self.run.dispatcher.note_busy(micros);
     }
 
     pub(crate) fn busy(&self) -> Duration {

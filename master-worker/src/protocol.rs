@@ -72,7 +72,8 @@ pub(crate) enum ToMaster {
     Hello(Hello),
     /// The worker cannot read the init data on its host.
     InitDataMissing,
-    /// The worker is between two tasks and wants the new init data, after [`ToWorker::InitChanged`].
+    /// The worker is between two tasks and wants the new init data, after
+    /// [`ToWorker::InitChanged`].
     InitWanted,
     /// The worker has the init data of this number and has executed the benchmark, if there is one.
     Ready {

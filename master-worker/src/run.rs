@@ -319,7 +319,7 @@ impl Run {
 
     /// Replaces the init data: workers that start later get `data`, and present workers of `groups`
     /// before their next task. `None`: present workers keep theirs. After a restart of the master,
-    /// all workers get what the driver's `init_data` returns, so that it must return the newest data.
+    /// all workers get what the driver's `init_data` returns, which must be the newest data.
     pub fn refresh_init_data(&mut self, data: Bytes, groups: Option<Groups>) {
         if self.mode == Mode::Replay {
             return;
@@ -347,9 +347,9 @@ impl Run {
         !canceled.is_empty()
     }
 
-    /// Abandons the task that a worker executes: the task is closed without a result, and the worker
-    /// is requested to cancel it. Tasks that the worker holds ahead remain. Returns the task; `None`
-    /// if the worker executes none.
+    /// Abandons the task that a worker executes: the task is closed without a result, and the
+    /// worker is requested to cancel it. Tasks that the worker holds ahead remain. Returns the
+    /// task; `None` if the worker executes none.
     pub fn stop_work(&mut self, worker: WorkerId) -> Option<TaskId> {
         let task = self.dispatcher.executing_task(worker)?;
         self.cancel_task(task).then_some(task)

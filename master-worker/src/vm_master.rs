@@ -227,10 +227,7 @@ impl<D: RawDriver> Shell<D> {
             let arrived = self.wait()?;
             let begun = Instant::now();
             self.receive(arrived, transport)?;
-            let longest_delay = self.run_callbacks(begun, transport)?;
-            let now = self.now();
-            self.master.settle(now, transport)?;
-            self.master.add_busy(begun.elapsed(), longest_delay);
+            self.run_callbacks(begun, transport)?;
             self.show_progress();
         }
         Ok(())
@@ -255,23 +252,24 @@ impl<D: RawDriver> Shell<D> {
     }
 
     /// Calls the driver for all events. Between the calls, handles messages that have arrived, so
-    /// that a worker waits for one callback at most. Returns the longest time for which messages had
-    /// to wait since `begun`.
+    /// that a worker waits for one callback at most. `begun` is the time of the last receive.
     fn run_callbacks(
         &mut self,
         begun: Instant,
         transport: &mut VmTransport,
-    ) -> Result<Duration, RunError> {
-        let (mut longest_delay, mut received_at) = (Duration::ZERO, begun);
+    ) -> Result<(), RunError> {
+        let mut received_at = begun;
         loop {
             let now = self.now();
-            let was_called = self.master.run_callback(now, transport)?;
-            let delay = received_at.elapsed();
-            longest_delay = longest_delay.max(delay);
-            if !was_called {
-                return Ok(longest_delay);
+            if !self.master.run_callback(now, transport)? {
+                self.master.settle(now, transport)?;
+                self.master.add_busy(received_at.elapsed());
+                return Ok(());
             }
+            let delay = received_at.elapsed();
             if delay >= RECEIVE_INTERVAL && self.master.accepts_messages(now) {
+                self.master.add_busy(delay);
+                self.show_progress();
                 received_at = Instant::now();
                 let arrived = self.vm.runtime().check_inbox(&mut take_messages);
                 self.receive(arrived.unwrap_or(Arrived::Woken), transport)?;

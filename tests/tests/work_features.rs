@@ -137,8 +137,8 @@ fn worker_continues_during_a_callback() {
     assert!(facts.number("overlapped") >= 5, "{}", facts.0);
 }
 
-/// A host that vanishes without a word is noticed, and its tasks are executed elsewhere (point 20 of
-/// the faults of earlier systems).
+/// A host that vanishes without a word is noticed, and its tasks are executed elsewhere (point 20
+/// of the faults of earlier systems).
 #[test]
 #[ignore = "system tier: needs root and hosts"]
 fn tasks_of_a_vanished_host_are_executed_elsewhere() {

@@ -280,10 +280,11 @@ fn status_text(run: &Run, status: &Value) -> String {
     });
     text += &format!("{}\n", counted.collect::<Vec<_>>().join(", "));
     if let Some(share) = status["master_busy_share"].as_f64() {
-        text += &format!(
-            "the master is busy for {:.1} % of its time\n",
-            share * 100.0
-        );
+        text += &format!("the master is busy for {:.1} % of its time", share * 100.0);
+        if let Some(share) = status["master_callback_share"].as_f64() {
+            text += &format!(", {:.1} % in callbacks of the driver", share * 100.0);
+        }
+        text.push('\n');
     }
     text
 }
@@ -430,6 +431,21 @@ mod tests {
             .collect();
         assert_eq!(states, ["task 7 for 2.0 s", "paused for an owner", "idle"]);
         assert!(text.contains("t80001"));
+    }
+
+    #[test]
+    fn status_shows_the_master_and_its_callbacks() {
+        let run = Run {
+            name: "nug".to_string(),
+            master: Tid::from_raw(0x40001),
+        };
+        let mut status = json!({ "summary": "1 finished", "master_busy_share": 0.25 });
+        let last_line = |status: &Value| status_text(&run, status).lines().last().map(String::from);
+        let alone = "the master is busy for 25.0 % of its time";
+        assert_eq!(last_line(&status).as_deref(), Some(alone));
+        status["master_callback_share"] = json!(0.2);
+        let line = format!("{alone}, 20.0 % in callbacks of the driver");
+        assert_eq!(last_line(&status), Some(line));
     }
 
     #[test]

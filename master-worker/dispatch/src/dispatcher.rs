@@ -280,8 +280,8 @@ impl Dispatcher {
         canceled
     }
 
-    /// Returns the task that a worker executes, as far as the dispatcher knows; `None` if the worker
-    /// holds no open task or is not part of the run.
+    /// Returns the task that a worker executes, as far as the dispatcher knows; `None` if the
+    /// worker holds no open task or is not part of the run.
     pub fn executing_task(&self, worker: WorkerId) -> Option<TaskId> {
         let held = &self.pool.get(worker)?.held;
         held.iter().find(|held| !held.is_abandoned).map(|h| h.task)

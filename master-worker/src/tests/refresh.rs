@@ -1,5 +1,5 @@
-//! Init data that change while the run goes on, updates of single workers, and tasks that the driver
-//! abandons.
+//! Init data that change while the run goes on, updates of single workers, and tasks that the
+//! driver abandons.
 
 use super::restarts::{Outbox, number_in, options, raw_task};
 use crate::master::{Master, MasterEvent, RunState};
