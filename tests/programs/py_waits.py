@@ -1,12 +1,14 @@
 """Waits in the way that the argument names, until a signal interrupts the wait.
 
-Usage: py_waits.py recv|notices|barrier|mailbox|events|asyncio
+Usage: py_waits.py recv|notices|barrier|mailbox|events|asyncio|work
 """
 
 import asyncio
 import sys
+import time
 
 import sempa_pvm as pvm
+from sempa_pvm import work
 
 
 def wait(vm, way):
@@ -25,6 +27,9 @@ def wait(vm, way):
             pass
     elif way == "asyncio":
         asyncio.run(vm.arecv(tag=1))
+    elif way == "work":
+        # The worker sleeps longer than the test waits.
+        work.run([1000], time.sleep, on_result=print, workers=1, vm=vm)
 
 
 def main(vm):

@@ -362,7 +362,9 @@ fn coroutines_wait_for_messages() {
 #[ignore = "system tier: needs root, hosts and maturin"]
 fn keyboard_interrupts_end_waits() {
     with_python_hosts(1, |hosts| {
-        for way in ["recv", "notices", "barrier", "mailbox", "events", "asyncio"] {
+        for way in [
+            "recv", "notices", "barrier", "mailbox", "events", "asyncio", "work",
+        ] {
             let command = hosts.command("py_waits.py", &[way]);
             let running = RunningCommand::start(command, Stdio::null()).expect("it starts");
             let process = wait_for(PROGRAM_TIMEOUT, || {
