@@ -151,6 +151,40 @@ def check_classes():
     assert "WorkerReady" in driver.events, driver.events
 
 
+class Refreshing(work.Driver):
+    """Replaces the init data in the middle of the run, and closes the tasks that remain."""
+
+    def __init__(self):
+        self.seen = []
+
+    def initial_tasks(self, run):
+        return [work.Task(number, key=number) for number in range(20)]
+
+    def init_data(self):
+        return "first"
+
+    def on_result(self, run, task, result):
+        self.seen.append(result)
+        if len(self.seen) == 1:
+            run.refresh_init_data("second")
+        if result == "second":
+            for open_task in run.open_tasks():
+                assert open_task.task == open_task.key
+                assert run.cancel_task(open_task.task_id)
+            assert run.stop_work(run.info.worker) is None
+
+
+def init_data_of(task, context):
+    return context.init_data
+
+
+def check_new_init_data():
+    driver = Refreshing()
+    outcome = work.run(driver, init_data_of, workers=1, look_ahead=0, name="refresh")
+    assert outcome.is_finished and set(driver.seen) == {"first", "second"}, driver.seen
+    assert driver.seen.count("second") == 1, driver.seen
+
+
 def check_generator_driver():
     total = []
     outcome = work.run(
@@ -282,6 +316,7 @@ RUNS: dict[str, work.AnyWorker] = {
     "endless": square,
     "tree": Children,
     "generator": square,
+    "refresh": init_data_of,
     "grain": Remaining,
     "broken": Children,
     "coroutines": later,

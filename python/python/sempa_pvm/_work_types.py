@@ -98,6 +98,16 @@ class TaskFailed(WorkError):
 
 
 @dataclass(frozen=True, slots=True)
+class OpenTask:
+    """A task that waits or is executed."""
+
+    task_id: int
+    task: Any
+    key: float
+    is_running: bool
+
+
+@dataclass(frozen=True, slots=True)
 class ResultInfo:
     """What a result cost."""
 
@@ -180,9 +190,35 @@ class Run:
         """Adds tasks behind or in front of those of equal key, and returns their numbers."""
         return self._native.add([task_parts(task) for task in tasks], in_front)
 
-    def update(self, data: object) -> None:
-        """Sends data to all workers, also to running ones. A newer update replaces an older one."""
-        self._native.send_update(dump(data))
+    def update(self, data: object, *, worker: int | None = None) -> None:
+        """Sends data to one worker or all, also to running ones. A newer update replaces older."""
+        self._native.send_update(dump(data), worker)
+
+    def refresh_init_data(
+        self, data: object, *, groups: Iterable[int] | None = None, only_new: bool = False
+    ) -> None:
+        """Replaces the init data of workers that start later, and of present ones.
+
+        Present workers that share a group take them (:meth:`Worker.init`) before their next task;
+        None stands for all groups. With ``only_new``, present workers keep theirs. After a restart,
+        workers get what :meth:`Driver.init_data` returns, which must be the newest data.
+        """
+        self._native.refresh_init_data(dump(data), None if only_new else group_bits(groups))
+
+    def cancel_task(self, task_id: int) -> bool:
+        """Closes an open task without a result; returns False if the task is closed."""
+        return self._native.cancel_task(task_id)
+
+    def stop_work(self, worker: int) -> int | None:
+        """Closes the task that a worker executes, and returns its number; None without one."""
+        return self._native.stop_work(worker)
+
+    def open_tasks(self) -> list[OpenTask]:
+        """Returns the open tasks in no particular order."""
+        return [
+            OpenTask(task_id, load(payload), key, is_running)
+            for task_id, payload, key, is_running in self._native.open_tasks()
+        ]
 
     def prune(self, bound: float, *, with_running: bool = False) -> int:
         """Removes the waiting tasks whose keys are greater than ``bound``; returns their number."""

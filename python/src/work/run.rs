@@ -1,11 +1,14 @@
 //! The run of a driver, in its callbacks.
 
 use super::loan::RunLoan;
-use super::payload::{TaskParts, call_failed, from_python, raw_task};
-use master_worker::{ClassId, Grain, Run, TaskId};
+use super::payload::{TaskParts, call_failed, from_python, groups, raw_task, to_python};
+use master_worker::{ClassId, Grain, Run, TaskId, WorkerId};
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
+
+/// Number, payload and key of a task, and true if an attempt of the task runs.
+type OpenTask<'py> = (u64, Bound<'py, PyAny>, f64, bool);
 
 /// What a driver can do with its run. Usable in the callbacks of the driver only.
 #[pyclass(name = "WorkRun", module = "sempa_pvm._native", frozen)]
@@ -57,10 +60,50 @@ impl PyRun {
         self.with(|run| run.set_target(ClassId(0), count))
     }
 
-    /// Sends data to all workers.
-    fn send_update(&self, data: &Bound<'_, PyBytes>) -> PyResult<()> {
+    /// Sends data to one worker, or to all workers.
+    #[pyo3(signature = (data, worker))]
+    fn send_update(&self, data: &Bound<'_, PyBytes>, worker: Option<u64>) -> PyResult<()> {
         let data = from_python(data);
-        self.with(|run| run.send_update(data))
+        self.with(|run| match worker {
+            Some(worker) => run.send_update_to(WorkerId(worker), data),
+            None => run.send_update(data),
+        })
+    }
+
+    /// Replaces the init data of workers in the middle of the run.
+    #[pyo3(signature = (data, group_bits))]
+    fn refresh_init_data(
+        &self,
+        data: &Bound<'_, PyBytes>,
+        group_bits: Option<u64>,
+    ) -> PyResult<()> {
+        let groups = group_bits.map(groups).transpose()?;
+        let data = from_python(data);
+        self.with(|run| run.refresh_init_data(data, groups))
+    }
+
+    /// Closes an open task; returns false if the task is closed.
+    fn cancel_task(&self, task: u64) -> PyResult<bool> {
+        self.with(|run| run.cancel_task(TaskId(task)))
+    }
+
+    /// Closes the task that a worker executes; returns its number.
+    fn stop_work(&self, worker: u64) -> PyResult<Option<u64>> {
+        let task = self.with(|run| run.stop_work(WorkerId(worker)))?;
+        Ok(task.map(|task| task.0))
+    }
+
+    /// The open tasks: number, payload, key, and true if an attempt of the task runs.
+    fn open_tasks<'py>(&self, py: Python<'py>) -> PyResult<Vec<OpenTask<'py>>> {
+        let tasks = self.with(|run| {
+            let tasks = run.open_tasks();
+            let facts = tasks
+                .map(|(id, task, is_running)| (id.0, task.payload.clone(), task.key, is_running));
+            facts.collect::<Vec<_>>()
+        })?;
+        let task_record =
+            |(id, payload, key, is_running)| Ok((id, to_python(py, &payload)?, key, is_running));
+        tasks.into_iter().map(task_record).collect()
     }
 
     /// Sets the least and the greatest time limit of tasks in microseconds; None for no limit.
