@@ -1,7 +1,7 @@
 //! The connection of an executing task to its run.
 
-use super::loan::{ContextLoan, LoanError};
 use super::payload::{TaskParts, call_failed, from_python, raw_task, to_python};
+use super::scope::{ContextScope, ScopeError};
 use master_worker::Context;
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
@@ -11,23 +11,23 @@ use pyo3::types::PyBytes;
 #[pyclass(name = "WorkContext", module = "sempa_pvm._native", frozen)]
 #[derive(Default)]
 pub(crate) struct PyContext {
-    loan: ContextLoan,
+    scope: ContextScope,
 }
 
 impl PyContext {
-    pub(crate) fn loan(&self) -> &ContextLoan {
-        &self.loan
+    pub(crate) fn scope(&self) -> &ContextScope {
+        &self.scope
     }
 
     fn with<R>(&self, f: impl for<'a> FnOnce(&'a mut Context<'a>) -> R) -> PyResult<R> {
-        self.loan.with(f).map_err(exception)
+        self.scope.with(f).map_err(exception)
     }
 }
 
-fn exception(error: LoanError) -> PyErr {
+fn exception(error: ScopeError) -> PyErr {
     PyRuntimeError::new_err(match error {
-        LoanError::Ended => "the context can be used only while its task is executed",
-        LoanError::OtherThread => {
+        ScopeError::Ended => "the context can be used only while its task is executed",
+        ScopeError::OtherThread => {
             "the context can be used only in the thread that executes the task"
         }
     })
@@ -80,7 +80,7 @@ impl PyContext {
     /// Sends part of the result to the driver at once.
     fn send_partial(&self, py: Python<'_>, data: &Bound<'_, PyBytes>) -> PyResult<()> {
         let data = from_python(data);
-        let sent = py.detach(|| self.loan.with(|context| context.send_partial(data)));
+        let sent = py.detach(|| self.scope.with(|context| context.send_partial(data)));
         let sent = sent.map_err(exception)?;
         sent.map_err(|failure| call_failed(&failure))
     }

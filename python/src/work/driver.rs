@@ -35,7 +35,7 @@ impl PyDriver {
         })
     }
 
-    /// Calls `f` with the Python object. Keeps an exception, which ends the run; further calls fail.
+    /// Calls `f` with the Python object. An exception is kept and ends the run; further calls fail.
     fn call<R>(
         &self,
         f: impl FnOnce(Python<'_>, &Bound<'_, PyAny>) -> PyResult<R>,
@@ -58,7 +58,7 @@ impl PyDriver {
         run: &mut Run,
         f: impl FnOnce(Python<'_>, &Bound<'_, PyAny>, Py<PyRun>) -> PyResult<()>,
     ) -> Result<(), Failure> {
-        self.run.get().loan().lend(run, || {
+        self.run.get().scope().enter(run, || {
             self.call(|py, object| f(py, object, self.run.clone_ref(py)))
         })
     }

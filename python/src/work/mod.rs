@@ -2,10 +2,10 @@
 
 mod context;
 mod driver;
-mod loan;
 mod options;
 mod payload;
 mod run;
+mod scope;
 mod worker;
 
 pub(crate) use context::PyContext;

@@ -1,7 +1,7 @@
 //! The run of a driver, in its callbacks.
 
-use super::loan::RunLoan;
 use super::payload::{TaskParts, call_failed, from_python, groups, raw_task, to_python};
+use super::scope::RunScope;
 use master_worker::{ClassId, Grain, Run, TaskId, WorkerId};
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
@@ -14,16 +14,16 @@ type OpenTask<'py> = (u64, Bound<'py, PyAny>, f64, bool);
 #[pyclass(name = "WorkRun", module = "sempa_pvm._native", frozen)]
 #[derive(Default)]
 pub(crate) struct PyRun {
-    loan: RunLoan,
+    scope: RunScope,
 }
 
 impl PyRun {
-    pub(crate) fn loan(&self) -> &RunLoan {
-        &self.loan
+    pub(crate) fn scope(&self) -> &RunScope {
+        &self.scope
     }
 
     fn with<R>(&self, f: impl FnOnce(&mut Run) -> R) -> PyResult<R> {
-        self.loan.with(f).ok_or_else(|| {
+        self.scope.with(f).ok_or_else(|| {
             PyRuntimeError::new_err(
                 "the run can be used only in a callback of its driver; nothing was changed",
             )

@@ -36,8 +36,8 @@ impl RawWorker for PyWorker {
     }
 
     fn execute(&mut self, task: Bytes, context: &mut Context) -> Result<Bytes, Failure> {
-        let loan = self.context.get().loan();
-        let result = loan.lend(context, || {
+        let scope = self.context.get().scope();
+        let result = scope.enter(context, || {
             Python::attach(|py| -> PyResult<Bytes> {
                 let arguments = (to_python(py, &task)?, self.context.clone_ref(py));
                 let result = self.object.bind(py).call_method1("execute", arguments)?;
