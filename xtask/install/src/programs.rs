@@ -15,7 +15,7 @@ pub enum DebianPackage {
     Development,
     /// What root runs on each machine, for all users.
     Node,
-    /// The Python module.
+    /// The module sempa_pvm for the Python of the distribution.
     Python,
     /// A CRIU for the taskers.
     Criu,

@@ -1,8 +1,8 @@
 //! The Python module `sempa_pvm`: its files as Debian's package has them, and the wheel.
 //!
-//! The native part is the library that cargo has built with the programs. `wheel pack` of the Debian
-//! package python3-wheel makes the archive and the list of checksums in the wheel. maturin would
-//! compile all crates of the native part once more.
+//! The native part is the library that cargo has built with the programs. `wheel pack` of the
+//! Debian package python3-wheel makes the archive and the list of checksums in the wheel. maturin
+//! would compile all crates of the native part once more.
 
 use crate::debian::{Release, files_below};
 use crate::process::{capture, run};
@@ -33,7 +33,7 @@ const LIBRARIES_OF_PLATFORM: [&str; 4] = [
     "libm.so.6",
 ];
 
-/// `python/pyproject.toml`.
+/// The fields of `python/pyproject.toml` that describe the package.
 #[derive(Deserialize)]
 struct Manifest {
     project: Project,
@@ -64,9 +64,8 @@ pub(crate) enum Installer {
     OfWheel,
 }
 
-/// A built module.
+/// The module of one build, with its description.
 pub(crate) struct PythonModule {
-    /// The native part.
     library: PathBuf,
     project: Project,
     readme: String,
