@@ -16,7 +16,7 @@ pub struct Library {
     pub headers: &'static [(&'static str, &'static str)],
     /// Folders of further headers in C++, as (path in the sources, folder below the prefix).
     pub header_folders: &'static [(&'static str, &'static str)],
-    /// Templates for pkg-config.
+    /// Templates of files for pkg-config.
     pub package_configs: &'static [&'static str],
 }
 
