@@ -134,14 +134,15 @@ pub(crate) fn run_worker<P: WorkerPort, W: RawWorker>(
     state.greet()?;
     loop {
         state.handle_inputs()?;
-        if let Some(welcome) = state.welcome.take() {
-            state.begin(worker, *welcome)?;
-        }
         if let Some(why) = state.refusal.take() {
             return Err(why.into());
         }
+        // Before the welcome: a worker that must end leaves no copy of the init data on its host.
         if let Some(end) = state.end.take() {
             return Ok(end);
+        }
+        if let Some(welcome) = state.welcome.take() {
+            state.begin(worker, *welcome)?;
         }
         if let Some(task) = state.take_task() {
             state.execute(worker, task)?;

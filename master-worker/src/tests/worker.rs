@@ -267,3 +267,24 @@ fn new_init_data_come_before_the_next_task() {
     let expected = ["ready 1", "old", "wanted", "ready 2", "new", "new"];
     assert_eq!(events, expected);
 }
+
+/// A worker that is welcomed and released at once does not begin: it would leave a copy of the
+/// init data on its host.
+#[test]
+fn released_worker_does_not_take_its_init_data() {
+    let sent = Sent::default();
+    let end = ToWorker::End { run_is_over: true };
+    let inputs = Rc::new(RefCell::new(VecDeque::from([welcome(1, "old"), end])));
+    let port = StepPort {
+        inputs: Rc::clone(&inputs),
+        sent: Rc::clone(&sent),
+    };
+    let mut worker = Reader {
+        data: Bytes::new(),
+        inputs,
+    };
+    let ended = run_worker(port, &mut worker, WorkerIdentity::default()).expect("ends");
+    assert_eq!(ended, WorkerEnd::Released);
+    assert_eq!(worker.data, "");
+    assert!(matches!(sent.borrow()[..], [ToMaster::Hello(_)]));
+}
