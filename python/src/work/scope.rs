@@ -95,8 +95,8 @@ impl ContextScope {
             return Err(ScopeError::OtherThread);
         }
         // SAFETY: `enter` has an exclusive reference and does not use it before the scope has
-        // ended, which needs the lock that `guard` holds. `f` accepts every lifetime, so `f` keeps no
-        // reference from the context, and the thread is that of `enter`.
+        // ended, which needs the lock that `guard` holds. `f` accepts every lifetime, so `f`
+        // keeps no reference from the context, and the thread is that of `enter`.
         Ok(f(unsafe { scoped.context.as_mut() }))
     }
 }
