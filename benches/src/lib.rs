@@ -10,11 +10,13 @@
 //! | `bench migrate` | migrations by Sempa and by bare CRIU |
 //! | `bench owners --sizes` | evictions of tasks when an owner logs in |
 //! | `bench work` | what a task of a master-worker run costs, and the same farm in other systems |
+//! | `bench broker` | sessions of members that come and go: messages, joins, memory, many at once |
 //! | `bench soak` | hundreds of migrations of communicating tasks, and the resources they leak |
 //!
 //! The library also stores the results of `bench decide` and `bench sim`.
 
 mod balancing;
+mod broker;
 mod curves;
 mod eviction;
 mod figures;
@@ -37,6 +39,7 @@ use std::fs;
 use std::path::PathBuf;
 
 pub use balancing::{BalanceSettings, bench_balance};
+pub use broker::{BrokerSettings, bench_broker};
 pub use eviction::{EvictionSettings, bench_evictions};
 pub use figures::System;
 pub use micro::MicroSettings;

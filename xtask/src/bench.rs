@@ -1,6 +1,6 @@
 //! `cargo xtask bench`: selects and runs the benchmarks, and builds the programs that they measure.
 
-use crate::{bench_load, bench_owners, bench_virtual, setup};
+use crate::{bench_broker, bench_load, bench_owners, bench_virtual, setup};
 use anyhow::{Context, Result, bail};
 use clap::{Args, ValueEnum};
 use sempa_benches::{DEBIAN_PACKAGES, MicroSettings, PeersSettings};
@@ -37,6 +37,9 @@ enum BenchTarget {
     /// What a task of a master-worker run costs, compared with Dask, Ray, HyperQueue, Work Queue and
     /// a farm written with PVM calls
     Work,
+    /// The message broker of sessions: messages and joins per second, the cost of a probe, memory,
+    /// up to 480 sessions at once, and the time to the end of the last member
+    Broker,
     /// Whether hundreds of migrations of tasks that exchange messages lose a message or leak
     /// resources
     Soak,
@@ -55,10 +58,10 @@ pub(crate) struct BenchArgs {
     #[arg(default_value = "all")]
     what: BenchTarget,
     /// peers: only these rows, such as `rtt8` or `rtt8*`; balance: only these repetitions, such as
-    /// `2`; soak: only `tasks` or `moves`; all other stored results are retained. work: only these
-    /// rows and systems, such as `grain*` or `dask`
+    /// `2`; soak: only `tasks` or `moves`; all other stored results are retained. work,
+    /// broker: only these rows and systems, such as `grain*`, `dask` or `pair8*`
     #[arg(long, value_name = "ROW")]
-    only: Vec<String>,
+    pub(crate) only: Vec<String>,
     /// micro: save this run for later comparisons
     #[arg(long)]
     save: bool,
@@ -68,12 +71,13 @@ pub(crate) struct BenchArgs {
     /// micro: changes below this percentage do not count
     #[arg(long, value_name = "PERCENT", default_value_t = 25.0)]
     share: f64,
-    /// peers, rm, work, balance, migrate, soak: reduce repetitions and rounds
+    /// peers, rm, work, broker, balance, migrate, soak: reduce repetitions and rounds
     #[arg(long)]
-    quick: bool,
-    /// peers, work, balance, migrate, owners with sizes: number of repetitions of each measurement
+    pub(crate) quick: bool,
+    /// peers, work, broker, balance, migrate, owners with sizes: number of repetitions of each
+    /// measurement
     #[arg(long, value_name = "NUMBER")]
-    repetitions: Option<usize>,
+    pub(crate) repetitions: Option<usize>,
     /// owners, load: duration in minutes; default: 10 for owners, 3 for load
     #[arg(long, value_name = "NUMBER")]
     minutes: Option<u64>,
@@ -84,12 +88,12 @@ pub(crate) struct BenchArgs {
     /// migrate: maximum transfer rate of our migrations in bytes per second, as `SEMPA_MOVE_RATE`
     #[arg(long, value_name = "BYTES")]
     rate: Option<u64>,
-    /// peers, rm, work, owners, load, balance, migrate, soak: measure the programs installed under
-    /// this prefix; build and install nothing
+    /// peers, rm, work, broker, owners, load, balance, migrate, soak: measure the programs installed
+    /// under this prefix; build and install nothing
     #[arg(long, value_name = "DIR")]
-    prefix: Option<PathBuf>,
-    /// micro, decide, sim, peers, rm, work, owners, load, balance, migrate, soak: folder of the
-    /// table, JSON and plots; by default benches/results for all rows, target/bench for some rows
+    pub(crate) prefix: Option<PathBuf>,
+    /// micro, decide, sim, peers, rm, work, broker, owners, load, balance, migrate, soak: folder of
+    /// the table, JSON and plots; by default benches/results for all rows, target/bench for some
     #[arg(long, value_name = "DIR")]
     results: Option<PathBuf>,
 }
@@ -122,6 +126,9 @@ pub(crate) fn run(args: &BenchArgs) -> Result<bool> {
     if args.what == BenchTarget::Soak {
         return run_soak(args);
     }
+    if args.what == BenchTarget::Broker {
+        return bench_broker::run(args);
+    }
     if args.what == BenchTarget::Work {
         return measure_work(args);
     }
@@ -146,28 +153,24 @@ pub(crate) fn run(args: &BenchArgs) -> Result<bool> {
     Ok(succeeded)
 }
 
+/// Builds the programs of the measurements that are not installed, such as `sempa-host`, which the
+/// hosts of the testbed need. One cargo call builds all of them, so that cargo selects the same
+/// features and compiles nothing twice.
+fn build_measuring_programs() -> Result<()> {
+    let mut build = install::cargo_command(&["build", "--locked", "--release"])?;
+    build.args(["-p", "xtask", "-p", "sempa-tests", "-p", "sempa-benches"]);
+    if !build.status()?.success() {
+        bail!("the build of the measuring programs failed");
+    }
+    Ok(())
+}
+
 /// Returns the folder of the installed programs. If the command line does not name a folder, builds
 /// and installs the programs first.
-fn installed_prefix(args: &BenchArgs) -> Result<PathBuf> {
+pub(crate) fn installed_prefix(args: &BenchArgs) -> Result<PathBuf> {
     Ok(match &args.prefix {
         Some(prefix) => {
-            // The hosts of the testbed need the program `sempa-host`, which is not installed. This
-            // program is built in the same cargo call as the installed programs, so that cargo
-            // selects the same features and compiles nothing twice.
-            if !install::cargo_command(&[
-                "build",
-                "--locked",
-                "--release",
-                "-p",
-                "xtask",
-                "-p",
-                "sempa-tests",
-            ])?
-            .status()?
-            .success()
-            {
-                bail!("the build failed");
-            }
+            build_measuring_programs()?;
             prefix.clone()
         }
         None => {
@@ -182,7 +185,7 @@ fn installed_prefix(args: &BenchArgs) -> Result<PathBuf> {
 
 /// Returns the folder for results: the folder on the command line; without it, a folder of the
 /// project for a complete run, or a folder below the target folder for a partial run.
-fn results_folder(args: &BenchArgs) -> Result<PathBuf> {
+pub(crate) fn results_folder(args: &BenchArgs) -> Result<PathBuf> {
     let is_complete_run =
         args.only.is_empty() && args.sizes.is_empty() && args.rate.is_none() && !args.quick;
     let default_folder = if is_complete_run {
@@ -262,11 +265,7 @@ fn measure_work(args: &BenchArgs) -> Result<bool> {
     setup::ensure_packages(&DEBIAN_PACKAGES)?;
     setup::ensure_packages(&sempa_benches::WORK_PACKAGES)?;
     let prefix = installed_prefix(args)?;
-    let mut build = install::cargo_command(&["build", "--locked", "--release"])?;
-    build.args(["-p", "sempa-benches", "--bin", "work-farm"]);
-    if !build.status()?.success() {
-        bail!("the build of the measured program failed");
-    }
+    build_measuring_programs()?;
     let target_folder = install::target_folder()?;
     sempa_benches::bench_work(&sempa_benches::WorkSettings {
         prefix,

@@ -1,6 +1,7 @@
 //! `cargo xtask`: commands for developers of the project, and the demo.
 
 mod bench;
+mod bench_broker;
 mod bench_load;
 mod bench_owners;
 mod bench_virtual;
