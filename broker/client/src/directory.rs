@@ -136,17 +136,25 @@ pub fn remove(vm: &Vm, session: &str) -> Result<(), Error> {
     }
 }
 
-/// Returns all sessions of the virtual machine.
+/// Returns the names of all sessions of the virtual machine, also of those that are over.
+///
+/// # Errors
+/// Returns the daemon's error.
+pub fn names(vm: &Vm) -> Result<Vec<String>, Error> {
+    let classes = vm.mailbox_list("")?.into_iter();
+    let names = classes.filter_map(|class| Some(class.name.strip_prefix(ENTRY_PREFIX)?.into()));
+    Ok(names.collect())
+}
+
+/// Returns all sessions of the virtual machine. Asks the daemon once for each session.
 ///
 /// # Errors
 /// Returns the daemon's error.
 pub fn list(vm: &Vm) -> Result<BTreeMap<String, SessionEntry>, Error> {
     let mut sessions = BTreeMap::new();
-    for class in vm.mailbox_list("")? {
-        if let Some(session) = class.name.strip_prefix(ENTRY_PREFIX)
-            && let Some(entry) = lookup(vm, session)?
-        {
-            sessions.insert(session.to_string(), entry);
+    for session in names(vm)? {
+        if let Some(entry) = lookup(vm, &session)? {
+            sessions.insert(session, entry);
         }
     }
     Ok(sessions)
