@@ -272,8 +272,8 @@ pub(super) struct Bench<'a> {
 
 /// Returns the newest JSON object that a program has printed.
 fn newest_figures(output: &str) -> Option<Value> {
-    let lines = output.lines().filter(|line| line.starts_with('{'));
-    serde_json::from_str(lines.last()?).ok()
+    let mut lines = output.lines().filter(|line| line.starts_with('{'));
+    serde_json::from_str(lines.next_back()?).ok()
 }
 
 fn number(figures: &Value, name: &str) -> Result<f64> {

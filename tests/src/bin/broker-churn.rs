@@ -117,7 +117,7 @@ fn launch(session: &str, count: usize) -> Result<(), Failure> {
                 continue;
             };
             if status.code() == Some(i32::from(EXIT_OVER)) {
-                children.swap_remove(index);
+                children.swap_remove(index).wait()?;
             } else if status.success() || status.signal() == Some(SIGKILL as i32) {
                 children[index] = start()?;
             } else {
