@@ -1,4 +1,5 @@
-//! Members of broker sessions that `cargo xtask bench broker` measures: `broker-load MODE ...` prints
+//! Members of broker sessions that `cargo xtask bench broker` measures: `broker-load MODE ...`
+//! prints
 //! one JSON object of figures. SESSION is a session's name, or the path of a session file.
 //!
 //! | mode | measures |
@@ -22,7 +23,7 @@ use std::io::Read;
 use std::process::{Child, Command};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-/// Types of messages.
+/// The types of messages between the foreman and its members.
 const READY: i32 = 1;
 const ECHO: i32 = 2;
 const SINK: i32 = 3;

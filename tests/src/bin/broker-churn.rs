@@ -6,8 +6,8 @@
 //! | `broker-churn worker SESSION` | answers each task; leaves, or kills itself, when the foreman orders so |
 //! | `broker-churn foreman SESSION WORKERS DEPARTURES INTERVAL_MS` | sends tasks, orders departures, and accounts for each message |
 //!
-//! SESSION is a session's name, or the path of a session file. The foreman prints `all present` when
-//! all workers have joined. After all departures the foreman compares its account with the broker's
+//! SESSION is a session's name, or the path of a session file. The foreman prints `all present`
+//! when all workers have joined. After all departures the foreman compares its account with the broker's
 //! report, prints one JSON value, and ends the session when standard input ends.
 
 use nix::sys::signal::{SIGKILL, raise};
@@ -24,7 +24,7 @@ use std::time::{Duration, Instant};
 
 type Failure = Box<dyn std::error::Error>;
 
-/// Types of messages.
+/// The types of messages between the foreman and its members.
 const READY: i32 = 1;
 const TASK: i32 = 2;
 const ANSWER: i32 = 3;
