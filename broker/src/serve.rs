@@ -132,7 +132,7 @@ pub(crate) fn run(options: &ServeOptions) -> Result<()> {
 /// The folder with which a broker starts.
 #[derive(Debug)]
 enum SessionFolder {
-/// The folder of the session with which a broker starts.
+    /// The session begins with this broker.
     New(PathBuf),
     /// The session of a broker that was killed goes on.
     OfKilledBroker(PathBuf),

@@ -27,7 +27,7 @@ const QUICK_REPETITION_COUNT: usize = 1;
 pub struct BrokerSettings {
     /// Folder in which the programs of Sempa are installed.
     pub prefix: PathBuf,
-/// What `cargo xtask bench broker` measures, and where the results are written.
+    /// The program `broker-load`, as it was built.
     pub load_program: PathBuf,
     /// True if the programs were built for this run.
     pub is_own_build: bool,

@@ -77,7 +77,7 @@ impl BrokerReport {
         self.machine.update_load_after();
     }
 
-/// The machine, and the results of all rows that were measured.
+    /// Formats the machine and the table.
     pub(super) fn format(&self) -> String {
         let mut text = self.machine.format();
         for row in &self.rows {

@@ -7,8 +7,8 @@
 //! | `broker-churn foreman SESSION WORKERS DEPARTURES INTERVAL_MS` | sends tasks, orders departures, and accounts for each message |
 //!
 //! SESSION is a session's name, or the path of a session file. The foreman prints `all present`
-//! when all workers have joined. After all departures the foreman compares its account with the broker's
-//! report, prints one JSON value, and ends the session when standard input ends.
+//! when all workers have joined. After all departures the foreman compares its account with the
+//! broker's report, prints one JSON value, and ends the session when standard input ends.
 
 use nix::sys::signal::{SIGKILL, raise};
 use sempa_broker_client::{
