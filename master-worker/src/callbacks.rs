@@ -174,8 +174,18 @@ impl<D: RawDriver> Master<D> {
     }
 
     fn handle_all_closed(&mut self, transport: &mut dyn Transport) -> Result<(), RunError> {
-        // The callback of the last result may have added tasks.
-        if self.state != RunState::Running || self.run.dispatcher.open_task_count() > 0 {
+        // The callback of the last result may have added tasks. If these are closed again, their
+        // callbacks wait, and the dispatcher has reported the end of all tasks again.
+        let closes_task = |deferred: &Deferred| {
+            matches!(
+                deferred,
+                Deferred::Accepted(_) | Deferred::Quarantined { .. }
+            )
+        };
+        if self.state != RunState::Running
+            || self.run.dispatcher.open_task_count() > 0
+            || self.deferred.iter().any(closes_task)
+        {
             return Ok(());
         }
         self.call_driver("on_all_closed", |driver, run| driver.on_all_closed(run))?;

@@ -24,6 +24,8 @@ const UPDATE_ONE: u64 = 2;
 const STOP: u64 = 3;
 /// Result at which the driver closes all tasks.
 const CLOSE: u64 = 4;
+/// Result at which the driver adds a task.
+const ADD: u64 = 5;
 
 struct Changing {
     tasks: u64,
@@ -86,9 +88,25 @@ impl RawDriver for Changing {
             CLOSE => {
                 run.prune(-1.0, true);
             }
+            ADD => {
+                run.add_tasks(vec![raw_task(104)])?;
+            }
             _ => {}
         }
         Ok(())
+    }
+}
+
+fn completed(order: &TaskOrder, result: u64) -> AttemptResult {
+    AttemptResult {
+        task: order.task,
+        attempt: order.attempt,
+        cpu_us: 1,
+        wall_us: 1,
+        content: AttemptContent::Completed {
+            result: Bytes::copy_from_slice(&result.to_le_bytes()),
+            returned_tasks: Vec::new(),
+        },
     }
 }
 
@@ -172,17 +190,21 @@ impl Setup {
     }
 
     fn finish(&mut self, worker: u64, order: &TaskOrder, result: u64) {
-        let result = AttemptResult {
-            task: order.task,
-            attempt: order.attempt,
-            cpu_us: 1,
-            wall_us: 1,
-            content: AttemptContent::Completed {
-                result: Bytes::copy_from_slice(&result.to_le_bytes()),
-                returned_tasks: Vec::new(),
-            },
-        };
-        self.send(worker, ToMaster::Results(vec![result]));
+        self.send(worker, ToMaster::Results(vec![completed(order, result)]));
+    }
+
+    /// Delivers a result. The callback waits.
+    fn deliver(&mut self, worker: u64, order: &TaskOrder, result: u64) {
+        let results = ToMaster::Results(vec![completed(order, result)]);
+        let event = MasterEvent::Message(WorkerId(worker), results);
+        let received = self.master.receive(2, event, &mut self.outbox);
+        received.expect("received");
+    }
+
+    /// Runs the next callback. Returns false if none waits.
+    fn run_callback(&mut self) -> bool {
+        let called = self.master.run_callback(3, &mut self.outbox);
+        called.expect("called")
     }
 
     fn has_change(&mut self, worker: u64) -> bool {
@@ -369,29 +391,31 @@ fn tasks_are_sent_before_the_callbacks_of_results() {
     let mut setup = Setup::new(&dir.path().join("run"), Changing::new(20, 7));
     let first: Vec<TaskOrder> = (1..=3).map(|w| setup.join(w, "a", 1)[0].clone()).collect();
     for (worker, order) in (1..=3).zip(&first) {
-        let result = AttemptResult {
-            task: order.task,
-            attempt: order.attempt,
-            cpu_us: 1,
-            wall_us: 1,
-            content: AttemptContent::Completed {
-                result: Bytes::copy_from_slice(&77_u64.to_le_bytes()),
-                returned_tasks: Vec::new(),
-            },
-        };
-        let message = MasterEvent::Message(WorkerId(worker), ToMaster::Results(vec![result]));
-        let received = setup.master.receive(2, message, &mut setup.outbox);
-        received.expect("received");
+        setup.deliver(worker, order, 77);
     }
     assert_eq!(setup.master.driver.results, 0);
     for worker in 1..=3 {
         assert_eq!(setup.take_tasks(worker).len(), 1, "worker {worker}");
     }
     for results in 1..=3 {
-        let called = setup.master.run_callback(3, &mut setup.outbox);
-        assert!(called.expect("called"));
+        assert!(setup.run_callback());
         assert_eq!(setup.master.driver.results, results);
     }
-    let called = setup.master.run_callback(3, &mut setup.outbox);
-    assert!(!called.expect("nothing to call"));
+    assert!(!setup.run_callback());
+}
+
+/// All tasks were closed, a callback adds a task, and its result arrives before the run has reacted
+/// to the end of the earlier tasks: the run must not end without the callback of that result.
+#[test]
+fn run_ends_after_the_callbacks_of_all_results() {
+    let dir = tempfile::tempdir().expect("a folder");
+    let mut setup = Setup::new(&dir.path().join("run"), Changing::new(1, 7));
+    let first = setup.join(1, "a", 1)[0].clone();
+    setup.deliver(1, &first, ADD);
+    assert!(setup.run_callback());
+    let added = setup.take_tasks(1);
+    setup.deliver(1, &added[0], 77);
+    while setup.run_callback() {}
+    assert_eq!(setup.master.driver.results, 2);
+    assert_eq!(setup.master.state, RunState::Finished);
 }
