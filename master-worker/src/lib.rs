@@ -6,7 +6,8 @@
 //! counts, however often the task was executed. With a journal, a master that is killed continues
 //! where it ended. The interface follows MW (Goux, Kulkarni, Linderoth, Yoder 2000).
 //!
-//! An application implements [`Task`], [`Driver`] and [`Worker`], and calls [`run_program`]:
+//! The shortest form of a program is [`map`], which applies a function to many tasks. A program
+//! that decides more implements [`Task`], [`Driver`] and [`Worker`], and calls [`run_program`]:
 //!
 //! ```
 //! use master_worker::{
@@ -90,6 +91,7 @@ mod in_process;
 mod init_hosts;
 pub mod journal;
 mod journal_state;
+mod map;
 mod master;
 mod program;
 pub mod protocol;
@@ -107,6 +109,7 @@ mod worker_loop;
 
 pub use context::Context;
 pub use in_process::run_in_process;
+pub use map::{MapOutcome, TaskFailed, map};
 pub use master::RunError;
 pub use program::{ProgramOptions, is_worker, run_as_worker, run_program};
 pub use protocol::RawTask;

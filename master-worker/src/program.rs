@@ -2,7 +2,7 @@
 
 use crate::in_process::run_in_process;
 use crate::protocol::RUN_VARIABLE;
-use crate::raw::Failure;
+use crate::raw::{Failure, RawWorker};
 use crate::run::WorkerProgram;
 use crate::start::{MasterOptions, RunOutcome};
 use crate::typed::{Driver, PackedDriver, PackedWorker, Worker};
@@ -57,15 +57,25 @@ where
     D: Driver + 'static,
     W: Worker<Task = D::Task, InitData = D::InitData, Update = D::Update, Partial = D::Partial>,
 {
+    carry_out(driver, &mut PackedWorker::<W>::default(), options)
+}
+
+/// As [`run_program`], with a worker of bytes.
+pub(crate) fn carry_out<D: Driver + 'static>(
+    driver: D,
+    worker: &mut impl RawWorker,
+    options: &ProgramOptions,
+) -> Result<(D, RunOutcome), Failure> {
     if is_worker() {
-        run_as_worker::<W>(Groups::ALL)?;
+        let vm = Vm::enroll()?;
+        work(&vm, worker, Groups::ALL)?;
+        vm.exit()?;
         std::process::exit(0);
     }
     let driver = PackedDriver(driver);
     if options.in_process {
         let settings = options.master.settings.clone();
-        let mut worker = PackedWorker::<W>::default();
-        let (outcome, driver) = run_in_process(driver, &mut worker, settings)?;
+        let (outcome, driver) = run_in_process(driver, worker, settings)?;
         return Ok((driver.0, outcome));
     }
     let vm = Vm::enroll()?;

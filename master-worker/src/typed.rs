@@ -154,11 +154,11 @@ pub trait Worker: Sized {
     ) -> Result<<Self::Task as Task>::Result, Failure>;
 }
 
-fn pack<T: Serialize>(value: &T) -> Result<Bytes, Failure> {
+pub(crate) fn pack<T: Serialize>(value: &T) -> Result<Bytes, Failure> {
     Ok(postcard::to_allocvec(value)?.into())
 }
 
-fn unpack<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, Failure> {
+pub(crate) fn unpack<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, Failure> {
     Ok(postcard::from_bytes(bytes)?)
 }
 

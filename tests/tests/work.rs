@@ -249,7 +249,8 @@ fn killed_workers_change_no_count() {
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn migrated_workers_keep_their_tasks() {
     let (host_count, workers, moves, instance) = if tests_all_cases() {
-        (8, 61, 122, ("nug18", AUTOMATIC))
+        // Long enough for all migrations.
+        (8, 61, 122, ("nug18", GILMORE_LAWLER))
     } else {
         (3, 4, 12, ("nug17", GILMORE_LAWLER))
     };

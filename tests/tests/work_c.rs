@@ -103,7 +103,7 @@ fn interface_works_in_one_process() {
         ),
         (
             "mw.cc",
-            "#include <MW.h>\n#include <MWRMComm.h>\n#include <MWTask.h>\n#include <MWWorker.h>\n#include <MWDriver.h>\nint main() {}\n",
+            "#include <MW.h>\n#include <MWRMComm.h>\n#include <MWTask.h>\n#include <MWWorker.h>\n#include <MWDriver.h>\n#include <MWMap.h>\nint main() {}\n",
         ),
     ] {
         let source = folder.path().join(name);
@@ -145,16 +145,16 @@ fn classes_work_in_one_process() {
         assert_eq!(word(&result, "results"), word(&result, "accepted"));
         assert_eq!(number(&result, "starts"), 1);
     }
-    let example = folder.path().join("monte_carlo");
-    compile(
-        &repository_folder().join("examples/cpp/monte_carlo.cpp"),
-        &example,
-        &[],
-    );
-    let mut command = Command::new(example);
-    command.arg("10").env("SEMPA_WORK_IN_PROCESS", "1");
-    let result = run_successfully(command, TIMEOUT).expect("succeeds");
-    assert_eq!(result.stdout, "pi is about 3.14080\n");
+    // The same numbers as a function of the workers, and as classes.
+    for name in ["monte_carlo", "monte_carlo_mw"] {
+        let example = folder.path().join(name);
+        let source = repository_folder().join(format!("examples/cpp/{name}.cpp"));
+        compile(&source, &example, &[]);
+        let mut command = Command::new(example);
+        command.arg("10").env("SEMPA_WORK_IN_PROCESS", "1");
+        let result = run_successfully(command, TIMEOUT).expect("succeeds");
+        assert_eq!(result.stdout, "pi is about 3.14080\n", "{name}");
+    }
 }
 
 /// A virtual machine of two hosts, with programs in a folder that both share.

@@ -187,6 +187,9 @@ public:
 
     /* Returns a new task of the application's class. */
     virtual MWTask *gimme_a_task() = 0;
+    /* Returns a new worker of the application's class; NULL if this program has none. The program
+     * defines gimme_a_worker, or the driver defines this function. */
+    virtual MWWorker *new_worker() { return gimme_a_worker ? gimme_a_worker() : 0; }
 
     /* Number of work classes. Only for information: tasks and workers name their groups. */
     void workClasses_set(int count) { RMC->set_num_exec_classes(count); }
@@ -300,12 +303,12 @@ private:
         std::fprintf(stderr, "master: %s\n", text.c_str());
         std::exit(1);
     }
-    static void work()
+    void work()
     {
-        if (!gimme_a_worker)
+        MWWorker *worker = new_worker();
+        if (!worker)
             fail("this program is no worker: define gimme_a_worker, or name a program with "
                  "RMC->add_executable");
-        MWWorker *worker = gimme_a_worker();
         worker->go();
         delete worker;
         std::exit(0);

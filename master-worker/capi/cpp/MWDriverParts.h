@@ -23,9 +23,9 @@ inline int MWDriver::carry_out()
     outcome_.size = sizeof outcome_;
     if (!in_process)
         return sempa_work_master(&options, &driver, &outcome_);
-    if (!gimme_a_worker)
+    MWWorker *worker = new_worker();
+    if (!worker)
         fail("SEMPA_WORK_IN_PROCESS is set, but the program does not define gimme_a_worker");
-    MWWorker *worker = gimme_a_worker();
     sempa_worker worker_callbacks = worker->callbacks();
     int code = sempa_work_in_process(&options, &driver, &worker_callbacks, &outcome_);
     delete worker;

@@ -176,7 +176,7 @@ fn attempt_facts(record: &AttemptRecord) -> (u64, u64, &str, String, f64, bool) 
         &record.host,
         record.reason.to_string(),
         duration_us as f64 / 1e6,
-        record.reason.counts(),
+        record.is_counted,
     )
 }
 

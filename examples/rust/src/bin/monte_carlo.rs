@@ -2,65 +2,15 @@
 //!
 //! With `SEMPA_WORK_IN_PROCESS=1` the program needs no virtual machine.
 
-use master_worker::{
-    Driver, Failure, Nothing, ProgramOptions, RunHandle, Task, TaskContext, Worker, run_program,
-};
-use serde::{Deserialize, Serialize};
+use master_worker::{Failure, ProgramOptions, map};
 
 const POINTS_PER_TASK: u64 = 1_000_000;
 
-/// A batch of random points; the number is the seed.
-#[derive(Serialize, Deserialize)]
-struct Batch(u64);
-
-impl Task for Batch {
-    type Result = u64;
-}
-
-#[derive(Serialize, Deserialize)]
-struct Pi {
-    tasks: u64,
-    hits: u64,
-}
-
-impl Driver for Pi {
-    type Task = Batch;
-    type InitData = ();
-    type Update = Nothing;
-    type Partial = Nothing;
-
-    fn initial_tasks(&mut self, _: &mut RunHandle<'_, Self>) -> Result<Vec<Batch>, Failure> {
-        Ok((0..self.tasks).map(Batch).collect())
-    }
-
-    fn init_data(&mut self) -> Result<(), Failure> {
-        Ok(())
-    }
-
-    fn on_result(&mut self, _: &mut RunHandle<Self>, _: Batch, hits: u64) -> Result<(), Failure> {
-        self.hits += hits;
-        Ok(())
-    }
-}
-
-struct Thrower;
-
-impl Worker for Thrower {
-    type Task = Batch;
-    type InitData = ();
-    type Update = Nothing;
-    type Partial = Nothing;
-
-    fn new(_data: ()) -> Result<Self, Failure> {
-        Ok(Self)
-    }
-
-    /// Counts the points within the circle.
-    fn execute(&mut self, batch: Batch, _: &mut TaskContext<Self>) -> Result<u64, Failure> {
-        let mut state = batch.0 + 1;
-        let is_hit = |_: &u64| random(&mut state).hypot(random(&mut state)) < 1.0;
-        Ok((0..POINTS_PER_TASK).filter(is_hit).count() as u64)
-    }
+/// Counts the random points within the circle.
+fn count_hits(seed: u64) -> Result<u64, Failure> {
+    let mut state = seed + 1;
+    let is_hit = |_: &u64| random(&mut state).hypot(random(&mut state)) < 1.0;
+    Ok((0..POINTS_PER_TASK).filter(is_hit).count() as u64)
 }
 
 /// Returns a number from 0 to 1 (splitmix64).
@@ -73,13 +23,14 @@ fn random(state: &mut u64) -> f64 {
 
 fn main() -> Result<(), Failure> {
     let mut arguments = std::env::args().skip(1);
-    let tasks = arguments.next().map_or(Ok(100), |text| text.parse())?;
+    let tasks: u64 = arguments.next().map_or(Ok(100), |text| text.parse())?;
     let mut options = ProgramOptions::new("monte-carlo", 4);
     options.master.journal = arguments.next().map(Into::into);
     options.in_process = std::env::var_os("SEMPA_WORK_IN_PROCESS").is_some();
-    let (pi, outcome) = run_program::<Pi, Thrower>(Pi { tasks, hits: 0 }, &options)?;
+    let outcome = map((0..tasks).collect(), &options, count_hits)?;
+    let hits: u64 = outcome.results.into_iter().sum::<Result<_, _>>()?;
     let points = tasks * POINTS_PER_TASK;
-    println!("pi is about {:.5}", 4.0 * pi.hits as f64 / points as f64);
-    println!("{}", outcome.statistics);
+    println!("pi is about {:.5}", 4.0 * hits as f64 / points as f64);
+    println!("{}", outcome.run.statistics);
     Ok(())
 }
