@@ -6,7 +6,7 @@
 //! counts, however often the task was executed. With a journal, a master that is killed continues
 //! where it ended. The interface follows MW (Goux, Kulkarni, Linderoth, Yoder 2000).
 //!
-//! The shortest form of a program is [`map`], which applies a function to many tasks. A program
+//! The shortest form of a program is [`map()`], which applies a function to many tasks. A program
 //! that decides more implements [`Task`], [`Driver`] and [`Worker`], and calls [`run_program`]:
 //!
 //! ```

@@ -32,7 +32,7 @@ impl fmt::Display for TaskFailed {
 
 impl std::error::Error for TaskFailed {}
 
-/// The results of [`map`].
+/// The results of [`map()`].
 #[derive(Clone, Debug)]
 pub struct MapOutcome<R> {
     /// One result for each task, in the order of the tasks.
@@ -56,7 +56,7 @@ where
     type Result = R;
 }
 
-/// Collects the results.
+/// The driver of a map: collects the results in the order of the tasks.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(bound(serialize = "R: Serialize", deserialize = "R: DeserializeOwned"))]
 struct Collector<T, R> {

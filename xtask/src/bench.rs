@@ -34,8 +34,8 @@ enum BenchTarget {
     /// How long tasks stop during a migration, by their own clocks, compared with CRIU alone, and
     /// with and without pre-copy and post-copy
     Migrate,
-    /// What a task of a master-worker run costs, compared with Dask, Ray, HyperQueue, Work Queue and
-    /// a farm written with PVM calls
+    /// What a task of a master-worker run costs, compared with Dask, Ray, HyperQueue, Work Queue
+    /// and a farm written with PVM calls
     Work,
     /// The message broker of sessions: messages and joins per second, the cost of a probe, memory,
     /// up to 480 sessions at once, and the time to the end of the last member
@@ -88,8 +88,8 @@ pub(crate) struct BenchArgs {
     /// migrate: maximum transfer rate of our migrations in bytes per second, as `SEMPA_MOVE_RATE`
     #[arg(long, value_name = "BYTES")]
     rate: Option<u64>,
-    /// peers, rm, work, broker, owners, load, balance, migrate, soak: measure the programs installed
-    /// under this prefix; build and install nothing
+    /// peers, rm, work, broker, owners, load, balance, migrate, soak: measure the programs
+    /// installed under this prefix; build and install nothing
     #[arg(long, value_name = "DIR")]
     pub(crate) prefix: Option<PathBuf>,
     /// micro, decide, sim, peers, rm, work, broker, owners, load, balance, migrate, soak: folder of

@@ -38,7 +38,7 @@ enum Flow {
     Alone,
 }
 
-/// The command line.
+/// What the command line asks for.
 #[derive(Clone, Debug)]
 struct FarmArguments {
     tasks: u64,

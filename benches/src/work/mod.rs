@@ -52,7 +52,7 @@ const RUN_TIMEOUT: Duration = Duration::from_secs(300);
 pub struct WorkSettings {
     /// Folder in which the programs of Sempa are installed.
     pub prefix: PathBuf,
-    /// The program `work-farm`.
+    /// Path of the program `work-farm`, which is master and worker.
     pub farm_program: PathBuf,
     /// True if the programs were built for this run.
     pub is_own_build: bool,

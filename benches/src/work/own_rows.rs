@@ -8,7 +8,7 @@ pub(super) enum Goal {
     None,
     /// Minimum number of tasks per second.
     Rate(f64),
-    /// Minimum efficiency.
+    /// Minimum share of the workers' time that their tasks use.
     Efficiency(f64),
     /// Minimum efficiency, and maximum of the 99th percentile of idle gaps in microseconds.
     EfficiencyAndGap(f64, f64),
@@ -38,7 +38,7 @@ impl Goal {
     }
 }
 
-/// A row of the table.
+/// A run of the framework and its row of the table.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct OwnRow {
     pub(super) name: &'static str,

@@ -133,7 +133,7 @@ impl WorkReport {
         self.rows.iter().all(|row| row.met != Some(false))
     }
 
-    /// Formats the tables.
+    /// Formats the tables that have results.
     pub(super) fn format(&self) -> String {
         let mut text = self.machine.format();
         if !self.rows.is_empty() {
