@@ -98,6 +98,7 @@ pub mod protocol;
 mod raw;
 mod recovery;
 mod run;
+mod spinning;
 mod start;
 mod status;
 #[cfg(test)]

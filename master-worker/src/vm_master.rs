@@ -7,6 +7,7 @@ use crate::protocol::{
 };
 use crate::raw::RawDriver;
 use crate::run::{WorkerPlace, WorkerProgram};
+use crate::spinning::SpinDecision;
 use crate::start::{MasterOptions, RunOutcome, begin_run};
 use libpvm::proto::task::{NotifyRequest, NotifySubjects};
 use libpvm::proto::{HostId, Message, Tid};
@@ -152,6 +153,7 @@ pub fn run_master<D: RawDriver>(
         losses: LossReasons::default(),
         progress_interval: options.progress_interval,
         next_progress: clock + options.progress_interval.unwrap_or_default(),
+        spinning: SpinDecision::default(),
     };
     let subscribed = vm.subscribe_events(CONTEXT, EVENT_TAG);
     subscribed.map_err(|error| RunError::Disconnected(error.to_string()))?;
@@ -213,6 +215,7 @@ struct Shell<D> {
     losses: LossReasons,
     progress_interval: Option<Duration>,
     next_progress: Instant,
+    spinning: SpinDecision,
 }
 
 impl<D: RawDriver> Shell<D> {
@@ -224,8 +227,12 @@ impl<D: RawDriver> Shell<D> {
     fn serve(&mut self, transport: &mut VmTransport) -> Result<(), RunError> {
         self.tell(MasterEvent::Tick, transport)?;
         while self.master.state == RunState::Running {
+            let waits_since = Instant::now();
             let arrived = self.wait()?;
             let begun = Instant::now();
+            if self.spinning.note_wait(begun - waits_since) {
+                self.vm.disable_spinning();
+            }
             self.receive(arrived, transport)?;
             self.run_callbacks(begun, transport)?;
             self.show_progress();

@@ -15,7 +15,7 @@ use std::collections::{BTreeSet, VecDeque};
 use std::time::{Duration, Instant};
 
 /// Time after which results of short tasks are reported although more tasks are waiting.
-const REPORT_DELAY: Duration = Duration::from_millis(1);
+const REPORT_DELAY: Duration = Duration::from_millis(5);
 /// Results that a worker reports at once.
 const REPORTED_RESULTS_MAX: usize = 512;
 

@@ -126,7 +126,7 @@ impl Default for Settings {
             worker_order: WorkerOrder::default(),
             retry: RetryPolicy::default(),
             look_ahead: 20_000,
-            report_interval: 1_000,
+            report_interval: 5_000,
             attempt_timeout: None,
             second_copies: true,
             straggler_ratio: 3.0,

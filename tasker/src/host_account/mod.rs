@@ -36,8 +36,7 @@ use thiserror::Error;
 /// Name of the lock in the directory of the account.
 const LOCK_NAME: &str = "lock";
 /// Time limit for the lock. Taskers hold it for the time of some reads, which may be long on a
-/// loaded machine; one that hangs must not
-/// block the others for ever.
+/// loaded machine; one that hangs must not block the others for ever.
 const LOCK_TIMEOUT: Duration = Duration::from_secs(5);
 /// Poll interval of the lock.
 const LOCK_POLL_INTERVAL: Duration = Duration::from_millis(1);
