@@ -1,8 +1,8 @@
 //! Decides whether a master that waits for messages may spin.
 //!
 //! A waiting task spins for some microseconds before it sleeps, which saves a wake-up if a message
-//! arrives soon. If messages arrive further apart, each spin takes the processor from the workers of
-//! this host for nothing.
+//! arrives soon. If messages arrive further apart, each spin takes the processor from the workers
+//! of this host for nothing.
 
 use std::time::Duration;
 
