@@ -108,12 +108,9 @@ pub fn bench_peers(settings: &PeersSettings) -> Result<bool> {
     let measurements = peers_table_rows::select_measurements(selected_names);
     let curve_names: Vec<&str> = curves::CURVE_NAMES
         .into_iter()
-        .filter(|name| {
-            selected_names.is_empty() || peers_table_rows::matches_any_pattern(name, selected_names)
-        })
+        .filter(|name| peers_table_rows::is_selected(name, selected_names))
         .collect();
-    let includes_floor = selected_names.is_empty()
-        || peers_table_rows::matches_any_pattern(floor::SELECTOR_NAME, selected_names);
+    let includes_floor = peers_table_rows::is_selected(floor::SELECTOR_NAME, selected_names);
     if measurements.is_empty() && curve_names.is_empty() && !includes_floor {
         let known_names = [
             peers_table_rows::row_names(),

@@ -701,27 +701,28 @@ pub(crate) fn row_names() -> Vec<&'static str> {
         .collect()
 }
 
-/// True if a pattern in `patterns` matches the name. A final `*` in a pattern matches any suffix.
-pub(crate) fn matches_any_pattern(name: &str, patterns: &[String]) -> bool {
-    patterns
-        .iter()
-        .any(|pattern| match pattern.strip_suffix('*') {
-            Some(prefix) => name.starts_with(prefix),
-            None => name == pattern,
-        })
+/// True if a pattern in `patterns` matches the name, or if there are no patterns. A final `*` in a
+/// pattern matches any suffix.
+pub(crate) fn is_selected(name: &str, patterns: &[String]) -> bool {
+    let matches = |pattern: &String| match pattern.strip_suffix('*') {
+        Some(prefix) => name.starts_with(prefix),
+        None => name == pattern,
+    };
+    patterns.is_empty() || patterns.iter().any(matches)
 }
 
 /// Returns each measurement that has a row whose name matches one of `patterns`; all measurements
 /// if `patterns` is empty.
 pub(crate) fn select_measurements(patterns: &[String]) -> Vec<Measurement> {
-    let is_selected = |measurement: &&Measurement| {
-        patterns.is_empty()
-            || measurement
-                .rows
-                .iter()
-                .any(|row| matches_any_pattern(row.name, patterns))
+    let has_selected_row = |measurement: &&Measurement| {
+        let mut rows = measurement.rows.iter();
+        rows.any(|row| is_selected(row.name, patterns))
     };
-    MEASUREMENTS.iter().filter(is_selected).copied().collect()
+    MEASUREMENTS
+        .iter()
+        .filter(has_selected_row)
+        .copied()
+        .collect()
 }
 
 #[cfg(test)]

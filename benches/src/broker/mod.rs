@@ -9,6 +9,7 @@ mod measurements;
 mod report;
 
 use crate::machine_info::MachineInfo;
+use crate::peers_table_rows::is_selected;
 use anyhow::{Context, Result, bail};
 use measurements::{Bench, MEASUREMENTS, Measurement, needed_host_count};
 use report::{BrokerReport, RowResult};
@@ -43,9 +44,8 @@ pub struct BrokerSettings {
 
 impl BrokerSettings {
     fn selects(&self, measurement: &Measurement) -> bool {
-        let is_selected = self.selected_names.is_empty()
-            || crate::peers_table_rows::matches_any_pattern(measurement.name, &self.selected_names);
-        is_selected && !(self.is_quick && measurement.is_only_in_full_runs())
+        is_selected(measurement.name, &self.selected_names)
+            && !(self.is_quick && measurement.is_only_in_full_runs())
     }
 }
 

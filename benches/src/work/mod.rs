@@ -9,6 +9,7 @@ mod peers;
 mod report;
 
 use crate::machine_info::MachineInfo;
+use crate::peers_table_rows::is_selected;
 use crate::systems::new_testbeds;
 use anyhow::{Context, Result, bail};
 use own_rows::OWN_ROWS;
@@ -71,8 +72,7 @@ pub struct WorkSettings {
 
 impl WorkSettings {
     fn selects(&self, name: &str) -> bool {
-        self.selected_names.is_empty()
-            || crate::peers_table_rows::matches_any_pattern(name, &self.selected_names)
+        is_selected(name, &self.selected_names)
     }
 
     fn task_count(&self, full_count: u64) -> u64 {
