@@ -174,6 +174,30 @@ impl PyMember {
         })
     }
 
+    /// Waits for mail that matches, with a call of the member that takes or probes the mail.
+    ///
+    /// # Errors
+    /// The member has left, an argument is wrong, the time limit is over, or the session has ended.
+    fn wait_for_match<T: Send>(
+        &self,
+        py: Python<'_>,
+        source: Option<i64>,
+        kind: Option<i32>,
+        timeout: Option<f64>,
+        look: fn(&Member, Pattern, Duration) -> Result<Option<T>, Error>,
+    ) -> PyResult<T> {
+        let (member, pattern) = (self.member(py)?, pattern(source, kind)?);
+        let deadline = waits::deadline_after(timeout)?;
+        let found = waits::wait_in_slices(py, deadline, exception, |wait_end| {
+            look(
+                &member,
+                pattern,
+                wait_end.saturating_duration_since(Instant::now()),
+            )
+        })?;
+        found.ok_or_else(|| PyTimeoutError::new_err("no such mail has arrived in time"))
+    }
+
     fn leave_session(&self, py: Python<'_>, for_owner: bool) -> PyResult<()> {
         let Some(member) = lock(&self.member).take() else {
             return Ok(());
@@ -307,13 +331,7 @@ impl PyMember {
         kind: Option<i32>,
         timeout: Option<f64>,
     ) -> PyResult<Bound<'py, PyAny>> {
-        let (member, pattern) = (self.member(py)?, pattern(source, kind)?);
-        let deadline = waits::deadline_after(timeout)?;
-        let mail = waits::wait_in_slices(py, deadline, exception, |wait_end| {
-            member.recv_timeout(pattern, wait_end.saturating_duration_since(Instant::now()))
-        })?;
-        let mail =
-            mail.ok_or_else(|| PyTimeoutError::new_err("no such mail has arrived in time"))?;
+        let mail = self.wait_for_match(py, source, kind, timeout, Member::recv_timeout)?;
         mail_record(py, mail)
     }
 
@@ -351,13 +369,7 @@ impl PyMember {
         kind: Option<i32>,
         timeout: Option<f64>,
     ) -> PyResult<Bound<'py, PyAny>> {
-        let (member, pattern) = (self.member(py)?, pattern(source, kind)?);
-        let deadline = waits::deadline_after(timeout)?;
-        let head = waits::wait_in_slices(py, deadline, exception, |wait_end| {
-            member.probe_timeout(pattern, wait_end.saturating_duration_since(Instant::now()))
-        })?;
-        let head =
-            head.ok_or_else(|| PyTimeoutError::new_err("no such mail has arrived in time"))?;
+        let head = self.wait_for_match(py, source, kind, timeout, Member::probe_timeout)?;
         head_record(py, &head)
     }
 
