@@ -177,15 +177,16 @@ where
     R: Serialize + DeserializeOwned + 'static,
     F: FnMut(T) -> Result<R, Failure>,
 {
-    let task_count = tasks.len();
-    let results = std::iter::repeat_with(|| None).take(task_count).collect();
+    let results = std::iter::repeat_with(|| None).take(tasks.len()).collect();
     let mut worker = FunctionWorker {
         function,
         types: PhantomData,
     };
     let (collector, run) = carry_out(Collector { tasks, results }, &mut worker, options)?;
+    let task_count = collector.results.len();
     let results: Vec<_> = collector.results.into_iter().flatten().collect();
-    if results.len() != task_count || !run.is_finished {
+    // A finished run has a result of each task, and no journal any more.
+    if !run.is_finished {
         let consequence = match options.master.journal {
             Some(_) => "start the program again to continue with the journal",
             None => "without a journal the results are lost",

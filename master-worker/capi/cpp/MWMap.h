@@ -45,7 +45,7 @@ template <class Task, class Result> struct MWMapWorker : MWWorker {
 
 template <class Task, class Result> struct MWMapDriver : MWDriver {
     MWMapDriver(Result (*function)(Task), const std::vector<Task> &tasks, int workers)
-        : function(function), tasks(tasks), workers(workers), done(0), results(tasks.size())
+        : function(function), tasks(tasks), workers(workers), has_result(tasks.size()), results(tasks.size())
     {
     }
     MWTask *gimme_a_task() { return new MWMapTask<Task, Result>; }
@@ -66,25 +66,30 @@ template <class Task, class Result> struct MWMapDriver : MWDriver {
     {
         MWMapTask<Task, Result> *mapped = static_cast<MWMapTask<Task, Result> *>(task);
         results.at(mapped->place) = mapped->result;
-        ++done;
+        has_result.at(mapped->place) = 1;
         return OK;
     }
     void write_master_state(FILE *file)
     {
-        std::fwrite(&done, sizeof done, 1, file);
-        std::fwrite(results.data(), sizeof(Result), results.size(), file);
+        size_t count = results.size();
+        std::fwrite(&count, sizeof count, 1, file);
+        std::fwrite(has_result.data(), 1, count, file);
+        std::fwrite(results.data(), sizeof(Result), count, file);
     }
     void read_master_state(FILE *file)
     {
-        if (std::fread(&done, sizeof done, 1, file) != 1 ||
-            std::fread(results.data(), sizeof(Result), results.size(), file) != results.size())
-            throw std::runtime_error("the journal is that of a run with fewer tasks");
+        size_t count = 0;
+        if (std::fread(&count, sizeof count, 1, file) != 1 || count != results.size() ||
+            std::fread(has_result.data(), 1, count, file) != count ||
+            std::fread(results.data(), sizeof(Result), count, file) != count)
+            throw std::runtime_error("the journal is that of a run with another number of tasks");
     }
 
     Result (*function)(Task);
     const std::vector<Task> &tasks;
     int workers;
-    size_t done;
+    // 1 for each task with a result.
+    std::vector<char> has_result;
     std::vector<Result> results;
 };
 
@@ -94,12 +99,17 @@ template <class Task, class Result> struct MWMapDriver : MWDriver {
  * its end. Tasks and results travel as their bytes, so they must not contain pointers.
  *
  * With the environment variable SEMPA_WORK_IN_PROCESS the run needs no virtual machine;
- * SEMPA_WORK_JOURNAL names the directory of a journal. The program exits with status 1 if the run
- * fails, is stopped, or a task is quarantined; with a journal, the next start continues.
+ * SEMPA_WORK_JOURNAL names the directory of a journal, with which a stopped run continues at the
+ * next start. The program exits with status 1 if the run fails or is stopped.
+ *
+ * Places of tasks that are not tried again, because too many of their attempts have failed, are
+ * added to *failed. Without it, the program exits with status 1 if there are such tasks, and the
+ * results of the others are lost, because the run is finished.
  */
 template <class Task, class Result>
 std::vector<Result> MWMap(const char *run_name, Result (*function)(Task),
-                          const std::vector<Task> &tasks, int workers = 4)
+                          const std::vector<Task> &tasks, int workers = 4,
+                          std::vector<size_t> *failed = 0)
 {
     static_assert(std::is_trivially_copyable<Task>::value &&
                       std::is_trivially_copyable<Result>::value,
@@ -107,11 +117,18 @@ std::vector<Result> MWMap(const char *run_name, Result (*function)(Task),
     MWMapDriver<Task, Result> driver(function, tasks, workers);
     driver.set_run_name(run_name);
     driver.go();
-    if (driver.done != tasks.size()) {
-        std::fprintf(stderr, "master: %lu of %lu tasks have results: the others failed, or the run "
-                             "was stopped\n",
-                     static_cast<unsigned long>(driver.done),
-                     static_cast<unsigned long>(tasks.size()));
+    size_t missing = 0;
+    for (size_t place = 0; place < tasks.size(); ++place)
+        if (!driver.has_result[place]) {
+            ++missing;
+            if (failed && driver.is_finished())
+                failed->push_back(place);
+        }
+    if (!driver.is_finished() || (missing > 0 && !failed)) {
+        std::fprintf(stderr, "master: %lu of %lu tasks have no result: %s\n",
+                     static_cast<unsigned long>(missing),
+                     static_cast<unsigned long>(tasks.size()),
+                     driver.is_finished() ? "all their attempts failed" : "the run was stopped");
         std::exit(1);
     }
     return driver.results;
