@@ -44,7 +44,7 @@ const PROGRAMS: [&str; 13] = [
 ];
 /// Exit status of a program that comes after the end of its session.
 const EXIT_OVER: i32 = 79;
-/// What the example prints for ten tasks.
+/// First line of the example with ten tasks.
 const PI_LINE: &str = "pi is about 3.14245\n";
 /// Oldest version of Python that has the buffer protocol in its stable ABI.
 const VERSION_CHECK: &str =

@@ -34,7 +34,7 @@ enum BenchTarget {
     /// How long tasks stop during a migration, by their own clocks, compared with CRIU alone, and
     /// with and without pre-copy and post-copy
     Migrate,
-    /// What a task of a master-worker run costs, compared with Dask, Ray, HyperQueue, Work Queue
+    /// The cost of a task of a master-worker run, compared with Dask, Ray, HyperQueue, Work Queue
     /// and a farm written with PVM calls
     Work,
     /// The message broker of sessions: messages and joins per second, the cost of a probe, memory,

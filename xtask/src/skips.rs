@@ -234,7 +234,7 @@ fn test_needs(binary: &str, test: &str) -> Vec<TestNeed> {
     if has_binary { needs } else { vec![Hosts] }
 }
 
-/// What the set-up could not provide, with the reasons; `None` for what is available.
+/// Reasons why the set-up could not provide a need; `None` for an available need.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct SetupFailures {
     pub(crate) criu: Option<String>,

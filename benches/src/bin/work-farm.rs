@@ -38,7 +38,7 @@ enum Flow {
     Alone,
 }
 
-/// What the command line asks for.
+/// Parameters of a run, from the command line.
 #[derive(Clone, Debug)]
 struct FarmArguments {
     tasks: u64,
@@ -145,7 +145,7 @@ struct Start {
     machine_cpu: Duration,
 }
 
-/// What was measured. All times are of the whole measured part.
+/// Times of the whole measured part.
 #[derive(Clone, Debug, Default)]
 struct Measured {
     seconds: f64,

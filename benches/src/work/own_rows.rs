@@ -2,7 +2,7 @@
 
 use super::{FarmFigures, WORKER_COUNT, WorkSettings};
 
-/// What a row must reach.
+/// The figures that a row must reach.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum Goal {
     None,

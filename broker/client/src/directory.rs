@@ -165,7 +165,7 @@ fn is_running(vm: &Vm, tid: Tid) -> bool {
     vm.tasks(tid).is_ok_and(|tasks| !tasks.is_empty())
 }
 
-/// What a broker that starts is given.
+/// Parameters of a broker that starts.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct StartSettings<'a> {
     /// Arguments of `pvm-broker serve`.
@@ -235,7 +235,7 @@ pub fn find_or_start(
     }
 }
 
-/// What the task that starts a broker learns.
+/// The answer to the task that starts a broker.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum StartOutcome {
     Reported(StartReport),

@@ -1,4 +1,4 @@
-//! What a restart reads: the order of tasks, and tasks in each stage.
+//! A restart reads the order of tasks, and tasks in each stage.
 
 use super::restarts::{Outbox, number_in, options, raw_task};
 use crate::master::{Master, MasterEvent};

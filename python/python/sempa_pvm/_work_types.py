@@ -177,7 +177,7 @@ def outcome_of(text: str) -> Outcome:
 
 
 class Run:
-    """What a driver can do with its run. Usable in the callbacks of the driver only."""
+    """The calls of a driver about its run. Only callbacks of the driver may use them."""
 
     info: ResultInfo | None
     """What the result of the present :meth:`Driver.on_result` cost."""

@@ -7,7 +7,7 @@ use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
-/// What a worker can do while it executes a task. Usable in the thread of the task only.
+/// The calls of a worker during a task. Only the thread of the task may use them.
 #[pyclass(name = "WorkContext", module = "sempa_pvm._native", frozen)]
 #[derive(Default)]
 pub(crate) struct PyContext {

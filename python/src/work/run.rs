@@ -10,7 +10,7 @@ use pyo3::types::PyBytes;
 /// Number, payload and key of a task, and true if an attempt of the task runs.
 type OpenTask<'py> = (u64, Bound<'py, PyAny>, f64, bool);
 
-/// What a driver can do with its run. Usable in the callbacks of the driver only.
+/// The calls of a driver about its run. Only callbacks of the driver may use them.
 #[pyclass(name = "WorkRun", module = "sempa_pvm._native", frozen)]
 #[derive(Default)]
 pub(crate) struct PyRun {
