@@ -1,5 +1,5 @@
-//! Promises of a session to its users, on real hosts: limits, rights, the broker's own foreman, owners
-//! who take hosts back, lost hosts, and a clean end.
+//! Promises of a session to its users, on real hosts: limits, rights, the broker's own foreman,
+//! owners who take hosts back, lost hosts, and a clean end.
 
 use sempa_tests::broker_vm::{BrokerVm, EXIT_OVER, TIMEOUT, sum_of_squares, total};
 use sempa_tests::faults::SHORT_LEASE_ENV;
