@@ -91,6 +91,7 @@ fn late_comers_learn_that_the_session_is_over() {
 fn a_killed_broker_goes_on_without_loss() {
     let bed = require_testbed(2);
     let broker = BrokerVm::start(&bed);
+    broker.broker_succeeds(&["start", "killed", "--linger", "5"]);
     let foreman = broker.start_foreman("killed", 1500, 4);
     broker.wait_for_line(&foreman, "foreman is member 1");
     let file = broker.session_file("killed");
@@ -169,7 +170,16 @@ fn a_member_outside_comes_back_after_a_network_failure() {
     let bed = require_testbed(2);
     // h2 is not in the virtual machine.
     let broker = BrokerVm::start_with_hosts(&bed, 1);
-    broker.broker_succeeds(&["start", "net", "--heartbeat", "1", "--grace", "100"]);
+    broker.broker_succeeds(&[
+        "start",
+        "net",
+        "--heartbeat",
+        "1",
+        "--grace",
+        "100",
+        "--linger",
+        "5",
+    ]);
     let file = broker.session_file("net");
     let foreman = broker.start_foreman("net", 400, 1);
     let worker = broker.start_on(bed.host(2), &["broker_worker", &file, "1", "1"]);
@@ -231,7 +241,16 @@ fn assert_gone(report: &Value, expected: &[(&str, usize)]) {
 fn sixty_one_workers_with_122_departures() {
     let bed = require_testbed(2);
     let broker = BrokerVm::start(&bed);
-    let options = ["start", "churn", "--grace", "1", "--foreman-death", "end"];
+    let options = [
+        "start",
+        "churn",
+        "--grace",
+        "1",
+        "--linger",
+        "5",
+        "--foreman-death",
+        "end",
+    ];
     broker.broker_succeeds(&options);
     let file = broker.session_file("churn");
     let foreman = broker.start_foreman("churn", 4000, 61);
@@ -367,7 +386,7 @@ fn unmodified_fastdnaml_finds_the_sequential_result() {
         .and_then(|command| command.wait_or_kill(TIMEOUT))
         .expect("the sequential program ends");
 
-    broker.broker_succeeds(&["start", "trees"]);
+    broker.broker_succeeds(&["start", "trees", "--linger", "5"]);
     let file = broker.session_file("trees");
     let input = input.to_str().expect("UTF-8");
     let host = broker.start_on(bed.host(1), &["dnaml_host", "trees", input]);

@@ -92,7 +92,7 @@ fn one_of_125_workers_leaves_and_one_joins_each_second() {
     } = schedule();
     let bed = require_testbed(2);
     let broker = BrokerVm::start(&bed);
-    broker.broker_succeeds(&["start", "churn", "--grace", "1"]);
+    broker.broker_succeeds(&["start", "churn", "--grace", "1", "--linger", "5"]);
     let file = broker.session_file("churn");
     let (workers, departures_text) = (WORKERS.to_string(), departures.to_string());
     let interval_ms = interval.as_millis().to_string();

@@ -31,14 +31,19 @@
 /* Number of steps between two reports of times. */
 #define DNAML_STEP_TIME_COUNT 10
 
-/* The parallel half of fastDNAml 1.2.2 has four mistakes that keep it from running with any
- * implementation of p4. The source stays as it is; what follows mends its calls.
+/* The parallel half of fastDNAml 1.2.2 has five mistakes that keep it from running with any
+ * implementation of p4, or with slaves that join late. The source stays as it is; the definitions
+ * below mend its calls.
  * 1. str_treeFinishCom is called without the place for a nested comment: none is passed.
  * 2. str_treeFindTipName gets the first character of a name as a third argument, and ignores the
  *    character although it has been read: the call steps back to it.
  * 3. str_treeFlushLabel fails where there is no label, which is where a tree has none.
  * 4. str_treeProcessLength stores a length that nobody wants through a null pointer.
+ * 5. receiveTree allocates room for a tree with as many tips as the previous one. A slave that joins
+ *    late has no previous tree and receives a large one: Malloc gives receiveTree the largest room.
  * For 3 and 4, the definitions are weak, and p4_shim.c has others. */
+#undef Malloc
+#define Malloc(size) dnaml_malloc(__func__, size)
 #define str_treeFinishCom(...) DNAML_TWO_ARGUMENTS(str_treeFinishCom, __VA_ARGS__, NULL, )
 #define DNAML_TWO_ARGUMENTS(name, first, second, ...) name(first, second)
 #define str_treeFindTipName(...) \
@@ -50,6 +55,9 @@
 #pragma weak str_treeFlushLabel
 #pragma weak str_treeProcessLength
 #endif
+
+/* Allocates memory for a function of fastDNAml. */
+void *dnaml_malloc(const char *function, unsigned long size);
 
 int p4_send(int type, int to, char *buffer, int size);
 int p4_recv(int *type, int *from, char **message, int *size);
