@@ -11,8 +11,7 @@ use anyhow::{Context, Result};
 use libpvm::Vm;
 use libpvm::proto::Tid;
 use sempa_broker_client::directory::{
-    self, SESSIONS_MAX, SessionEntry, StartReport, is_session_name, lock_session, publish,
-    unlock_session,
+    self, SessionEntry, StartReport, is_session_name, lock_session, publish, unlock_session,
 };
 use sempa_broker_client::tls::{fingerprint, server_config};
 use sempa_broker_client::wire::encode;
@@ -34,8 +33,6 @@ use tokio::signal::unix::{SignalKind, signal};
 const INPUTS_MAX: usize = 4096;
 /// Largest number of inputs that share one commit of the journal.
 const INPUTS_PER_COMMIT_MAX: usize = 256;
-/// Number of ended sessions that the virtual machine's mailbox remembers at least.
-const OVER_ENTRIES_MAX: usize = 256;
 /// Name of the variable with the session's name in the environment of a foreman.
 const SESSION_VARIABLE: &str = "SEMPA_SESSION";
 
@@ -275,7 +272,7 @@ fn watch_signals(runtime: &tokio::runtime::Runtime, inputs: SyncSender<Input>) -
     Ok(())
 }
 
-/// Tells late comers that the session is over, and forgets the oldest ended sessions.
+/// Tells late comers that the session is over, and forgets old ended sessions.
 fn post_end(vm: &Vm, session: &str, end: SessionEnd, fingerprint: String) {
     let seconds = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
     let entry = SessionEntry::Over {
@@ -287,27 +284,10 @@ fn post_end(vm: &Vm, session: &str, end: SessionEnd, fingerprint: String) {
     if publish(vm, session, &entry).is_err() {
         return;
     }
-    // Entries are only read when there are too many: else each of many sessions that end together
-    // would read the entries of all others.
-    if !directory::names(vm).is_ok_and(|names| names.len() > SESSIONS_MAX + OVER_ENTRIES_MAX) {
-        return;
-    }
-    let Ok(sessions) = directory::list(vm) else {
-        return;
-    };
-    let ended = sessions
-        .into_iter()
-        .filter_map(|(name, entry)| match entry {
-            SessionEntry::Over { ended_at, .. } => Some((ended_at, name)),
-            SessionEntry::Running { .. } => None,
-        });
-    let mut ended: Vec<(u64, String)> = ended.collect();
-    ended.sort();
-    let surplus = ended.len().saturating_sub(OVER_ENTRIES_MAX);
-    for (_, name) in ended.into_iter().take(surplus) {
-        // Another broker may have removed the entry.
-        let _ = directory::remove(vm, &name);
-    }
+    // A new session of this name may begin while this broker answers late comers.
+    unlock_session(vm, session);
+    // Entries that remain are removed at the end of another session.
+    let _ = directory::forget_ended(vm);
 }
 
 impl Broker {
@@ -366,8 +346,6 @@ impl Broker {
         if end != SessionEnd::VmEnded {
             let fingerprint = self.fingerprint.clone();
             post_end(&self.vm, &self.session_name, end, fingerprint);
-            // A new session of this name may begin while this broker answers late comers.
-            unlock_session(&self.vm, &self.session_name);
             if self.had_outside_members {
                 let linger_end = Instant::now() + Duration::from_secs(options.broker.linger);
                 while Instant::now() < linger_end && self.ended != Some(SessionEnd::VmEnded) {

@@ -20,6 +20,12 @@ pub const SESSION_NAME_BYTES_MAX: usize = 64;
 pub const SESSIONS_MAX: usize = 480;
 /// Largest number of brokers on one host.
 pub const SESSIONS_PER_HOST_MAX: usize = 48;
+/// Number of ended sessions that the virtual machine remembers.
+const OVER_ENTRIES_MAX: usize = 256;
+/// Number of entries of which the oldest are removed.
+const SAMPLE_MAX: usize = 16;
+/// Number of entries that an ending session removes at most. Each session adds one.
+const REMOVED_MAX: usize = 2;
 /// Name of the broker's program.
 const BROKER_PROGRAM: &str = "pvm-broker";
 
@@ -160,6 +166,49 @@ pub fn list(vm: &Vm) -> Result<BTreeMap<String, SessionEntry>, Error> {
     Ok(sessions)
 }
 
+/// Returns the broker of each session whose broker runs.
+fn locked_sessions(vm: &Vm) -> Result<BTreeMap<String, Tid>, Error> {
+    let classes = vm.mailbox_list(LOCK_PREFIX)?.into_iter();
+    let sessions = classes.filter_map(|class| {
+        let (_, owner, _) = class.entries.first()?;
+        Some((class.name.strip_prefix(LOCK_PREFIX)?.to_string(), *owner))
+    });
+    Ok(sessions.collect())
+}
+
+/// Removes old entries of ended sessions if there are more than [`OVER_ENTRIES_MAX`] entries of
+/// sessions whose broker does not run. The number of requests does not grow with the number of
+/// sessions, so that many sessions may end together.
+///
+/// # Errors
+/// Returns the daemon's error.
+pub fn forget_ended(vm: &Vm) -> Result<(), Error> {
+    let running = locked_sessions(vm)?;
+    let mut sessions = names(vm)?;
+    sessions.retain(|name| !running.contains_key(name));
+    let surplus = sessions.len().saturating_sub(OVER_ENTRIES_MAX);
+    if surplus == 0 {
+        return Ok(());
+    }
+    let mut ended = Vec::new();
+    for name in sample(&sessions, vm.tid().raw().unsigned_abs()) {
+        if let Some(SessionEntry::Over { ended_at, .. }) = lookup(vm, name)? {
+            ended.push((ended_at, name));
+        }
+    }
+    ended.sort_unstable();
+    for (_, name) in ended.into_iter().take(surplus.min(REMOVED_MAX)) {
+        remove(vm, name)?;
+    }
+    Ok(())
+}
+
+/// Returns at most [`SAMPLE_MAX`] names at equal distances. Different seeds give different samples.
+fn sample(names: &[String], seed: u32) -> impl Iterator<Item = &String> {
+    let step = names.len().div_ceil(SAMPLE_MAX).max(1);
+    names.iter().skip(seed as usize % step).step_by(step)
+}
+
 /// True if the task runs.
 fn is_running(vm: &Vm, tid: Tid) -> bool {
     vm.tasks(tid).is_ok_and(|tasks| !tasks.is_empty())
@@ -257,13 +306,23 @@ fn no_broker(session: &str, reason: String) -> Error {
 
 /// Returns the host for a new broker, see [`place_broker`].
 fn choose_host(vm: &Vm, session: &str) -> Result<Option<String>, Error> {
-    let hosts = vm.config()?.hosts.into_iter().map(|host| host.name);
+    let config = vm.config()?;
+    let hosts = || config.hosts.iter().map(|host| host.name.clone());
+    // One request tells which brokers run. Only the entries tell whether a broker that still runs
+    // has ended its session, and each entry is a request.
+    let owners: Vec<Tid> = locked_sessions(vm)?.into_values().collect();
+    let brokers = owners
+        .iter()
+        .filter_map(|broker| Some(config.get(broker.birth_host()?)?.name.as_str()));
+    if let Ok(host) = place_broker(hosts(), brokers) {
+        return Ok(host);
+    }
     let sessions = list(vm)?;
     let brokers = sessions.values().filter_map(|entry| match entry {
         SessionEntry::Running { host, .. } => Some(host.as_str()),
         SessionEntry::Over { .. } => None,
     });
-    place_broker(hosts, brokers).map_err(|limit| no_broker(session, limit.to_string()))
+    place_broker(hosts(), brokers).map_err(|limit| no_broker(session, limit.to_string()))
 }
 
 /// A limit on the number of sessions that keeps a broker from starting.

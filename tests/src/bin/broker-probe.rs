@@ -5,12 +5,15 @@
 //! | --- | --- |
 //! | `join ROLE SECONDS` | joins within SECONDS, and stays until standard input ends |
 //! | `rights` | does as a worker what only a foreman may do, and joins as a foreman |
+//! | `remember COUNT` | stores the entries of COUNT sessions SESSION0, SESSION1, ... that ended long ago |
 //! | `fill BYTES` | sends messages of BYTES to a member that does not receive, until one is refused |
 //!
 //! Exit status: 0, 79 if the session is over, or 1.
 
+use libpvm::Vm;
+use sempa_broker_client::directory::{SessionEntry, publish};
 use sempa_broker_client::{
-    EXIT_OVER, Error, JoinOptions, Mail, Member, Pattern, Role, SendOptions, Verdict,
+    EXIT_OVER, Error, JoinOptions, Mail, Member, Pattern, Role, SendOptions, SessionEnd, Verdict,
 };
 use std::io::Read;
 use std::process::ExitCode;
@@ -57,6 +60,19 @@ fn check_rights(session: &str) -> Result<(), Box<dyn std::error::Error>> {
     Ok(worker.leave()?)
 }
 
+fn remember(prefix: &str, count: &str) -> Result<(), Box<dyn std::error::Error>> {
+    let vm = Vm::enroll()?;
+    for ended_at in 0..count.parse()? {
+        let entry = SessionEntry::Over {
+            end: SessionEnd::Finished,
+            ended_at,
+            fingerprint: String::new(),
+        };
+        publish(&vm, &format!("{prefix}{ended_at}"), &entry)?;
+    }
+    Ok(vm.exit()?)
+}
+
 fn fill(session: &str, bytes: &str) -> Result<(), Box<dyn std::error::Error>> {
     let body = vec![7; bytes.parse()?];
     let sender = Member::join(options(session, Role::Foreman))?;
@@ -92,8 +108,9 @@ fn main() -> ExitCode {
     let result = match words[..] {
         ["join", session, role, seconds] => join(session, role, seconds),
         ["rights", session] => check_rights(session),
+        ["remember", prefix, count] => remember(prefix, count),
         ["fill", session, bytes] => fill(session, bytes),
-        _ => Err("usage: broker-probe join|rights|fill SESSION ...".into()),
+        _ => Err("usage: broker-probe join|rights|remember|fill SESSION ...".into()),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,
