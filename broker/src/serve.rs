@@ -272,7 +272,7 @@ fn watch_signals(runtime: &tokio::runtime::Runtime, inputs: SyncSender<Input>) -
     Ok(())
 }
 
-/// Tells late comers that the session is over, and forgets old ended sessions.
+/// Tells late comers that the session is over.
 fn post_end(vm: &Vm, session: &str, end: SessionEnd, fingerprint: String) {
     let seconds = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
     let entry = SessionEntry::Over {
@@ -286,8 +286,6 @@ fn post_end(vm: &Vm, session: &str, end: SessionEnd, fingerprint: String) {
     }
     // A new session of this name may begin while this broker answers late comers.
     unlock_session(vm, session);
-    // Entries that remain are removed at the end of another session.
-    let _ = directory::forget_ended(vm);
 }
 
 impl Broker {

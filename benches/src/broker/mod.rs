@@ -93,7 +93,11 @@ pub fn bench_broker(settings: &BrokerSettings) -> Result<()> {
                 measurement.name
             );
             let figures = bench.measure(measurement);
-            repetitions.push(figures.with_context(|| measurement.name.to_string())?);
+            // The virtual machine's logs disappear with the testbed.
+            repetitions.push(
+                figures
+                    .with_context(|| format!("{}\n{}", measurement.name, vm.events_and_logs()))?,
+            );
         }
         report.add(RowResult::new(measurement, repetitions));
         report.write_files(&settings.results_folder)?;

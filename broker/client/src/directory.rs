@@ -20,11 +20,12 @@ pub const SESSION_NAME_BYTES_MAX: usize = 64;
 pub const SESSIONS_MAX: usize = 480;
 /// Largest number of brokers on one host.
 pub const SESSIONS_PER_HOST_MAX: usize = 48;
-/// Number of ended sessions that the virtual machine remembers.
-const OVER_ENTRIES_MAX: usize = 256;
+/// Number of entries above which old entries of ended sessions are removed: the virtual machine
+/// remembers at least 256 ended sessions.
+const ENTRIES_MAX: usize = SESSIONS_MAX + 256;
 /// Number of entries of which the oldest are removed.
 const SAMPLE_MAX: usize = 16;
-/// Number of entries that an ending session removes at most. Each session adds one.
+/// Number of entries that a new session removes at most. Each session adds one.
 const REMOVED_MAX: usize = 2;
 /// Name of the broker's program.
 const BROKER_PROGRAM: &str = "pvm-broker";
@@ -147,7 +148,7 @@ pub fn remove(vm: &Vm, session: &str) -> Result<(), Error> {
 /// # Errors
 /// Returns the daemon's error.
 pub fn names(vm: &Vm) -> Result<Vec<String>, Error> {
-    let classes = vm.mailbox_list("")?.into_iter();
+    let classes = vm.mailbox_list(ENTRY_PREFIX)?.into_iter();
     let names = classes.filter_map(|class| Some(class.name.strip_prefix(ENTRY_PREFIX)?.into()));
     Ok(names.collect())
 }
@@ -176,17 +177,14 @@ fn locked_sessions(vm: &Vm) -> Result<BTreeMap<String, Tid>, Error> {
     Ok(sessions.collect())
 }
 
-/// Removes old entries of ended sessions if there are more than [`OVER_ENTRIES_MAX`] entries of
-/// sessions whose broker does not run. The number of requests does not grow with the number of
-/// sessions, so that many sessions may end together.
+/// Removes old entries of ended sessions if there are more entries than [`ENTRIES_MAX`]. The number
+/// of requests does not grow with the number of sessions.
 ///
-/// # Errors
-/// Returns the daemon's error.
-pub fn forget_ended(vm: &Vm) -> Result<(), Error> {
-    let running = locked_sessions(vm)?;
-    let mut sessions = names(vm)?;
-    sessions.retain(|name| !running.contains_key(name));
-    let surplus = sessions.len().saturating_sub(OVER_ENTRIES_MAX);
+/// A session that starts does this, and not one that ends: a task that reads the mailbox while many
+/// sessions end hears of the last messages of all, and asks each sender about them (causal order).
+fn forget_ended(vm: &Vm) -> Result<(), Error> {
+    let sessions = names(vm)?;
+    let surplus = sessions.len().saturating_sub(ENTRIES_MAX);
     if surplus == 0 {
         return Ok(());
     }
@@ -262,10 +260,13 @@ pub fn find_or_start(
                 // session.
                 Some(host).filter(|host| vm.config().is_ok_and(|c| c.find_by_name(host).is_some()))
             }
-            None => match settings.host {
-                Some(host) => Some(host.to_string()),
-                None => choose_host(vm, session)?,
-            },
+            None => {
+                forget_ended(vm)?;
+                match settings.host {
+                    Some(host) => Some(host.to_string()),
+                    None => choose_host(vm, session)?,
+                }
+            }
         };
         match start_broker(vm, session, settings.options, host.as_deref(), deadline)? {
             (broker, StartOutcome::Reported(StartReport::Ready)) => return Ok(broker),
