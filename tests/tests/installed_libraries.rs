@@ -111,6 +111,21 @@ fn master_worker_programs_compile_with_package_config() {
     assert_eq!(run_in_process(&program, &["10"]), PI_LINE);
 }
 
+/// `MWMap` returns the results of all other tasks if the function fails for some.
+#[test]
+#[ignore = "system tier: needs installed programs and pkg-config"]
+fn map_returns_the_places_of_failed_tasks() {
+    let folder = TempDir::new().expect("a folder");
+    let program = folder.path().join("map_failures");
+    compile(
+        &project_file("tests/programs/map_failures.cpp"),
+        &program,
+        &flags_of("sempa_mw", &prefix().join("lib")),
+    );
+    let output = run_in_process(&program, &[]);
+    assert!(output.ends_with("\nsum 227 failed 3 7\n"), "{output}");
+}
+
 /// The archives of all libraries are linked together, and the programs run without the shared
 /// libraries.
 #[test]
