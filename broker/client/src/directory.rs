@@ -167,14 +167,12 @@ pub fn list(vm: &Vm) -> Result<BTreeMap<String, SessionEntry>, Error> {
     Ok(sessions)
 }
 
-/// Returns the broker of each session whose broker runs.
-fn locked_sessions(vm: &Vm) -> Result<BTreeMap<String, Tid>, Error> {
-    let classes = vm.mailbox_list(LOCK_PREFIX)?.into_iter();
-    let sessions = classes.filter_map(|class| {
-        let (_, owner, _) = class.entries.first()?;
-        Some((class.name.strip_prefix(LOCK_PREFIX)?.to_string(), *owner))
-    });
-    Ok(sessions.collect())
+/// Returns the brokers that run.
+fn running_brokers(vm: &Vm) -> Result<Vec<Tid>, Error> {
+    let locks = vm.mailbox_list(LOCK_PREFIX)?.into_iter();
+    let locks = locks.filter(|class| class.name.starts_with(LOCK_PREFIX));
+    let owners = locks.filter_map(|class| class.entries.first().map(|(_, owner, _)| *owner));
+    Ok(owners.collect())
 }
 
 /// Removes old entries of ended sessions if there are more entries than [`ENTRIES_MAX`]. The number
@@ -182,14 +180,19 @@ fn locked_sessions(vm: &Vm) -> Result<BTreeMap<String, Tid>, Error> {
 ///
 /// A session that starts does this, and not one that ends: a task that reads the mailbox while many
 /// sessions end hears of the last messages of all, and asks each sender about them (causal order).
+///
+/// # Errors
+/// Returns the daemon's error.
 fn forget_ended(vm: &Vm) -> Result<(), Error> {
     let sessions = names(vm)?;
     let surplus = sessions.len().saturating_sub(ENTRIES_MAX);
     if surplus == 0 {
         return Ok(());
     }
+    // Starters at one moment, and successive starts of one task, read different entries.
+    let seed = vm.tid().raw().wrapping_add(next_connection());
     let mut ended = Vec::new();
-    for name in sample(&sessions, vm.tid().raw().unsigned_abs()) {
+    for name in sample(&sessions, seed.unsigned_abs()) {
         if let Some(SessionEntry::Over { ended_at, .. }) = lookup(vm, name)? {
             ended.push((ended_at, name));
         }
@@ -311,8 +314,8 @@ fn choose_host(vm: &Vm, session: &str) -> Result<Option<String>, Error> {
     let hosts = || config.hosts.iter().map(|host| host.name.clone());
     // One request tells which brokers run. Only the entries tell whether a broker that still runs
     // has ended its session, and each entry is a request.
-    let owners: Vec<Tid> = locked_sessions(vm)?.into_values().collect();
-    let brokers = owners
+    let running = running_brokers(vm)?;
+    let brokers = running
         .iter()
         .filter_map(|broker| Some(config.get(broker.birth_host()?)?.name.as_str()));
     if let Ok(host) = place_broker(hosts(), brokers) {
