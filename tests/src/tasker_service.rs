@@ -4,7 +4,7 @@ use crate::Testbed;
 use crate::layout::prefix_in_hosts;
 use crate::run::{CommandResult, RunningCommand, wait_for};
 use crate::testbed::Host;
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use sempa_proto::tasker_service::SOCKET_PATH;
@@ -44,6 +44,12 @@ impl<'a> TaskerServices<'a> {
     /// # Errors
     /// A service does not listen.
     pub fn start_wrapped(testbed: &'a Testbed, key_dir: &Path, wrapper: &[&str]) -> Result<Self> {
+        ensure!(
+            !key_dir.starts_with("/tmp") || key_dir.starts_with(testbed.folder()),
+            "{} is not visible on the hosts, which have a /tmp of their own: build in a folder \
+             outside of /tmp",
+            key_dir.display()
+        );
         let key_path = key_dir.join(format!("site-key-{}", std::process::id()));
         fs::write(&key_path, site_key_text())?;
         fs::set_permissions(&key_path, PermissionsExt::from_mode(0o600))?;
