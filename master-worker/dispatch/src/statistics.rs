@@ -178,9 +178,12 @@ impl RunStatistics {
         self.counts.results_accepted += 1;
     }
 
-    /// Counts a task that an earlier master accepted after it had stored its last statistics.
+    /// Counts a task that an earlier master accepted after it had stored its last statistics. The
+    /// stored statistics may lack its attempt.
     pub fn add_recovered_task(&mut self, factor: f64, cpu: Micros, wall: Micros) {
         self.add_task(factor, cpu, wall);
+        let counts = &mut self.counts;
+        counts.attempts = counts.attempts.max(counts.results_accepted);
     }
 
     /// Counts a worker that has left.

@@ -585,7 +585,10 @@ fn statistics_follow_the_formulas() {
     assert_eq!(result.normalized_per_wall, Some(1.0));
     let empty = dispatcher(quiet_settings()).report(0);
     assert_eq!(empty.efficiency, None, "no quotient by zero (point 17)");
-    let resumed = run.statistics_up_to(8 * SECOND);
+    let mut resumed = run.statistics_up_to(8 * SECOND);
+    resumed.add_recovered_task(1.0, 0, 0);
+    let counts = &resumed.counts;
+    assert_eq!((counts.results_accepted, counts.attempts), (3, 3));
     let mut next = Dispatcher::new(quiet_settings(), 2, resumed, 0);
     let continued = next.report(0);
     assert_eq!(continued.wall_s, result.wall_s);
