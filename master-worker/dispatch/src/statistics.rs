@@ -175,15 +175,15 @@ impl RunStatistics {
         self.weighted_cpu += factor * cpu as f64;
         self.task_cpu_s.add(cpu as f64 / MICROS_PER_SECOND);
         self.task_wall_s.add(wall as f64 / MICROS_PER_SECOND);
-        self.counts.results_accepted += 1;
+        let counts = &mut self.counts;
+        counts.results_accepted += 1;
+        // The stored statistics of an earlier master may lack the attempt.
+        counts.attempts = counts.attempts.max(counts.results_accepted);
     }
 
-    /// Counts a task that an earlier master accepted after it had stored its last statistics. The
-    /// stored statistics may lack its attempt.
+    /// Counts a task that an earlier master accepted after it had stored its last statistics.
     pub fn add_recovered_task(&mut self, factor: f64, cpu: Micros, wall: Micros) {
         self.add_task(factor, cpu, wall);
-        let counts = &mut self.counts;
-        counts.attempts = counts.attempts.max(counts.results_accepted);
     }
 
     /// Counts a worker that has left.
